@@ -1,0 +1,77 @@
+"""LoRA fine-tuning of MLX language models.
+
+    from mlxtune import TrainConfig, train
+    result = train(TrainConfig(model_path="…", data="chat.jsonl"))
+
+Most names are imported on first use, so that `import mlxtune` and `mlxtune --help` start without
+mlx and numpy, and `mlxtune.core` works where mlx is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
+from mlxtune.train import TrainResult, train
+
+if TYPE_CHECKING:
+    from mlxtune.backend.pipeline import InstructPipeline
+    from mlxtune.config import InstructConfig, InstructTrainingConfig, TrainConfig
+    from mlxtune.core.encode import Example
+    from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+    from mlxtune.errors import (
+        ConfigError,
+        DataError,
+        MlxTuneError,
+        ModelError,
+        NonFiniteLossError,
+        OutputError,
+        TrainingInterrupted,
+    )
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "Example",
+    "InstructConfig",
+    "InstructPipeline",
+    "InstructTrainResult",
+    "InstructTrainer",
+    "InstructTrainingConfig",
+    "MlxTuneError",
+    "ModelError",
+    "NonFiniteLossError",
+    "OutputError",
+    "TrainConfig",
+    "TrainResult",
+    "TrainingInterrupted",
+    "train",
+]
+
+_ROOMS = {
+    "mlxtune.backend.pipeline": ("InstructPipeline",),
+    "mlxtune.config": ("InstructConfig", "InstructTrainingConfig", "TrainConfig"),
+    "mlxtune.core.encode": ("Example",),
+    "mlxtune.core.trainer": ("InstructTrainer", "InstructTrainResult"),
+    "mlxtune.errors": (
+        "ConfigError",
+        "DataError",
+        "MlxTuneError",
+        "ModelError",
+        "NonFiniteLossError",
+        "OutputError",
+        "TrainingInterrupted",
+    ),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ROOM_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

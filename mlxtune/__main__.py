@@ -1,0 +1,3 @@
+from mlxtune.cli import main
+
+main()

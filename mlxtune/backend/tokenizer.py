@@ -1,0 +1,62 @@
+"""A model folder's tokenizer, as the core asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
+
+from mlxtune.core.encode import Encoded
+from mlxtune.errors import ModelError, one_line
+
+
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it."""
+
+    def __init__(self, backend: Any, bos_id: int | None) -> None:
+        self._backend = backend
+        self.bos_id = bos_id
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """Encode texts, control tokens parsed and none added."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [Encoded(encoding.ids, encoding.offsets) for encoding in encodings]
+
+
+class SentencePieceTokenizer:
+    """A `tokenizer.model` by itself, read by sentencepiece.
+
+    transformers would convert it to `tokenizers`, and then drops a dummy prefix and invents control
+    tokens that the model does not have.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        bos_id = self._processor.bos_id()
+        self.bos_id = bos_id if bos_id >= 0 else None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """Encode texts, control tokens parsed and none added."""
+        mappings = self._processor.encode(list(texts), return_type="offset_mapping")
+        return [Encoded(mapping["ids"], mapping["offsets"]) for mapping in mappings]
+
+
+def load_tokenizer(folder: Path) -> FastTokenizer | SentencePieceTokenizer:
+    """Load a model folder's tokenizer.
+
+    Raises ModelError when it has none or a broken one.
+    """
+    spm = folder / "tokenizer.model"
+    if spm.is_file() and not (folder / "tokenizer.json").exists():
+        try:
+            return SentencePieceTokenizer(spm)
+        except (OSError, RuntimeError) as error:
+            raise ModelError(f"{spm}: is not a SentencePiece model: {one_line(error)}") from error
+    try:
+        tokenizer = load_with_mlx_lm(folder)
+        return FastTokenizer(tokenizer._tokenizer.backend_tokenizer, tokenizer.bos_token_id)
+    except Exception as error:
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded: {one_line(error)}") from error

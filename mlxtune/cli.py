@@ -1,0 +1,117 @@
+"""The command: builds a config, calls a recipe, prints, and is the only place that exits.
+
+Exit codes: 0 done, 1 a file, model or run failed, 2 options are wrong, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from mlxtune.config import OPTIONS, TrainConfig, field_types, flag, load_config_file
+from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit; what a person can mend ends in one line on stderr."""
+    warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = command.main(arguments, prog_name="mlxtune", standalone_mode=False)
+    except (MlxTuneError, click.ClickException) as error:
+        if "--debug" in arguments:
+            raise
+        usage = isinstance(error, ConfigError | click.UsageError)
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        _fail(message, 2 if usage else 1)
+    except TrainingInterrupted as interrupt:
+        saved = f"saved to {interrupt.checkpoint}" if interrupt.checkpoint else "nothing to save"
+        _exit(f"mlxtune: {interrupt}; {saved}", 130)
+    except (KeyboardInterrupt, click.Abort):
+        _exit("mlxtune: interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _exit(f"mlxtune: error: {' '.join(message.split())}", code)
+
+
+def _exit(message: str, code: int) -> NoReturn:
+    click.echo(message, err=True)
+    sys.exit(code)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="mlxtune", message="%(prog)s %(version)s")
+def command() -> None:
+    """Fine-tune MLX language models with LoRA."""
+
+
+def config_options(config: type) -> list[click.Option]:
+    """Return a click option for each field of a config.
+
+    Values stay text, or None where not given: the config converts and checks all of them at once.
+    """
+    types = field_types(config)
+    return [
+        click.Option(
+            [flag(field.name)],
+            is_flag=types[field.name] is bool,
+            default=None,
+            metavar=_metavar(field.name, types[field.name]),
+            help=OPTIONS[field.metadata["option"]].help + _default_text(field),
+        )
+        for field in dataclasses.fields(config)
+    ]
+
+
+def _metavar(name: str, annotation: Any) -> str | None:
+    bounds = OPTIONS[name]
+    if bounds.choices:
+        return "|".join(bounds.choices)
+    if annotation is bool:
+        return None
+    kinds = {"int": "N", "int | None": "N", "float": "X"}
+    return bounds.metavar or kinds.get(str(getattr(annotation, "__name__", annotation)), "PATH")
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if field.default in ("", None, False):
+        return "  [required]" if field.default == "" else ""
+    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
+
+
+class _TrainCommand(click.Command):
+    """`train`, with an option for each field of TrainConfig."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = config_options(TrainConfig) + self.params
+
+
+@command.command(
+    cls=_TrainCommand,
+    epilog="Example: mlxtune train --model-path data/demo-qwen3 --data data/people.jsonl",
+)
+@click.option("--config", metavar="PATH", help="YAML or TOML file of options; flags win.")
+@click.option("--dry-run", is_flag=True, help="Do everything up to the first step; print the plan.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def train(config: str | None, dry_run: bool, debug: bool, **options: Any) -> None:
+    """Train a LoRA adapter on chat data."""
+    given = {name: value for name, value in options.items() if value is not None}
+    from_file = load_config_file(Path(config).expanduser()) if config is not None else {}
+    checked = TrainConfig(**(from_file | given))
+
+    # Imported only now: the recipe loads mlx, and --help must not.
+    from mlxtune.train import train as run
+
+    run(checked, dry_run=dry_run)

@@ -1,0 +1,135 @@
+"""What is measured at each step and epoch, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxtune.errors import OutputError
+
+PERPLEXITY_CAP = 1e6
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), at most 1e6; `loss` is in nats per supervised token."""
+    return min(math.exp(min(loss, math.log(PERPLEXITY_CAP))), PERPLEXITY_CAP)
+
+
+@dataclass(frozen=True)
+class InstructStepResult:
+    """One example's update. `loss` is in nats per supervised token."""
+
+    loss: float
+    num_response_tokens: int
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class InstructBatchResult:
+    """One step, or one evaluation.
+
+    `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
+    the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too.
+    """
+
+    avg_loss: float
+    total_response_tokens: int
+    perplexity: float
+    grad_norm: float | None = None
+    total_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer update. `tokens` are those the model read, `seconds` wall time."""
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    perplexity: float
+    tokens: int
+    supervised_tokens: int
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class InstructEpochMetrics:
+    """One pass over the training rows; epochs count from 1.
+
+    `train_loss` is over all supervised tokens of the epoch, `val_loss` over the whole validation
+    set after it; both are nats per supervised token. Validation's are None when there is none.
+    """
+
+    epoch: int
+    train_loss: float
+    train_perplexity: float
+    val_loss: float | None
+    val_perplexity: float | None
+    learning_rate: float
+    epoch_time_ms: int
+    samples_per_sec: float
+
+
+@dataclass
+class TrainingMetrics:
+    """The steps of a run so far. `max_steps` is how many it will have."""
+
+    max_steps: int
+    history: list[StepRecord] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        """Append a step's record."""
+        self.history.append(record)
+
+    def average_loss(self) -> float | None:
+        """Return the loss over all supervised tokens so far, or None before the first step."""
+        tokens = sum(record.supervised_tokens for record in self.history)
+        if not tokens:
+            return None
+        return sum(record.loss * record.supervised_tokens for record in self.history) / tokens
+
+    def last_step(self) -> StepRecord | None:
+        """Return the latest record, or None before the first step."""
+        return self.history[-1] if self.history else None
+
+    def convergence_rate(self) -> float | None:
+        """Return (first - last) / first of the losses.
+
+        None with fewer than two steps, or a first loss of zero.
+        """
+        if len(self.history) < 2 or self.history[0].loss == 0:
+            return None
+        first, last = self.history[0].loss, self.history[-1].loss
+        return (first - last) / first
+
+    def is_complete(self) -> bool:
+        """Tell whether all steps have been taken."""
+        return len(self.history) >= self.max_steps
+
+
+class MetricsLog:
+    """Appends records to a JSON lines file; each line has a `kind`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, kind: str, record: Any) -> None:
+        """Append one record, a dataclass or a dict.
+
+        Raises OutputError when the file cannot be written.
+        """
+        values = record if isinstance(record, dict) else asdict(record)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
+        except OSError as error:
+            raise OutputError(
+                f"{self._path}: cannot be written: {error.strerror}: free space or "
+                "choose another --checkpoint-dir"
+            ) from error

@@ -1,0 +1,145 @@
+"""What a person reads of a run, as lines of text. Nothing here prints."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from mlxtune.config import TrainConfig
+from mlxtune.core.checkpoint import ADAPTER
+from mlxtune.core.encode import Ledger
+from mlxtune.core.metrics import InstructEpochMetrics, StepRecord, perplexity
+from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def short_number(number: int) -> str:
+    """Return 596M for 596,049,920, in three digits."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{suffix}"
+    return str(number)
+
+
+def duration(seconds: float) -> str:
+    """Return `12.3s`, `4m 05s` or `2h 05m`."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, whole = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {whole:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def loss(value: float) -> str:
+    """Return a loss in nats with its perplexity."""
+    return f"{value:.4f} (perplexity {perplexity(value):.4g})"
+
+
+def rows_line(path: str, ledger: Ledger) -> str:
+    """Return where the rows of a file went."""
+    parts = [f"{count(ledger.rows_read, 'row')} read"]
+    if ledger.rows_train:
+        parts.append(f"{ledger.rows_train:,} train")
+    if ledger.rows_validation:
+        parts.append(f"{ledger.rows_validation:,} validate")
+    if skipped := ledger.rows_skipped.total():
+        kinds = ", ".join(f"{number} {kind}" for kind, number in ledger.rows_skipped.items())
+        parts.append(f"{skipped:,} skipped ({kinds})")
+    return f"{path}: " + ", ".join(parts)
+
+
+def tokens_line(ledger: Ledger) -> str:
+    """Return where the tokens of a file went."""
+    cut = f" from {count(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
+    return (
+        f"{count(ledger.tokens, 'token')} = {ledger.tokens_supervised:,} supervised + "
+        f"{ledger.tokens_context:,} context + {ledger.tokens_truncated:,} truncated{cut}"
+    )
+
+
+def step_line(record: StepRecord, total_steps: int, smoothed: float, peak_gb: float) -> str:
+    """Return one step as a plain line."""
+    return (
+        f"step {record.step}/{total_steps}  loss {record.loss:.4f}  smoothed {smoothed:.4f}  "
+        f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
+        f"{record.tokens / max(record.seconds, 1e-9):,.0f} tokens/s  peak {peak_gb:.2f} GB"
+    )
+
+
+def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
+    """Return one epoch's result."""
+    validation = ""
+    if metrics.val_loss is not None:
+        validation = f", validation {loss(metrics.val_loss)}" + (", best so far" if best else "")
+    return (
+        f"epoch {metrics.epoch}: train {loss(metrics.train_loss)}{validation}, "
+        f"{metrics.samples_per_sec:.1f} rows/s, {duration(metrics.epoch_time_ms / 1000)}"
+    )
+
+
+def plan_line(trainer: InstructTrainer, micro_batch_tokens: int) -> str:
+    """Return what a run will do."""
+    config = trainer.config
+    validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
+    return (
+        f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
+        f"{count(config.epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
+        f"learning rate {trainer.pipeline.learning_rate:g}, {config.schedule}; "
+        f"micro-batches of up to {micro_batch_tokens:,} tokens; seed {config.seed}"
+    )
+
+
+def summary_lines(
+    result: InstructTrainResult, config: TrainConfig, peak_gb: float
+) -> Iterator[str]:
+    """Yield the end of a run: speed and memory, losses, and what was written where."""
+    seconds = max(sum(record.seconds for record in result.steps), 1e-9)
+    tokens = sum(record.tokens for record in result.steps)
+    rows = sum(record.rows for record in result.steps)
+    yield (
+        f"{count(len(result.steps), 'step')} in {duration(result.total_time_ms / 1000)}, "
+        f"{rows / seconds:.1f} rows/s, {tokens / seconds:,.0f} tokens/s, "
+        f"peak memory {peak_gb:.2f} GB"
+    )
+    yield f"training loss {loss(result.epoch_metrics[-1].train_loss)} in the last epoch"
+    yield from _validation_lines(result)
+    if result.stopped_early:
+        yield f"stopped early after epoch {result.epoch_metrics[-1].epoch}"
+    chosen = "last epoch" if result.best_epoch is None else f"best epoch, {result.best_epoch}"
+    yield f"adapter of the {chosen}: {config.output_path}"
+    yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"
+    yield _usage_line(result, config)
+
+
+def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
+    initial, best, last = (
+        result.initial_val_loss,
+        result.best_val_loss,
+        result.epoch_metrics[-1].val_loss,
+    )
+    if initial is None or best is None or last is None:
+        return
+    yield (
+        f"validation loss {loss(initial)} before, {loss(last)} at the end, "
+        f"{loss(best)} at best, in epoch {result.best_epoch}"
+    )
+    if best >= initial:
+        yield (
+            "no epoch was better than the base model on the validation rows: "
+            "lower --lr, or bring more data"
+        )
+
+
+def _usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
+    folder = config.output_path.parent
+    if config.output_path.name != ADAPTER:
+        if result.best_epoch is None:
+            return f"mlx-lm loads a folder whose adapter file is named {ADAPTER}"
+        folder = config.checkpoint_path / "best"
+    model, adapter = shlex.quote(config.model_path), shlex.quote(str(folder))
+    return f"try it: mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"

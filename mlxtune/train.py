@@ -1,0 +1,231 @@
+"""The recipe of a run, from the options to the adapter: the one place where all rooms meet.
+
+What it needs is imported in the functions, so that `import mlxtune` and `mlxtune --help` stay
+light: the backend brings mlx, the core numpy.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxtune.config import TrainConfig
+from mlxtune.errors import DataError, ModelError, OutputError
+
+if TYPE_CHECKING:
+    from mlxtune.backend.model import BaseModel
+    from mlxtune.backend.pipeline import InstructPipeline
+    from mlxtune.console import RunConsole
+    from mlxtune.core.encode import Encoder, Example, Ledger
+    from mlxtune.core.trainer import InstructTrainResult
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run gave. `adapter` is the file written; None, like `training`, after a dry run.
+
+    `ledger` accounts for the rows of the data file, `val_ledger` for those of --val-data.
+    """
+
+    training: InstructTrainResult | None
+    adapter: Path | None
+    checkpoint_dir: Path
+    ledger: Ledger
+    val_ledger: Ledger | None
+    peak_memory_gb: float
+
+
+def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
+    """Fine-tune a model as the options say, and write the adapter.
+
+    With `dry_run`, everything up to the first step is done and the plan is printed.
+
+    Raises a child of MlxTuneError for what options, files or the model cause, and
+    TrainingInterrupted, with the state saved, after Ctrl-C.
+    """
+    from mlxtune.backend import memory
+    from mlxtune.console import RunConsole
+    from mlxtune.core import report
+    from mlxtune.core.checkpoint import LEDGER
+    from mlxtune.core.trainer import InstructTrainer
+    from mlxtune.interrupt import stop_on_interrupt
+
+    console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
+    check_paths(config)
+
+    base = load_model(config, console)
+    pipeline = build_pipeline(config, base, console)
+    encoder = build_encoder(config, base, console)
+
+    corpus, ledger = encode(config.data, encoder, config.strict, console)
+    validation, val_ledger = encode_validation(config, encoder, console)
+    check_corpus(config, base, corpus, validation)
+
+    with stop_on_interrupt(lambda: console.warn("stopping after this step")) as should_stop:
+        trainer = InstructTrainer(
+            pipeline,
+            corpus,
+            config.training(),
+            validation=validation,
+            run_config=asdict(config),
+            observer=console,
+            should_stop=should_stop,
+        )
+        if validation is None:
+            ledger.hold_out(len(trainer.val_rows))
+        ledgers = {config.data: ledger}
+        if config.val_data is not None and val_ledger is not None:
+            ledgers[config.val_data] = val_ledger
+        for path, account in ledgers.items():
+            console.say("Data", report.rows_line(path, account))
+            console.say("", report.tokens_line(account))
+        console.say("Plan", report.plan_line(trainer, pipeline.micro_batch_tokens))
+        result = None
+        if not dry_run:
+            result = trainer.train(
+                {LEDGER: {path: account.as_dict() for path, account in ledgers.items()}}
+            )
+
+    if result is not None:
+        if result.best_epoch is not None:
+            pipeline.load(trainer.best_folder)
+        pipeline.write(config.output_path)
+        for line in report.summary_lines(result, config, memory.peak_gb()):
+            console.say("Done", line)
+    return TrainResult(
+        training=result,
+        adapter=None if dry_run else config.output_path,
+        checkpoint_dir=config.checkpoint_path,
+        ledger=ledger,
+        val_ledger=val_ledger,
+        peak_memory_gb=memory.peak_gb(),
+    )
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Find out before any work whether the files can be read and written.
+
+    Raises ModelError, DataError or OutputError.
+    """
+    from mlxtune.backend import model
+    from mlxtune.core.checkpoint import check_writable
+    from mlxtune.core.conversation import check_data_file
+
+    model.read_config(model.find_folder(config.model_path))
+    for path in filter(None, (config.data, config.val_data)):
+        check_data_file(Path(path).expanduser())
+    if config.output_path.is_dir():
+        raise OutputError(f"{config.output}: is a folder: --output takes the name of a file")
+    check_writable(config.output_path.parent)
+    check_writable(config.checkpoint_path)
+
+
+def load_model(config: TrainConfig, console: RunConsole) -> BaseModel:
+    """Set the memory limits, then load the model."""
+    from mlxtune.backend import memory, model
+
+    console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    base = model.load_base(model.find_folder(config.model_path), config.dtype)
+    console.say("Model", base.describe())
+    return base
+
+
+def build_pipeline(config: TrainConfig, base: BaseModel, console: RunConsole) -> InstructPipeline:
+    """Apply LoRA and set up the optimizer."""
+    from mlxtune.backend import memory
+    from mlxtune.backend.pipeline import InstructPipeline
+
+    pipeline = InstructPipeline(
+        base.model,
+        config.pipeline(),
+        micro_batch_tokens=memory.micro_batch_tokens(
+            vocab_size=base.vocab_size,
+            hidden_size=base.hidden_size,
+            num_layers=base.num_layers,
+        ),
+        base_model=config.model_path,
+        provenance={"model_type": base.model_type, "dtype": base.dtype, "versions": versions()},
+    )
+    console.say("LoRA", pipeline.lora.describe())
+    return pipeline
+
+
+def build_encoder(config: TrainConfig, base: BaseModel, console: RunConsole) -> Encoder:
+    """Load the tokenizer and choose the template."""
+    from mlxtune.backend.tokenizer import load_tokenizer
+    from mlxtune.core.encode import Encoder
+    from mlxtune.core.template import TEMPLATES, choose_template
+
+    template = choose_template(config.template, base.model_type)
+    tokenizer = load_tokenizer(base.folder)
+    console.say("Template", f"{template}, at most {config.max_seq_len:,} tokens an example")
+    return Encoder(TEMPLATES[template], tokenizer, config.max_seq_len)
+
+
+def encode(
+    path: str, encoder: Encoder, strict: bool, console: RunConsole
+) -> tuple[list[Example], Ledger]:
+    """Read a data file and encode its rows; warn of each that is skipped.
+
+    Raises DataError when no row is left, and with `strict` when one is skipped.
+    """
+    from mlxtune.core.conversation import SkippedRows, read_conversations
+
+    file = Path(path).expanduser()
+    skipped = SkippedRows(file)
+    examples, ledger = encoder.encode(read_conversations(file, skipped), skipped)
+    if skipped.total and strict:
+        raise DataError(
+            f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
+            "mend them, or leave out --strict to skip them"
+        )
+    if not examples:
+        first = f"; the first: {skipped.first()}" if skipped.total else ""
+        raise DataError(f"{file}: none of its {ledger.rows_read} rows can be trained on{first}")
+    for warning in skipped.warnings():
+        console.warn(warning)
+    return examples, ledger
+
+
+def encode_validation(
+    config: TrainConfig, encoder: Encoder, console: RunConsole
+) -> tuple[list[Example] | None, Ledger | None]:
+    """Encode --val-data; without it, return None to split the data, or [] for no validation."""
+    if config.val_data is None:
+        return (None if config.val_split else []), None
+    examples, ledger = encode(config.val_data, encoder, config.strict, console)
+    ledger.hold_out(ledger.rows_train)
+    return examples, ledger
+
+
+def check_corpus(
+    config: TrainConfig,
+    base: BaseModel,
+    corpus: Sequence[Example],
+    validation: Sequence[Example] | None,
+) -> None:
+    """Raise DataError or ModelError for what would train nonsense, or nothing."""
+    if validation is None and len({example.row for example in corpus}) < 2:
+        raise DataError(
+            f"{config.data}: one row cannot be both trained on and held out: "
+            "add rows or set --val-split 0"
+        )
+    largest = max(int(example.tokens.max()) for example in (*corpus, *(validation or ())))
+    if base.vocab_size and largest >= base.vocab_size:
+        raise ModelError(
+            f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
+            f"{base.vocab_size}: they do not belong together"
+        )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    import importlib.metadata
+
+    packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
+    return {"python": platform.python_version()} | {
+        package: importlib.metadata.version(package) for package in packages
+    }
