@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mlxtune.core.encode import Encoder, Example, Ledger
     from mlxtune.core.trainer import InstructTrainResult
 
+STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -54,9 +56,9 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     from mlxtune.interrupt import stop_on_interrupt
 
     console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
-    check_paths(config)
+    folder = check_paths(config)
 
-    base = load_model(config, console)
+    base = load_model(config, folder, console)
     pipeline = build_pipeline(config, base, console)
     encoder = build_encoder(config, base, console)
 
@@ -64,7 +66,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     validation, val_ledger = encode_validation(config, encoder, console)
     check_corpus(config, base, corpus, validation)
 
-    with stop_on_interrupt(lambda: console.warn("stopping after this step")) as should_stop:
+    with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
         trainer = InstructTrainer(
             pipeline,
             corpus,
@@ -105,30 +107,32 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     )
 
 
-def check_paths(config: TrainConfig) -> None:
+def check_paths(config: TrainConfig) -> Path:
     """Find out before any work whether the files can be read and written.
 
-    Raises ModelError, DataError or OutputError.
+    Returns the model's folder. Raises ModelError, DataError or OutputError.
     """
     from mlxtune.backend import model
     from mlxtune.core.checkpoint import check_writable
     from mlxtune.core.conversation import check_data_file
 
-    model.read_config(model.find_folder(config.model_path))
+    folder = model.find_folder(config.model_path)
+    model.read_config(folder)
     for path in filter(None, (config.data, config.val_data)):
         check_data_file(Path(path).expanduser())
     if config.output_path.is_dir():
         raise OutputError(f"{config.output}: is a folder: --output takes the name of a file")
     check_writable(config.output_path.parent)
     check_writable(config.checkpoint_path)
+    return folder
 
 
-def load_model(config: TrainConfig, console: RunConsole) -> BaseModel:
+def load_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
     """Set the memory limits, then load the model."""
     from mlxtune.backend import memory, model
 
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = model.load_base(model.find_folder(config.model_path), config.dtype)
+    base = model.load_base(folder, config.dtype)
     console.say("Model", base.describe())
     return base
 

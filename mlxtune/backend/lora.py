@@ -122,9 +122,10 @@ class LoRALinear(nn.Module):
             ],
             axis=-1,
         ).reshape(-1, 2)
-        bits = mx.vmap(lambda key: mx.random.bits((width,), key=key))(keys)  # type: ignore[operator]
-        keep = (bits >= int(self._dropout * 2**32)).reshape(x.shape)
-        return mx.where(keep, x / (1 - self._dropout), 0).astype(x.dtype)
+        keep_probability = 1 - self._dropout
+        draw = mx.vmap(lambda key: mx.random.bernoulli(keep_probability, (width,), key=key))
+        keep = draw(keys).reshape(x.shape)  # type: ignore[operator]
+        return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
 
 
 def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:

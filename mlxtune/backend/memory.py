@@ -13,6 +13,8 @@ _PRESSURE = 0.9
 # Copies of a float32 array that one forward and backward pass holds at its peak, as measured.
 _LOGITS_COPIES = 6
 _HIDDEN_COPIES = 40
+# Wider micro-batches are no faster on the CPU, and pad and hold more.
+_CPU_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,12 @@ def micro_batch_tokens(*, vocab_size: int, hidden_size: int, num_layers: int) ->
 
     An estimate from the shapes: float32 logits, and the activations that the backward pass keeps.
     """
+    if not (vocab_size and hidden_size):
+        return _CPU_TOKENS
     free = max(mx.get_memory_limit() - mx.get_active_memory(), 0)
     per_token = 4 * (_LOGITS_COPIES * vocab_size + _HIDDEN_COPIES * num_layers * hidden_size)
-    return max(int(free / 2 / per_token), 1)
+    tokens = max(int(free / 2 / per_token), 1)
+    return min(tokens, _CPU_TOKENS) if on_cpu() else tokens
 
 
 def on_cpu() -> bool:

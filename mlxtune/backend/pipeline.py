@@ -17,7 +17,7 @@ from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
 from mlxtune.backend.loss import cross_entropy_sum
 from mlxtune.config import InstructConfig
 from mlxtune.core.batch import MicroBatch, collate, plan_micro_batches
-from mlxtune.core.checkpoint import ADAPTER
+from mlxtune.core.checkpoint import ADAPTER, make_folder
 from mlxtune.core.encode import Example
 from mlxtune.core.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.errors import NonFiniteLossError
@@ -86,8 +86,7 @@ class InstructPipeline:
         """
         step = self._steps + 1 if step is None else step
         rate = self.config.learning_rate if learning_rate is None else learning_rate
-        self.model.train()
-        loss, grads, tokens = self._loss_and_gradients(examples, step)
+        loss, grads, tokens = self.loss_and_gradients(examples, step)
         grads, norm = _clip(grads, self.config.gradient_clip_norm)
         mx.eval(grads, norm)
         grad_norm = float(norm)
@@ -105,6 +104,27 @@ class InstructPipeline:
         return InstructBatchResult(
             loss, tokens, perplexity(loss), grad_norm, total_tokens=sum(map(len, examples))
         )
+
+    def loss_and_gradients(
+        self, examples: Sequence[Example], step: int = 1
+    ) -> tuple[float, dict[str, Any], int]:
+        """Return loss, gradients by parameter (float32) and supervised tokens of a step.
+
+        `step` keys the dropout; nothing is updated.
+        """
+        self.model.train()
+        tokens = sum(int(example.assistant_mask[1:].sum()) for example in examples)
+        loss, grads = 0.0, None
+        for batch in self._micro_batches(examples):
+            if self.config.dropout:
+                self.lora.dropout_keys.rows = step_keys(self.config.seed, step, batch.rows)
+            part, part_grads = self._loss_and_grad(*_arrays(batch), tokens)
+            grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
+            mx.eval(part, grads)
+            loss += float(part)
+            memory.relieve_pressure()
+        assert grads is not None
+        return loss, grads, tokens
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
@@ -126,6 +146,7 @@ class InstructPipeline:
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
+        make_folder(weights.parent)
         adapters.write_adapter(weights, self.model, self.lora, self._base_model)
 
     def load(self, folder: Path) -> None:
@@ -140,22 +161,6 @@ class InstructPipeline:
             "targets": list(self.lora.targets),
             **self._provenance,
         }
-
-    def _loss_and_gradients(
-        self, examples: Sequence[Example], step: int
-    ) -> tuple[float, dict[str, Any], int]:
-        tokens = sum(int(example.assistant_mask[1:].sum()) for example in examples)
-        loss, grads = 0.0, None
-        for batch in self._micro_batches(examples):
-            if self.config.dropout:
-                self.lora.dropout_keys.rows = step_keys(self.config.seed, step, batch.rows)
-            part, part_grads = self._loss_and_grad(*_arrays(batch), tokens)
-            grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
-            mx.eval(part, grads)
-            loss += float(part)
-            memory.relieve_pressure()
-        assert grads is not None
-        return loss, grads, tokens
 
     def _scaled_loss(
         self, inputs: mx.array, targets: mx.array, mask: mx.array, tokens: int

@@ -98,11 +98,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if it is missing, and raise OutputError unless files can be made in it."""
+    """Raise OutputError unless files can be made in the folder, or the folder itself can be made.
+
+    Leaves nothing behind.
+    """
+    with _as_output_error(folder):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".mlxtune-"):
+            pass
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder and those above it where they are missing. Raises OutputError."""
     with _as_output_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".mlxtune-"):
-            pass
 
 
 def set_previous_aside(folder: Path) -> Path | None:

@@ -162,7 +162,7 @@ class InstructTrainer:
         Raises NonFiniteLossError, OutputError when a checkpoint cannot be written, and
         TrainingInterrupted, with the state saved, when `should_stop` said so.
         """
-        checkpoint.check_writable(self._folder)
+        checkpoint.make_folder(self._folder)
         previous = checkpoint.set_previous_aside(self._folder)
         for name, record in (records or {}).items():
             checkpoint.write_json(self._folder / name, record)

@@ -1,0 +1,72 @@
+"""Fast BLAS first, as in every entry to the package; then tiny models and examples."""
+
+from __future__ import annotations
+
+import mlxtune.backend  # noqa: F401, I001
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.model import load_base
+from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.encode import Example
+from tests.models import VOCAB_SIZE, write_model
+
+MakePipeline = Callable[..., InstructPipeline]
+
+
+@pytest.fixture
+def make_pipeline(tmp_path: Path) -> MakePipeline:
+    """Return a function that builds a pipeline over a tiny model of the given type."""
+
+    def make(
+        model_type: str,
+        *,
+        micro_batch_tokens: int = 10_000,
+        quantize: int | None = None,
+        dtype: str = "float32",
+        model_config: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> InstructPipeline:
+        folder = tmp_path / f"{model_type}-{quantize}"
+        if not folder.exists():
+            write_model(folder, model_type, quantize=quantize, **(model_config or {}))
+        settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, **config})
+        pipeline = InstructPipeline(
+            load_base(folder, dtype).model, settings, micro_batch_tokens=micro_batch_tokens
+        )
+        fill_lora_b(pipeline)
+        return pipeline
+
+    return make
+
+
+def fill_lora_b(pipeline: InstructPipeline, seed: int = 1) -> None:
+    """Give B random values: at zero, as it begins, the gradient of A would be zero too."""
+    rng = np.random.default_rng(seed)
+    parameters = tree_flatten(pipeline.model.trainable_parameters())
+    filled = [
+        (name, mx.array(0.1 * rng.standard_normal(value.shape), dtype=mx.float32))
+        for name, value in parameters
+        if name.endswith("lora_b")
+    ]
+    pipeline.model.update(tree_unflatten(filled))
+
+
+def random_examples(count: int = 5, *, longest: int = 40, seed: int = 0) -> list[Example]:
+    """Return examples of random lengths, tokens and masks, each with a supervised token."""
+    rng = np.random.default_rng(seed)
+    examples = []
+    for row in range(1, count + 1):
+        length = int(rng.integers(4, longest + 1))
+        mask = rng.integers(0, 2, length).astype(np.uint8)
+        mask[0], mask[-1] = 0, 1
+        tokens = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
+        examples.append(Example(row, tokens, mask))
+    return examples

@@ -1,0 +1,82 @@
+"""Loading the base model: dtypes, quantisation, and folders that are not models."""
+
+from __future__ import annotations
+
+import mlxtune.backend  # noqa: F401, I001
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend import model
+from mlxtune.backend.model import load_base
+from mlxtune.errors import ModelError
+from tests.models import write_model
+
+
+def dtypes(base: model.BaseModel) -> set[mx.Dtype]:
+    return {value.dtype for _, value in tree_flatten(base.model.parameters())}
+
+
+def test_auto_is_float32_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "on_cpu", lambda: True)
+    base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
+    assert dtypes(base) == {mx.float32}
+    assert base.dtype == "float32"
+
+
+def test_auto_is_the_models_own_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "on_cpu", lambda: False)
+    base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
+    assert dtypes(base) == {mx.bfloat16}
+
+
+def test_named_dtype_is_used(tmp_path: Path) -> None:
+    base = load_base(write_model(tmp_path, "llama"), "float16")
+    assert dtypes(base) == {mx.float16}
+
+
+def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
+    base = load_base(write_model(tmp_path, "llama", quantize=4), "auto")
+    parameters = dict(tree_flatten(base.model.parameters()))
+    weight = parameters["model.layers.0.self_attn.q_proj.weight"]
+    assert weight.dtype == mx.uint32
+    assert base.quantization == "4-bit affine, group 32"
+    assert "quantised (4-bit" in base.describe()
+
+
+def test_model_is_described(tmp_path: Path) -> None:
+    base = load_base(write_model(tmp_path, "gemma3_text"), "float32")
+    assert (base.model_type, base.num_layers, base.vocab_size) == ("gemma3_text", 3, 320)
+    size = sum(value.size for _, value in tree_flatten(base.model.parameters()))
+    assert base.parameters == size
+
+
+def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str) -> Path:
+        asked.append(name)
+        return tmp_path
+
+    monkeypatch.setattr(model.mlx_lm_utils, "_download", download)
+    assert model.find_folder("mlx-community/Qwen3-0.6B-bf16") == tmp_path
+    assert asked == ["mlx-community/Qwen3-0.6B-bf16"]
+
+
+@pytest.mark.parametrize("name", ["missing", "./owner/name", "a/b/c", "/owner"])
+def test_path_that_is_no_repository_name_is_not_downloaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.mlx_lm_utils, "_download", lambda name: pytest.fail("asked"))
+    with pytest.raises(ModelError, match="no such folder: check --model-path"):
+        model.find_folder(name)
+
+
+def test_truncated_weights_are_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"model: cannot be loaded"):
+        load_base(folder, "auto")
