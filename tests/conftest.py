@@ -10,7 +10,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real tokenizers, chat data and models beside the repository."""
     if not SHARED.is_dir():

@@ -124,7 +124,7 @@ class LoRALinear(nn.Module):
         ).reshape(-1, 2)
         keep_probability = 1 - self._dropout
         draw = mx.vmap(lambda key: mx.random.bernoulli(keep_probability, (width,), key=key))
-        keep = draw(keys).reshape(x.shape)  # type: ignore[operator]
+        keep = draw(keys).reshape(x.shape)
         return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlxtune.backend  # noqa: F401, I001
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlxtune.backend  # noqa: F401, I001
 import json
 from pathlib import Path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlxtune.backend  # noqa: F401, I001
 from pathlib import Path
 
 import mlx.core as mx

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import mlxtune.backend  # noqa: F401, I001
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,57 +13,59 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load
 
-from mlxtune import TrainConfig, train
+from mlxtune import TrainConfig, TrainResult, train
+from mlxtune.core.batch import split_rows
 
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "targets": "all", "max_steps": 24, "val_rows": 40}
+VAL_ROWS = 16
+FLAGS = f"--lr 1e-2 --targets all --max-steps 16 --val-rows {VAL_ROWS} --quiet".split()
 
 
-def run(shared: Path, folder: Path, **options: Any) -> Any:
-    return train(
-        TrainConfig(
-            model_path=shared / "models" / "stories260k",
-            data=shared / "chat" / "wikisql_train.jsonl",
-            output=folder / "adapters.safetensors",
-            quiet=True,
-            **OPTIONS | options,
-        )
+def config(shared: Path, folder: Path) -> TrainConfig:
+    return TrainConfig(
+        model_path=str(shared / "models" / "stories260k"),
+        data=str(shared / "chat" / "wikisql_train.jsonl"),
+        output=str(folder / "adapters.safetensors"),
+        lr=1e-2,
+        targets=("all",),
+        max_steps=16,
+        val_rows=VAL_ROWS,
+        quiet=True,
     )
 
 
 @pytest.fixture(scope="module")
-def shared_module() -> Path:
-    folder = Path(__file__).resolve().parents[2] / "shared"
-    if not folder.is_dir():
-        pytest.skip("needs the real material in ../shared, which is not part of the project")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def first_run(shared_module: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def first_run(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
     folder = tmp_path_factory.mktemp("run")
-    return folder, run(shared_module, folder)
+    return folder, train(config(shared, folder))
 
 
-def test_validation_loss_falls_by_more_than_a_third(first_run: tuple[Path, Any]) -> None:
+def test_validation_loss_falls_by_more_than_a_third(first_run: tuple[Path, TrainResult]) -> None:
     training = first_run[1].training
+    assert training is not None
     assert training.best_val_loss < training.initial_val_loss * 2 / 3
 
 
-def test_same_command_twice_writes_the_same_bytes(
-    first_run: tuple[Path, Any], shared_module: Path, tmp_path: Path
+def test_same_run_in_another_process_writes_the_same_bytes(
+    first_run: tuple[Path, TrainResult], shared: Path, tmp_path: Path
 ) -> None:
-    run(shared_module, tmp_path)
+    options = config(shared, tmp_path)
+    paths = [
+        f"--{name}={getattr(options, name.replace('-', '_'))}"
+        for name in ("model-path", "data", "output")
+    ]
+    command = [sys.executable, "-m", "mlxtune", "train", *paths, *FLAGS]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"})
     for name in ("adapters.safetensors", "checkpoints/best/adapters.safetensors"):
         assert (tmp_path / name).read_bytes() == (first_run[0] / name).read_bytes()
 
 
 def test_mlx_lm_computes_the_losses_that_were_reported(
-    first_run: tuple[Path, Any], shared_module: Path
+    first_run: tuple[Path, TrainResult], shared: Path
 ) -> None:
     """The held-out rows, encoded and evaluated here by hand on the model that mlx-lm loads."""
     folder, result = first_run
-    model, tokenizer = load(str(shared_module / "models" / "stories260k"), adapter_path=str(folder))
-    held_out = held_out_rows(shared_module)
+    model, tokenizer = load(str(shared / "models" / "stories260k"), adapter_path=str(folder))
+    held_out = held_out_rows(shared)
     total, count = 0.0, 0
     for messages in held_out:
         tokens, mask = [1], [0]  # BOS
@@ -85,8 +89,6 @@ def test_mlx_lm_computes_the_losses_that_were_reported(
 
 
 def held_out_rows(shared: Path) -> list[Any]:
-    from mlxtune.core.batch import split_rows
-
     lines = (shared / "chat" / "wikisql_train.jsonl").read_text().splitlines()
     rows: list[Any] = [json.loads(line)["messages"] for line in lines]
-    return split_rows(rows, 0.2, 42, OPTIONS["val_rows"])[1]
+    return split_rows(rows, 0.2, 42, VAL_ROWS)[1]
