@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from mlxtune.config import OPTIONS, TrainConfig, field_types, flag, load_config_file
+from mlxtune.config import OPTIONS, SECTIONS, TrainConfig, field_types, flag, load_config_file
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted
 
 
@@ -23,7 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = command.main(arguments, prog_name="mlxtune", standalone_mode=False)
+        # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
+        with command.make_context("mlxtune", arguments) as context:
+            command.invoke(context)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        _exit(error.format_message(), 2)
     except (MlxTuneError, click.ClickException) as error:
         if "--debug" in arguments:
             raise
@@ -33,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except TrainingInterrupted as interrupt:
         saved = f"saved to {interrupt.checkpoint}" if interrupt.checkpoint else "nothing to save"
         _exit(f"mlxtune: {interrupt}; {saved}", 130)
-    except (KeyboardInterrupt, click.Abort):
+    except KeyboardInterrupt:
         _exit("mlxtune: interrupted", 130)
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(0)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -84,18 +90,45 @@ def _metavar(name: str, annotation: Any) -> str | None:
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:
-    if field.default in ("", None, False):
-        return "  [required]" if field.default == "" else ""
+    if OPTIONS[field.metadata["option"]].required:
+        return "  [required]"
+    if field.default is None or field.default is False:
+        return ""
     default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
 class _TrainCommand(click.Command):
-    """`train`, with an option for each field of TrainConfig."""
+    """`train`, with an option for each field of TrainConfig, and help in sections."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params = config_options(TrainConfig) + self.params
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options section by section; those of the command itself close the last."""
+        records = {option.name: option.get_help_record(ctx) for option in self.get_params(ctx)}
+        names = {section: list(options) for section, options in SECTIONS.items()}
+        placed = set(OPTIONS)
+        list(names.values())[-1].extend(str(name) for name in records if name not in placed)
+        for section, members in names.items():
+            with formatter.section(section):
+                formatter.write_dl([row for name in members if (row := records[name])])
+
+
+def _merge(config_file: str | None, flags: dict[str, Any]) -> TrainConfig:
+    """Build the config from a file and flags; flags win. Raises ConfigError, all problems in it."""
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    if config_file is not None:
+        options, problems = load_config_file(Path(config_file).expanduser())
+    try:
+        config = TrainConfig(**(options | flags))
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 @command.command(
@@ -108,8 +141,7 @@ class _TrainCommand(click.Command):
 def train(config: str | None, dry_run: bool, debug: bool, **options: Any) -> None:
     """Train a LoRA adapter on chat data."""
     given = {name: value for name, value in options.items() if value is not None}
-    from_file = load_config_file(Path(config).expanduser()) if config is not None else {}
-    checked = TrainConfig(**(from_file | given))
+    checked = _merge(config, given)
 
     # Imported only now: the recipe loads mlx, and --help must not.
     from mlxtune.train import train as run

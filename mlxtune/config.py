@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import os
 import sys
 import typing
@@ -30,76 +31,119 @@ class Bounds:
     below: float | None = None
     choices: tuple[str, ...] = ()
     metavar: str | None = None
+    required: bool = False
+    if_empty: str = "is empty"
 
     def problem(self, value: Any) -> str | None:
         """Say what is wrong with a value of the right type, or return None."""
+        if value == () or (isinstance(value, str) and not value.strip()):
+            return self.if_empty
         if self.choices:
             if value in self.choices:
                 return None
             return f"must be one of {', '.join(self.choices)}, not {value!r}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return f"must be a finite number, not {value}"
-        if self.at_least is not None and value < self.at_least:
-            return f"must be at least {self.at_least:g}, not {value:g}"
-        if self.at_most is not None and value > self.at_most:
-            return f"must be at most {self.at_most:g}, not {value:g}"
-        if self.above is not None and value <= self.above:
-            return f"must be above {self.above:g}, not {value:g}"
-        if self.below is not None and value >= self.below:
-            return f"must be below {self.below:g}, not {value:g}"
+        limits = (
+            (self.at_least, "at least", operator.ge),
+            (self.at_most, "at most", operator.le),
+            (self.above, "above", operator.gt),
+            (self.below, "below", operator.lt),
+        )
+        for limit, name, holds in limits:
+            if limit is not None and not holds(value, limit):
+                return f"must be {name} {limit:g}, not {_shown(value)}"
         return None
 
 
-# One entry for each option, shared by the classes below where they mean the same thing.
-OPTIONS: dict[str, Bounds] = {
-    "model_path": Bounds("Model folder in MLX or Hugging Face layout, or owner/name to download."),
-    "data": Bounds('Chat data: JSON lines of {"messages": [{"role": …, "content": …}, …]}.'),
-    "output": Bounds("Adapter file to write; adapter_config.json is written beside it."),
-    "rank": Bounds("Rank of the LoRA matrices.", at_least=1),
-    "alpha": Bounds("LoRA alpha; the update is scaled by alpha / rank.", above=0),
-    "lr": Bounds("Peak learning rate of AdamW.", above=0),
-    "epochs": Bounds("Passes over the training rows.", at_least=1),
-    "max_seq_len": Bounds("Longest example in tokens; what is beyond is cut.", at_least=2),
-    "targets": Bounds(
-        "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",
-        metavar="NAME,NAME",
-    ),
-    "memory_limit": Bounds("Memory that MLX may use, in GB (10^9 bytes).", above=0),
-    "batch_size": Bounds("Rows in an optimizer step.", at_least=1),
-    "val_split": Bounds(
-        "Share of the rows held out for validation, up to 0.5; 0 turns validation off.",
-        at_least=0,
-        at_most=0.5,
-    ),
-    "val_data": Bounds("Validation file, used instead of --val-split."),
-    "val_rows": Bounds("Hold out at most so many rows; the others train.", at_least=1),
-    "schedule": Bounds(
-        "Learning rate over the run.", choices=("warmup-cosine", "linear-warmup", "constant")
-    ),
-    "warmup_fraction": Bounds("Share of the steps that warm up.", at_least=0, at_most=1),
-    "lr_min": Bounds("Learning rate at the end of warmup-cosine.", at_least=0),
-    "weight_decay": Bounds("AdamW weight decay.", at_least=0),
-    "max_grad_norm": Bounds("Clip gradients to this L2 norm; 0 turns clipping off.", at_least=0),
-    "patience": Bounds("Stop after so many epochs without a better validation loss.", at_least=1),
-    "save_every": Bounds("Epochs between checkpoints.", at_least=1),
-    "checkpoint_dir": Bounds("Folder of checkpoints, metrics and ledger."),
-    "seed": Bounds("Seed of the split, the order, the LoRA matrices and dropout.", at_least=0),
-    "num_layers": Bounds("Apply LoRA to the last N layers only.", at_least=1),
-    "dropout": Bounds("Dropout on the input of the LoRA matrices.", at_least=0, below=1),
-    "max_steps": Bounds("Stop after so many optimizer steps.", at_least=1),
-    "dtype": Bounds(
-        "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    ),
-    "template": Bounds(
-        "Chat template; auto chooses by the model's type.", choices=("auto", "qwen3", "gemma")
-    ),
-    "strict": Bounds("Make a bad row an error instead of skipping it."),
-    "log_every": Bounds("Steps between progress lines when stderr is no terminal.", at_least=1),
-    "quiet": Bounds("Print warnings and errors only."),
+def _shown(value: float) -> str:
+    # Python refuses to print an integer of thousands of digits.
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return ("a negative number" if value < 0 else "such a large number") if huge else str(value)
+
+
+# One entry for each option, in the order of --help, shared by the classes below where they mean
+# the same thing.
+SECTIONS: dict[str, dict[str, Bounds]] = {
+    "Files": {
+        "model_path": Bounds(
+            "Model folder in MLX or Hugging Face layout, or owner/name to download.",
+            required=True,
+            if_empty="is required",
+        ),
+        "data": Bounds(
+            'Chat data: JSON lines of {"messages": [{"role": …, "content": …}, …]}.',
+            required=True,
+            if_empty="is required",
+        ),
+        "output": Bounds(
+            "Adapter file to write; adapter_config.json is written beside it.",
+            if_empty="is empty: name the adapter file to write",
+        ),
+        "checkpoint_dir": Bounds(
+            "Folder of checkpoints, metrics and ledger; default: checkpoints beside --output."
+        ),
+    },
+    "Data": {
+        "val_split": Bounds(
+            "Share of the rows held out for validation, up to 0.5; 0 turns validation off.",
+            at_least=0,
+            at_most=0.5,
+        ),
+        "val_data": Bounds("Validation file, used instead of --val-split."),
+        "val_rows": Bounds("Hold out at most so many rows; the others train.", at_least=1),
+        "max_seq_len": Bounds("Longest example in tokens; what is beyond is cut.", at_least=2),
+        "template": Bounds(
+            "Chat template; auto chooses by the model's type.", choices=("auto", "qwen3", "gemma")
+        ),
+        "strict": Bounds("Make a bad row an error instead of skipping it."),
+    },
+    "LoRA": {
+        "rank": Bounds("Rank of the LoRA matrices.", at_least=1),
+        "alpha": Bounds("LoRA alpha; the update is scaled by alpha / rank.", above=0),
+        "targets": Bounds(
+            "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",
+            metavar="NAME,NAME",
+            if_empty="is empty: name projections such as q_proj,v_proj, or 'all'",
+        ),
+        "num_layers": Bounds("Apply LoRA to the last N layers only; default: all.", at_least=1),
+        "dropout": Bounds("Dropout on the input of the LoRA matrices.", at_least=0, below=1),
+    },
+    "Training": {
+        "epochs": Bounds("Passes over the training rows.", at_least=1),
+        "max_steps": Bounds("Stop after so many optimizer steps.", at_least=1),
+        "batch_size": Bounds("Rows in an optimizer step.", at_least=1),
+        "lr": Bounds("Peak learning rate of AdamW.", above=0),
+        "schedule": Bounds(
+            "Learning rate over the run.", choices=("warmup-cosine", "linear-warmup", "constant")
+        ),
+        "warmup_fraction": Bounds("Share of the steps that warm up.", at_least=0, at_most=1),
+        "lr_min": Bounds("Learning rate at the end of warmup-cosine.", at_least=0),
+        "weight_decay": Bounds("AdamW weight decay.", at_least=0),
+        "max_grad_norm": Bounds(
+            "Clip gradients to this L2 norm; 0 turns clipping off.", at_least=0
+        ),
+        "patience": Bounds(
+            "Stop after so many epochs without a better validation loss.", at_least=1
+        ),
+    },
+    "Run": {
+        "memory_limit": Bounds(
+            "Memory that MLX may use, in GB (10^9 bytes).", above=0, at_most=1e6
+        ),
+        "dtype": Bounds(
+            "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",
+            choices=("auto", "float32", "bfloat16", "float16"),
+        ),
+        "seed": Bounds("Seed of the split, the order, the LoRA matrices and dropout.", at_least=0),
+        "save_every": Bounds("Epochs between checkpoints.", at_least=1),
+        "log_every": Bounds("Steps between progress lines when stderr is no terminal.", at_least=1),
+        "quiet": Bounds("Print warnings and errors only."),
+    },
 }
+OPTIONS = {name: bounds for section in SECTIONS.values() for name, bounds in section.items()}
 
 
 def option(name: str, default: Any) -> Any:
@@ -180,28 +224,34 @@ class TrainConfig(_Checked):
     quiet: bool = option("quiet", False)
 
     def contradictions(self) -> list[str]:
-        problems = [
-            f"{flag(name)} is required"
-            for name in ("model_path", "data")
-            if not getattr(self, name).strip()
-        ]
-        if not self.output.strip():
-            problems.append("--output is empty: name the adapter file to write")
-        if not self.targets:
-            problems.append("--targets is empty: name projections such as q_proj,v_proj, or 'all'")
-        return problems + schedule_problems(self.schedule, self.lr, self.lr_min)
+        if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
+            return [
+                f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
+                "lower it or use another --schedule"
+            ]
+        return []
 
     @property
     def output_path(self) -> Path:
         """The adapter file to write."""
-        return Path(self.output).expanduser()
+        return _path(self.output)
 
     @property
     def checkpoint_path(self) -> Path:
         """The checkpoint folder; by default `checkpoints` beside the output."""
         if self.checkpoint_dir is None:
             return self.output_path.parent / "checkpoints"
-        return Path(self.checkpoint_dir).expanduser()
+        return _path(self.checkpoint_dir)
+
+    @property
+    def data_path(self) -> Path:
+        """The data file."""
+        return _path(self.data)
+
+    @property
+    def val_data_path(self) -> Path | None:
+        """The validation file, if there is one."""
+        return None if self.val_data is None else _path(self.val_data)
 
     def training(self) -> InstructTrainingConfig:
         """Return the trainer's part of these options."""
@@ -278,16 +328,14 @@ class InstructConfig(_Checked):
     seed: int = option("seed", 42)
 
 
-def schedule_problems(schedule: str, lr: float, lr_min: float) -> list[str]:
-    """Return what is wrong between a schedule's peak and its end."""
-    if schedule == "warmup-cosine" and lr_min > lr:
-        return [f"--lr-min {lr_min:g} is above --lr {lr:g}: lower it or use another --schedule"]
-    return []
-
-
 def field_types(config: type) -> dict[str, Any]:
     """Return the resolved annotation of each field of a config."""
     return typing.get_type_hints(config)
+
+
+def _path(text: str) -> Path:
+    # Unlike Path.expanduser, leaves alone what is no home of anybody.
+    return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def convert(value: Any, annotation: Any) -> tuple[Any, str | None]:
@@ -308,8 +356,8 @@ def _convert_names(value: Any) -> tuple[Any, str | None]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return None, f"must be names separated by commas, not {value!r}"
-    stripped = (name.strip() for name in names)
-    return tuple(dict.fromkeys(name for name in stripped if name)), None
+    stripped = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+    return stripped, None
 
 
 def _convert_str(value: Any) -> tuple[Any, str | None]:
@@ -353,15 +401,21 @@ _CONVERTERS: dict[Any, Callable[[Any], tuple[Any, str | None]]] = {
 }
 
 
-def load_config_file(path: Path) -> dict[str, Any]:
+def load_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
-    Raises ConfigError when the file cannot be read or names an option that does not exist.
+    Returns the options and a problem for each that does not exist.
+
+    Raises ConfigError when the file cannot be read.
     """
     try:
         content = _parse_config_text(path, path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--config {path} cannot be read: {error}"]) from error
+    except OSError as error:
+        raise ConfigError([f"--config {path} cannot be read: {error.strerror}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
+    if content is None:  # an empty file, or one of comments
+        return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
     known = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -374,9 +428,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             problems.append(f"--config {path} has no option {key!r}{hint}")
-    if problems:
-        raise ConfigError(problems)
-    return options
+    return options, problems
 
 
 def _parse_config_text(path: Path, text: str) -> Any:
@@ -387,12 +439,14 @@ def _parse_config_text(path: Path, text: str) -> Any:
             import tomli as tomllib
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError([f"--config {path} is not valid TOML: {error}"]) from error
     import yaml
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError([f"--config {path} is not valid YAML: {reason}"]) from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError([f"--config {path} is not valid YAML: {line}{error.problem}"]) from error
+    except (yaml.YAMLError, AttributeError, RecursionError, ValueError) as error:
+        raise ConfigError([f"--config {path} is not valid YAML"]) from error

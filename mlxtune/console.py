@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from mlxtune.core import report
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.trainer import InstructTrainer, TrainingObserver
 
-_SMOOTHING = 0.9
+_STAGE_WIDTH = 12
+# What the bar needs beside the state: the step's count, some bar, the time left.
+_BAR_WIDTH = 45
 
 
 class RunConsole(TrainingObserver):
@@ -31,33 +34,40 @@ class RunConsole(TrainingObserver):
         console: Console | None = None,
     ) -> None:
         self._console = console or Console(stderr=True, highlight=False)
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._quiet = quiet
         self._log_every = log_every
         self._peak_gb = peak_gb
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._total_steps = 0
-        self._smoothed: float | None = None
+        self._epochs = 0
+        self._average = report.SmoothedLoss()
 
-    def say(self, stage: str, message: str) -> None:
-        """Print one line of a stage; text from files is never read as markup."""
-        if not self._quiet:
-            self._print(Text.assemble((f"{stage:<11}", "bold"), message))
+    def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
+        """Print one line of a stage; text from files is never read as markup.
+
+        On a terminal a long line wraps at words under itself, unless it is to be copied.
+        """
+        if self._quiet:
+            return
+        name = Text(f"{stage:<{_STAGE_WIDTH}}", "bold")
+        if not self._live or copyable:
+            self._console.print(Text.assemble(name, message), soft_wrap=True)
+            return
+        line = Table.grid()
+        line.add_row(name, Text(message))
+        self._console.print(line)
 
     def warn(self, message: str) -> None:
         """Print a warning, also when quiet."""
-        self._print(Text.assemble(("warning: ", "yellow"), message))
-
-    def _print(self, text: Text) -> None:
-        # Plain lines stay whole when piped, so that they can be searched.
-        self._console.print(text, soft_wrap=True)
+        self._console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
     def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
-        """Say what will run, and open the bar on a terminal."""
+        """Open the bar, on a terminal."""
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
-        self._total_steps = trainer.total_steps
-        if self._quiet or not self._console.is_terminal:
+        self._total_steps, self._epochs = trainer.total_steps, trainer.config.epochs
+        if self._quiet or not self._live:
             return
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -66,34 +76,33 @@ class RunConsole(TrainingObserver):
             TimeRemainingColumn(compact=True),
             console=self._console,
             transient=True,
+            expand=True,
         )
-        self._task = self._progress.add_task("training", total=self._total_steps, state="")
+        self._progress.add_task("starting", total=self._total_steps, state="")
         self._progress.start()
 
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or print every so many steps when piped."""
-        before = record.loss if self._smoothed is None else self._smoothed
-        self._smoothed = _SMOOTHING * before + (1 - _SMOOTHING) * record.loss
-        if self._progress is not None and self._task is not None:
-            speed = record.tokens / max(record.seconds, 1e-9)
-            state = (
-                f"loss {record.loss:.3f} ~{self._smoothed:.3f}  lr {record.learning_rate:.2g}  "
-                f"{speed:,.0f} tok/s  {self._peak_gb():.1f} GB"
-            )
+        average = self._average.add(record.loss)
+        if self._progress is not None:
+            room = self._console.width - _BAR_WIDTH
             self._progress.update(
-                self._task,
+                self._progress.task_ids[0],
                 completed=record.step,
-                description=f"step {record.step}/{self._total_steps}",
-                state=state,
+                description=f"epoch {record.epoch}/{self._epochs} "
+                f"step {record.step}/{self._total_steps}",
+                state=report.step_state(record, average, self._peak_gb(), room),
             )
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
-            line = report.step_line(record, self._total_steps, self._smoothed, self._peak_gb())
+            line = report.step_line(record, self._total_steps, average, self._peak_gb())
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
         """Show how far a validation has come."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=f"validating {done}/{total}")
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], description=f"validating {done}/{total}", state=""
+            )
 
     def on_validation(self, step: int, loss: float) -> None:
         """Print the loss before the first step; those after an epoch stand in its line."""

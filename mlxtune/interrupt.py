@@ -21,14 +21,19 @@ def stop_on_interrupt(tell: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         yield asked.is_set
         return
     before = signal.getsignal(signal.SIGINT)
+    # In a thread: the handler may interrupt a line that is being printed, and whoever prints lines
+    # is safe between threads but not within one.
+    teller = threading.Thread(target=tell, daemon=True)
 
     def handle(number: int, frame: FrameType | None) -> None:
         asked.set()
         signal.signal(signal.SIGINT, before)
-        tell()
+        teller.start()
 
     signal.signal(signal.SIGINT, handle)
     try:
         yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, before)
+        if asked.is_set():
+            teller.join()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.console import RunConsole
     from mlxtune.core.encode import Encoder, Example, Ledger
-    from mlxtune.core.trainer import InstructTrainResult
+    from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 
@@ -58,13 +58,14 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
     folder = check_paths(config)
 
-    base = load_model(config, folder, console)
-    pipeline = build_pipeline(config, base, console)
-    encoder = build_encoder(config, base, console)
-
-    corpus, ledger = encode(config.data, encoder, config.strict, console)
+    # The data first: what is wrong with it is known before minutes of loading.
+    encoder = build_encoder(config, folder)
+    corpus, ledger = encode(config.data_path, encoder, config.strict, console)
     validation, val_ledger = encode_validation(config, encoder, console)
+
+    base = load_model(config, folder, console)
     check_corpus(config, base, corpus, validation)
+    pipeline = build_pipeline(config, base, console)
 
     with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
         trainer = InstructTrainer(
@@ -78,18 +79,11 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
         )
         if validation is None:
             ledger.hold_out(len(trainer.val_rows))
-        ledgers = {config.data: ledger}
-        if config.val_data is not None and val_ledger is not None:
-            ledgers[config.val_data] = val_ledger
-        for path, account in ledgers.items():
-            console.say("Data", report.rows_line(path, account))
-            console.say("", report.tokens_line(account))
-        console.say("Plan", report.plan_line(trainer, pipeline.micro_batch_tokens))
+        ledgers = [account for account in (ledger, val_ledger) if account is not None]
+        say_plan(config, base, ledgers, trainer, console)
         result = None
         if not dry_run:
-            result = trainer.train(
-                {LEDGER: {path: account.as_dict() for path, account in ledgers.items()}}
-            )
+            result = trainer.train({LEDGER: [account.as_dict() for account in ledgers]})
 
     if result is not None:
         if result.best_epoch is not None:
@@ -97,6 +91,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
         pipeline.write(config.output_path)
         for line in report.summary_lines(result, config, memory.peak_gb()):
             console.say("Done", line)
+        console.say("Try it", report.usage_line(result, config), copyable=True)
     return TrainResult(
         training=result,
         adapter=None if dry_run else config.output_path,
@@ -118,13 +113,31 @@ def check_paths(config: TrainConfig) -> Path:
 
     folder = model.find_folder(config.model_path)
     model.read_config(folder)
-    for path in filter(None, (config.data, config.val_data)):
-        check_data_file(Path(path).expanduser())
-    if config.output_path.is_dir():
-        raise OutputError(f"{config.output}: is a folder: --output takes the name of a file")
-    check_writable(config.output_path.parent)
-    check_writable(config.checkpoint_path)
+    check_data_file(config.data_path, "--data")
+    if config.val_data_path is not None:
+        check_data_file(config.val_data_path, "--val-data")
+    check_output(config, folder)
+    check_writable(config.output_path.parent, "--output")
+    check_writable(config.checkpoint_path, "--checkpoint-dir")
     return folder
+
+
+def check_output(config: TrainConfig, folder: Path) -> None:
+    """Raise OutputError when the adapter would take the place of something else."""
+    from mlxtune.core.checkpoint import ADAPTER_CONFIG
+
+    output = config.output_path
+    if output.is_dir():
+        raise OutputError(f"{output}: is a folder: --output takes the name of a file")
+    if output.exists() and not output.is_file():
+        raise OutputError(f"{output}: is no regular file: choose another --output")
+    if output.name == ADAPTER_CONFIG:
+        raise OutputError(f"{output}: is written beside the adapter: choose another --output")
+    read = {path.resolve() for path in (config.data_path, config.val_data_path) if path}
+    read |= {path.resolve() for path in folder.iterdir()}
+    for written in (output, output.with_name(ADAPTER_CONFIG)):
+        if written.resolve() in read:
+            raise OutputError(f"{written}: is read by this run: choose another --output")
 
 
 def load_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
@@ -134,6 +147,8 @@ def load_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = model.load_base(folder, config.dtype)
     console.say("Model", base.describe())
+    if memory.over_limit():
+        console.warn("the model alone takes more than --memory-limit: training may be slow or fail")
     return base
 
 
@@ -154,23 +169,23 @@ def build_pipeline(config: TrainConfig, base: BaseModel, console: RunConsole) ->
         provenance={"model_type": base.model_type, "dtype": base.dtype, "versions": versions()},
     )
     console.say("LoRA", pipeline.lora.describe())
+    console.say("", f"micro-batches of up to {pipeline.micro_batch_tokens:,} tokens")
     return pipeline
 
 
-def build_encoder(config: TrainConfig, base: BaseModel, console: RunConsole) -> Encoder:
+def build_encoder(config: TrainConfig, folder: Path) -> Encoder:
     """Load the tokenizer and choose the template."""
+    from mlxtune.backend.model import read_config
     from mlxtune.backend.tokenizer import load_tokenizer
     from mlxtune.core.encode import Encoder
     from mlxtune.core.template import TEMPLATES, choose_template
 
-    template = choose_template(config.template, base.model_type)
-    tokenizer = load_tokenizer(base.folder)
-    console.say("Template", f"{template}, at most {config.max_seq_len:,} tokens an example")
-    return Encoder(TEMPLATES[template], tokenizer, config.max_seq_len)
+    name = choose_template(config.template, read_config(folder)["model_type"])
+    return Encoder(TEMPLATES[name], load_tokenizer(folder), config.max_seq_len)
 
 
 def encode(
-    path: str, encoder: Encoder, strict: bool, console: RunConsole
+    file: Path, encoder: Encoder, strict: bool, console: RunConsole
 ) -> tuple[list[Example], Ledger]:
     """Read a data file and encode its rows; warn of each that is skipped.
 
@@ -178,7 +193,6 @@ def encode(
     """
     from mlxtune.core.conversation import SkippedRows, read_conversations
 
-    file = Path(path).expanduser()
     skipped = SkippedRows(file)
     examples, ledger = encoder.encode(read_conversations(file, skipped), skipped)
     if skipped.total and strict:
@@ -186,9 +200,13 @@ def encode(
             f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
             "mend them, or leave out --strict to skip them"
         )
+    if not ledger.rows_read:
+        raise DataError(f"{file}: has no rows, only blank lines and comments: add JSON objects")
     if not examples:
-        first = f"; the first: {skipped.first()}" if skipped.total else ""
-        raise DataError(f"{file}: none of its {ledger.rows_read} rows can be trained on{first}")
+        raise DataError(
+            f"{file}: none of its {ledger.rows_read} rows can be trained on; "
+            f"the first: {skipped.first()}"
+        )
     for warning in skipped.warnings():
         console.warn(warning)
     return examples, ledger
@@ -198,11 +216,30 @@ def encode_validation(
     config: TrainConfig, encoder: Encoder, console: RunConsole
 ) -> tuple[list[Example] | None, Ledger | None]:
     """Encode --val-data; without it, return None to split the data, or [] for no validation."""
-    if config.val_data is None:
+    if config.val_data_path is None:
         return (None if config.val_split else []), None
-    examples, ledger = encode(config.val_data, encoder, config.strict, console)
+    examples, ledger = encode(config.val_data_path, encoder, config.strict, console)
     ledger.hold_out(ledger.rows_train)
     return examples, ledger
+
+
+def say_plan(
+    config: TrainConfig,
+    base: BaseModel,
+    ledgers: Sequence[Ledger],
+    trainer: InstructTrainer,
+    console: RunConsole,
+) -> None:
+    """Say where the rows and tokens went, and what will be done with them."""
+    from mlxtune.core import report
+    from mlxtune.core.template import choose_template
+
+    for ledger in ledgers:
+        console.say("Data", report.rows_line(ledger))
+        console.say("", report.tokens_line(ledger))
+    template = choose_template(config.template, base.model_type)
+    console.say("Template", f"{template}, up to {config.max_seq_len:,} tokens a row")
+    console.say("Plan", report.plan_line(trainer))
 
 
 def check_corpus(

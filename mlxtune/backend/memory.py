@@ -65,6 +65,11 @@ def relieve_pressure() -> None:
         mx.clear_cache()
 
 
+def over_limit() -> bool:
+    """Tell whether more is in use than the limit."""
+    return bool(mx.get_active_memory() > mx.get_memory_limit())
+
+
 def peak_gb() -> float:
     """Return the most memory that MLX has held at once, in GB."""
     return float(mx.get_peak_memory()) / GB

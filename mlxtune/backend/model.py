@@ -18,7 +18,7 @@ from mlxtune.backend.memory import on_cpu
 from mlxtune.core.report import short_number
 from mlxtune.errors import ModelError, one_line
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = mlx_lm_utils.load_config(folder)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not valid JSON: {one_line(error)}") from error
+        raise ModelError(
+            f"{path}: is not valid JSON: {one_line(error)}: download it again"
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: names no model_type: is this a language model's folder?")
     if config.get("model_file") is None:
@@ -102,7 +104,10 @@ def load_base(folder: Path, dtype: str) -> BaseModel:
         _cast(model, chosen)
         mx.eval(model.parameters())
     except Exception as error:
-        raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
+        raise ModelError(
+            f"{folder}: cannot be loaded: {one_line(error)}: "
+            "its config.json or weights are broken or do not belong together: download it again"
+        ) from error
     text_config = config.get("text_config") or config
     return BaseModel(
         model=model,

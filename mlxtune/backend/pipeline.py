@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend import adapters, memory
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
@@ -96,9 +96,7 @@ class InstructPipeline:
                 f"step {step}: the {what} at learning rate {rate:g}; the step was not applied: "
                 "lower --lr or --max-grad-norm, or use --dtype float32"
             )
-        self._optimizer.learning_rate = rate
-        self._optimizer.update(self.model, grads)
-        mx.eval(self.model.trainable_parameters(), self._optimizer.state)
+        self._update(grads, step, rate)
         memory.relieve_pressure()
         self._steps = step
         return InstructBatchResult(
@@ -161,6 +159,22 @@ class InstructPipeline:
             "targets": list(self.lora.targets),
             **self._provenance,
         }
+
+    def _update(self, grads: dict[str, Any], step: int, rate: float) -> None:
+        parameters = self.model.trainable_parameters()
+        state = tree_map(lambda value: value, self._optimizer.state)
+        self._optimizer.learning_rate = rate
+        self._optimizer.update(self.model, grads)
+        updated = self.model.trainable_parameters()
+        finite = mx.all(mx.stack([mx.isfinite(value).all() for _, value in tree_flatten(updated)]))
+        mx.eval(updated, self._optimizer.state, finite)
+        if not finite:
+            self.model.update(parameters)
+            self._optimizer.state = state
+            raise NonFiniteLossError(
+                f"step {step}: the adapter is not finite after a step at learning rate {rate:g}; "
+                "the step was not applied: lower --lr"
+            )
 
     def _scaled_loss(
         self, inputs: mx.array, targets: mx.array, mask: mx.array, tokens: int

@@ -54,9 +54,20 @@ def load_tokenizer(folder: Path) -> FastTokenizer | SentencePieceTokenizer:
         try:
             return SentencePieceTokenizer(spm)
         except (OSError, RuntimeError) as error:
-            raise ModelError(f"{spm}: is not a SentencePiece model: {one_line(error)}") from error
+            raise ModelError(
+                f"{spm}: is not a SentencePiece model ({one_line(error)}): download it again"
+            ) from error
     try:
         tokenizer = load_with_mlx_lm(folder)
-        return FastTokenizer(tokenizer._tokenizer.backend_tokenizer, tokenizer.bos_token_id)
+        backend = tokenizer._tokenizer.backend_tokenizer
     except Exception as error:
-        raise ModelError(f"{folder}: its tokenizer cannot be loaded: {one_line(error)}") from error
+        raise ModelError(
+            f"{folder}: its tokenizer.json or config.json cannot be loaded "
+            f"({type(error).__name__}: {one_line(error)}): download it again"
+        ) from error
+    # transformers makes an empty tokenizer of a folder that has none.
+    if not backend.encode("a", add_special_tokens=False).ids:
+        raise ModelError(
+            f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model): download it again"
+        )
+    return FastTokenizer(backend, tokenizer.bos_token_id)

@@ -23,7 +23,7 @@ PREVIOUS = "previous"
 
 
 @contextmanager
-def _as_output_error(target: Path) -> Iterator[None]:
+def _as_output_error(target: Path, option: str = "path") -> Iterator[None]:
     try:
         yield
     except OutputError:
@@ -31,7 +31,7 @@ def _as_output_error(target: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written: {error.strerror or error}: "
-            "free space, mend permissions or choose another path"
+            f"free space, mend permissions or choose another {option}"
         ) from error
 
 
@@ -67,9 +67,14 @@ def write_checkpoint(
 
     Raises OutputError.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+    temporary = target.with_name(f".{target.name}.tmp")
+    replaced = target.with_name(f".{target.name}.old")
     with _as_output_error(target):
+        # What a killed process may have left.
+        shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
             save(temporary)
@@ -97,13 +102,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, option: str) -> None:
     """Raise OutputError unless files can be made in the folder, or the folder itself can be made.
 
-    Leaves nothing behind.
+    Leaves nothing behind. `option` is what named the folder.
     """
-    with _as_output_error(folder):
+    with _as_output_error(folder, option):
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise OutputError(
+                f"{folder}: cannot be written: {existing} is a file, not a folder: "
+                f"choose another {option}"
+            )
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".mlxtune-"):
             pass
 

@@ -14,6 +14,7 @@ from mlxtune.errors import DataError
 ROLES = ("system", "user", "assistant", "tool")
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SHOWN = 60
+_TOO_DEEP = "JSON nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +102,18 @@ def read_conversations(path: Path, skipped: SkippedRows) -> Iterator[Conversatio
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def check_data_file(path: Path) -> None:
-    """Raise DataError unless the path is a file that can be read and looks like JSON lines."""
-    if not path.exists():
-        raise DataError(f"{path}: no such file: check --data")
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder: name a .jsonl file in it")
+def check_data_file(path: Path, option: str = "--data") -> None:
+    """Raise DataError unless the path is a file that can be read and looks like JSON lines.
+
+    `option` is what named it.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(8192)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file: check {option}") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{path}: is a folder: name a .jsonl file in it") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if not head:
@@ -132,7 +136,7 @@ def parse_row(line: bytes, row: int) -> Conversation:
     except json.JSONDecodeError as error:
         raise BadRow("not valid JSON", f"{error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise BadRow("JSON nested too deeply") from error
+        raise BadRow(_TOO_DEEP) from error
     except ValueError as error:  # a number of thousands of digits
         raise BadRow("not valid JSON", str(error)) from error
     if not isinstance(content, dict):
@@ -140,7 +144,13 @@ def parse_row(line: bytes, row: int) -> Conversation:
     if "messages" not in content:
         names = ", ".join(map(_shorten, list(content)[:5])) or "none"
         raise BadRow("no 'messages'", f"its keys: {names}")
-    return Conversation(row, parse_messages(content["messages"]), _objects(content, "tools"))
+    messages, tools = parse_messages(content["messages"]), _objects(content, "tools")
+    # Half a pair can only come from an escape, which few rows have.
+    if b"\\u" in line:
+        _check_surrogates(tools, "tools")
+        for i, message in enumerate(messages, start=1):
+            _check_surrogates((message.content, message.tool_calls), f"message {i}")
+    return Conversation(row, messages, tools)
 
 
 def parse_messages(messages: Any) -> tuple[Message, ...]:
@@ -172,11 +182,22 @@ def _parse_message(position: int, message: Any) -> Message:
         raise BadRow("content is not text", f"{where} is {_kind_of(content)}")
     if role == "assistant" and not content.strip() and not calls:
         raise BadRow("empty answer", where)
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRow("content holds half a surrogate pair", where) from error
     return Message(role, content, calls)
+
+
+def _check_surrogates(value: Any, where: str) -> None:
+    try:
+        to_json(value).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow("text holds half a surrogate pair", where) from error
+
+
+def to_json(value: Any) -> str:
+    """Return JSON as the models' templates write it. Raises BadRow when it is nested too deeply."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise BadRow(_TOO_DEEP) from error
 
 
 def _objects(container: dict[str, Any], key: str) -> tuple[dict[str, Any], ...]:

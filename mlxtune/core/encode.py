@@ -63,12 +63,13 @@ class Tokenizer(Protocol):
 
 @dataclass
 class Ledger:
-    """Where every row and every token went. It adds up:
+    """Where every row and every token of a file went. It adds up:
 
     rows_read = rows_train + rows_validation + the skipped ones, and
     tokens = tokens_supervised + tokens_context + tokens_truncated.
     """
 
+    path: str = ""
     rows_read: int = 0
     rows_train: int = 0
     rows_validation: int = 0
@@ -111,7 +112,7 @@ class Encoder:
         An example longer than `max_seq_len` is cut there, and one that is left with no
         supervised token is skipped.
         """
-        ledger, examples = Ledger(), []
+        ledger, examples = Ledger(str(skipped.path)), []
         for conversation, rendered, encoded in self._tokenized(conversations, skipped):
             tokens, mask = supervise(rendered, encoded, self.tokenizer)
             cut = len(tokens) - self.max_seq_len
@@ -122,13 +123,7 @@ class Encoder:
             )
             if example.supervised == 0:
                 ledger.tokens_truncated += len(tokens)
-                skipped.add(
-                    conversation.row,
-                    BadRow(
-                        f"no supervised token within --max-seq-len {self.max_seq_len}",
-                        f"the answer begins at token {int(mask.argmax()) + 1}",
-                    ),
-                )
+                skipped.add(conversation.row, self._unsupervised(mask))
                 continue
             ledger.tokens_truncated += max(cut, 0)
             ledger.tokens_supervised += example.supervised
@@ -138,6 +133,14 @@ class Encoder:
         ledger.rows_skipped = skipped.counts
         ledger.rows_read = len(examples) + skipped.total
         return examples, ledger
+
+    def _unsupervised(self, mask: npt.NDArray[np.uint8]) -> BadRow:
+        if not mask.any():
+            return BadRow("the tokenizer gives no token for the answer")
+        return BadRow(
+            f"no supervised token within --max-seq-len {self.max_seq_len}",
+            f"the answer begins at token {int(mask.argmax()) + 1}: raise it",
+        )
 
     def _tokenized(
         self, conversations: Iterable[Conversation], skipped: SkippedRows

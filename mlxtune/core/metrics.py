@@ -15,7 +15,7 @@ PERPLEXITY_CAP = 1e6
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), at most 1e6; `loss` is in nats per supervised token."""
-    return min(math.exp(min(loss, math.log(PERPLEXITY_CAP))), PERPLEXITY_CAP)
+    return PERPLEXITY_CAP if loss >= math.log(PERPLEXITY_CAP) else math.exp(loss)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,15 @@ def count(number: int, noun: str) -> str:
 def short_number(number: int) -> str:
     """Return 596M for 596,049,920, in three digits."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{suffix}"
+        # Rounded first: 999,999 is 1M and not 1000k.
+        if (rounded := float(f"{number / size:.3g}")) >= 1:
+            return f"{rounded:g}{suffix}"
     return str(number)
 
 
 def duration(seconds: float) -> str:
     """Return `12.3s`, `4m 05s` or `2h 05m`."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
     minutes, whole = divmod(round(seconds), 60)
     if minutes < 60:
@@ -40,7 +41,7 @@ def loss(value: float) -> str:
     return f"{value:.4f} (perplexity {perplexity(value):.4g})"
 
 
-def rows_line(path: str, ledger: Ledger) -> str:
+def rows_line(ledger: Ledger) -> str:
     """Return where the rows of a file went."""
     parts = [f"{count(ledger.rows_read, 'row')} read"]
     if ledger.rows_train:
@@ -48,9 +49,9 @@ def rows_line(path: str, ledger: Ledger) -> str:
     if ledger.rows_validation:
         parts.append(f"{ledger.rows_validation:,} validate")
     if skipped := ledger.rows_skipped.total():
-        kinds = ", ".join(f"{number} {kind}" for kind, number in ledger.rows_skipped.items())
+        kinds = ", ".join(f"{kind}: {number:,}" for kind, number in ledger.rows_skipped.items())
         parts.append(f"{skipped:,} skipped ({kinds})")
-    return f"{path}: " + ", ".join(parts)
+    return f"{ledger.path}: " + ", ".join(parts)
 
 
 def tokens_line(ledger: Ledger) -> str:
@@ -62,13 +63,52 @@ def tokens_line(ledger: Ledger) -> str:
     )
 
 
-def step_line(record: StepRecord, total_steps: int, smoothed: float, peak_gb: float) -> str:
+class SmoothedLoss:
+    """Exponential moving average of the losses, the first being its start."""
+
+    def __init__(self, keep: float = 0.9) -> None:
+        self._keep = keep
+        self._value: float | None = None
+
+    def add(self, loss: float) -> float:
+        """Take in a loss and return the average."""
+        before = loss if self._value is None else self._value
+        self._value = self._keep * before + (1 - self._keep) * loss
+        return self._value
+
+
+def step_line(record: StepRecord, total_steps: int, average: float, peak_gb: float) -> str:
     """Return one step as a plain line."""
     return (
-        f"step {record.step}/{total_steps}  loss {record.loss:.4f}  smoothed {smoothed:.4f}  "
+        f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
         f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
-        f"{record.tokens / max(record.seconds, 1e-9):,.0f} tokens/s  peak {peak_gb:.2f} GB"
+        f"{tokens_per_second(record):,.0f} tokens/s  peak {memory(peak_gb)}"
     )
+
+
+def step_state(record: StepRecord, average: float, peak_gb: float, room: int) -> str:
+    """Return what of a step fits into `room` characters, the most important first."""
+    state = f"loss {record.loss:.3f}"
+    for part in (
+        f"average {average:.3f}",
+        f"lr {record.learning_rate:.2g}",
+        f"{tokens_per_second(record):,.0f} tok/s",
+        memory(peak_gb),
+    ):
+        if len(state) + 2 + len(part) > room:
+            break
+        state = f"{state}  {part}"
+    return state
+
+
+def tokens_per_second(record: StepRecord) -> float:
+    """Return how many tokens the model read in a second of the step."""
+    return record.tokens / max(record.seconds, 1e-9)
+
+
+def memory(gb: float) -> str:
+    """Return `310 MB` or `8.25 GB`."""
+    return f"{gb:.2f} GB" if gb >= 1 else f"{gb * 1000:.0f} MB"
 
 
 def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
@@ -77,12 +117,12 @@ def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
     if metrics.val_loss is not None:
         validation = f", validation {loss(metrics.val_loss)}" + (", best so far" if best else "")
     return (
-        f"epoch {metrics.epoch}: train {loss(metrics.train_loss)}{validation}, "
+        f"epoch {metrics.epoch}: train {metrics.train_loss:.4f}{validation}; "
         f"{metrics.samples_per_sec:.1f} rows/s, {duration(metrics.epoch_time_ms / 1000)}"
     )
 
 
-def plan_line(trainer: InstructTrainer, micro_batch_tokens: int) -> str:
+def plan_line(trainer: InstructTrainer) -> str:
     """Return what a run will do."""
     config = trainer.config
     validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
@@ -90,7 +130,7 @@ def plan_line(trainer: InstructTrainer, micro_batch_tokens: int) -> str:
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
         f"{count(config.epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
         f"learning rate {trainer.pipeline.learning_rate:g}, {config.schedule}; "
-        f"micro-batches of up to {micro_batch_tokens:,} tokens; seed {config.seed}"
+        f"seed {config.seed}"
     )
 
 
@@ -104,7 +144,7 @@ def summary_lines(
     yield (
         f"{count(len(result.steps), 'step')} in {duration(result.total_time_ms / 1000)}, "
         f"{rows / seconds:.1f} rows/s, {tokens / seconds:,.0f} tokens/s, "
-        f"peak memory {peak_gb:.2f} GB"
+        f"peak memory {memory(peak_gb)}"
     )
     yield f"training loss {loss(result.epoch_metrics[-1].train_loss)} in the last epoch"
     yield from _validation_lines(result)
@@ -113,7 +153,6 @@ def summary_lines(
     chosen = "last epoch" if result.best_epoch is None else f"best epoch, {result.best_epoch}"
     yield f"adapter of the {chosen}: {config.output_path}"
     yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"
-    yield _usage_line(result, config)
 
 
 def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
@@ -135,11 +174,12 @@ def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
         )
 
 
-def _usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
+def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
+    """Return the command that uses the adapter with mlx-lm."""
     folder = config.output_path.parent
     if config.output_path.name != ADAPTER:
         if result.best_epoch is None:
             return f"mlx-lm loads a folder whose adapter file is named {ADAPTER}"
         folder = config.checkpoint_path / "best"
     model, adapter = shlex.quote(config.model_path), shlex.quote(str(folder))
-    return f"try it: mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
+    return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"

@@ -26,9 +26,11 @@ def warmup_cosine(
 
     Source: SGDR, arXiv:1608.03983, equation 5, one cycle after the warm-up.
     """
-    if step <= warmup_steps:
+    # Without a warm-up the first step is at the peak, so that a run of one step trains.
+    peak_step = max(warmup_steps, 1)
+    if step <= peak_step:
         return linear_warmup(step, peak=peak, warmup_steps=warmup_steps)
-    progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+    progress = min((step - peak_step) / (total_steps - peak_step), 1.0)
     return lr_min + (peak - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

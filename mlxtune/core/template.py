@@ -9,12 +9,11 @@ it and the newline behind it are context.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlxtune.core.conversation import BadRow, Conversation, Message
+from mlxtune.core.conversation import BadRow, Conversation, Message, to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def render_qwen3(conversation: Conversation) -> Rendered:
 
 
 def _qwen3_tools(tools: tuple[dict[str, Any], ...]) -> str:
-    lines = "".join("\n" + _to_json(tool) for tool in tools)
+    lines = "".join("\n" + to_json(tool) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"
@@ -99,15 +98,11 @@ def _qwen3_answer(message: Message) -> str:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("a tool call has no function name")
         arguments = function.get("arguments", {})
-        arguments = arguments if isinstance(arguments, str) else _to_json(arguments)
+        arguments = arguments if isinstance(arguments, str) else to_json(arguments)
         calls.append(
             f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n</tool_call>'
         )
     return "\n".join([message.content] * bool(message.content) + calls)
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def render_gemma(conversation: Conversation) -> Rendered:

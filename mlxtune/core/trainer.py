@@ -146,6 +146,7 @@ class InstructTrainer:
         self._run_config = dict(run_config) if run_config is not None else asdict(config)
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
+        self._saved: Path | None = None
 
     def data_hash(self) -> str:
         """Return `sha256:` over the whole corpus, before the split."""
@@ -171,6 +172,13 @@ class InstructTrainer:
         try:
             initial = self._validate(started)
             epochs, best, stopped_early = self._run_epochs()
+        except NonFiniteLossError as error:
+            kept = (
+                f"the last good checkpoint is {self._saved}"
+                if self._saved
+                else ("no checkpoint had been written")
+            )
+            raise NonFiniteLossError(f"{error}; {kept}") from error
         finally:
             self._observer.on_end()
         return InstructTrainResult(
@@ -199,10 +207,10 @@ class InstructTrainer:
             if is_best:
                 best = metrics
                 self._save("best", metrics)
-            if best and epoch - best.epoch >= self.config.early_stopping_patience:
-                return epochs, best, epoch < self.config.epochs
             if self.metrics.is_complete():
                 break
+            if best and epoch - best.epoch >= self.config.early_stopping_patience:
+                return epochs, best, True
         return epochs, best, False
 
     def _run_epoch(self, epoch: int) -> InstructEpochMetrics:
@@ -249,16 +257,18 @@ class InstructTrainer:
         examples = sorted((example for row in self.val_rows for example in row), key=len)
         total, tokens = 0.0, 0
         for start in range(0, len(examples), _EVALUATED_AT_ONCE):
-            result = self.pipeline.evaluate(examples[start : start + _EVALUATED_AT_ONCE])
+            end = min(start + _EVALUATED_AT_ONCE, len(examples))
+            result = self.pipeline.evaluate(examples[start:end])
             total += result.avg_loss * result.total_response_tokens
             tokens += result.total_response_tokens
-            self._observer.on_evaluated(start, len(examples))
+            self._observer.on_evaluated(end, len(examples))
             if self._should_stop():
                 raise self._interrupted(started)
         loss = total / tokens
         if not math.isfinite(loss):
             raise NonFiniteLossError(
-                f"the validation loss after step {step} is {loss}: "
+                f"the validation loss after step {step} is {loss}"
+                f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
                 "lower --lr, or check the model and --dtype"
             )
         values = {"step": step, "val_loss": loss, "val_perplexity": perplexity(loss)}
@@ -301,6 +311,7 @@ class InstructTrainer:
             "config": self._run_config,
         }
         checkpoint.write_checkpoint(folder, self.pipeline.save, metadata)
+        self._saved = folder
         self._observer.on_checkpoint(folder)
         return folder
 

@@ -1,0 +1,590 @@
+"""Text to tokens and mask: with tokenizers small enough to follow, then with real ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.conversation import Conversation, Message, SkippedRows
+from mlxtune.core.encode import Encoded, Encoder, Example, Ledger, Tokenizer
+from mlxtune.core.template import TEMPLATES, render_qwen3
+
+NO_LIMIT = 10**9
+CONTROL = r"<bos>|<\|\w+\|>|<\w+_of_turn>"
+
+
+@dataclass
+class PatternTokenizer:
+    """A token for each match of a pattern, which leaves nothing out; ids as they are met."""
+
+    pattern: str
+    bos: str | None = None
+    vocabulary: list[str] = field(default_factory=list)
+
+    def id_of(self, token: str) -> int:
+        if token not in self.vocabulary:
+            self.vocabulary.append(token)
+        return self.vocabulary.index(token)
+
+    @property
+    def bos_id(self) -> int | None:
+        return None if self.bos is None else self.id_of(self.bos)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        found = [list(re.finditer(self.pattern, text, re.DOTALL)) for text in texts]
+        return [
+            Encoded([self.id_of(m.group()) for m in matches], [m.span() for m in matches])
+            for matches in found
+        ]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.vocabulary[i] for i in ids)
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A token for each byte. Those of one character have its offsets, or all but the last no width.
+
+    character    a        é
+    byte         61     c3     a9
+    wide       (0, 1) (1, 2) (1, 2)      as tokenizers' byte fallback
+    narrow     (0, 1) (1, 1) (1, 2)      as sentencepiece's
+    """
+
+    narrow: bool
+    bos: str | None = None
+
+    @property
+    def bos_id(self) -> int | None:
+        return None if self.bos is None else 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Encoded:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for i, character in enumerate(text):
+            encoded = character.encode()
+            ids += encoded
+            offsets += [(i, i if self.narrow else i + 1)] * (len(encoded) - 1) + [(i, i + 1)]
+        return Encoded(ids, offsets)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(ids).decode()
+
+
+def words(bos: str | None = None) -> PatternTokenizer:
+    return PatternTokenizer(rf"{CONTROL}|\n|\w+|.", bos)
+
+
+def merged_newlines(bos: str | None = None) -> PatternTokenizer:
+    """Neighbouring newlines are one token, also where the header's meets the answer's."""
+    return PatternTokenizer(rf"{CONTROL}|\n+|\w+|.", bos)
+
+
+def triples(bos: str | None = None) -> PatternTokenizer:
+    """Three characters a token, wherever the edges are."""
+    return PatternTokenizer(r".{1,3}", bos)
+
+
+TOKENIZERS = {
+    "words": words,
+    "merged_newlines": merged_newlines,
+    "triples": triples,
+    "newline_with_word": lambda bos=None: PatternTokenizer(r"\s*\S+|\s+", bos),
+    "bytes": lambda bos=None: ByteTokenizer(narrow=False, bos=bos),
+    "narrow_bytes": lambda bos=None: ByteTokenizer(narrow=True, bos=bos),
+}
+
+
+def converse(*messages: tuple[str, str], row: int = 1) -> Conversation:
+    return Conversation(row, tuple(Message(*message) for message in messages))
+
+
+def encode(
+    tokenizer: Tokenizer,
+    *conversations: Conversation,
+    template: str = "qwen3",
+    max_seq_len: int = NO_LIMIT,
+) -> tuple[list[Example], Ledger, SkippedRows]:
+    skipped = SkippedRows(Path("chat.jsonl"))
+    encoder = Encoder(TEMPLATES[template], tokenizer, max_seq_len)
+    return *encoder.encode(conversations, skipped), skipped
+
+
+def supervised_runs(example: Example) -> list[list[int]]:
+    """The ids of each stretch of supervised tokens."""
+    edges = np.flatnonzero(np.diff(example.assistant_mask.astype(int), prepend=0, append=0))
+    return [example.tokens[start:end].tolist() for start, end in edges.reshape(-1, 2)]
+
+
+def test_answer_and_its_end_of_turn_token_are_supervised_as_in_the_picture() -> None:
+    picture = r"""
+tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello ! <|im_end|> \n
+assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
+"""  # noqa: E501
+    tokens, mask = (line.split()[1:] for line in picture.strip().split("\n"))
+    tokenizer = words(bos="<bos>")
+
+    (example,), _, _ = encode(tokenizer, converse(("user", "Hi"), ("assistant", "Hello!")))
+
+    assert [tokenizer.vocabulary[i] for i in example.tokens] == [
+        token.replace(r"\n", "\n") for token in tokens
+    ]
+    assert example.assistant_mask.tolist() == [int(one) for one in mask]
+    assert (example.tokens.dtype, example.assistant_mask.dtype) == (np.int32, np.uint8)
+    assert (len(example), example.supervised) == (14, 3)
+
+
+def test_every_assistant_turn_is_supervised_and_later_user_turns_are_not() -> None:
+    tokenizer = words()
+
+    (example,), _, _ = encode(
+        tokenizer,
+        converse(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d e")),
+    )
+
+    assert [tokenizer.decode(run) for run in supervised_runs(example)] == [
+        "b<|im_end|>",
+        "d e<|im_end|>",
+    ]
+
+
+def test_bos_is_added_once_and_never_twice_nor_where_there_is_none() -> None:
+    conversation = converse(("user", "Hi"), ("assistant", "Hello"))
+    rendered = render_qwen3(conversation)
+
+    def with_bos(conversation: Conversation) -> Any:
+        start = len("<bos>")
+        spans = tuple((a + start, b + start) for a, b in rendered.spans)
+        return type(rendered)("<bos>" + rendered.text, spans)
+
+    for template, bos, count in (
+        (render_qwen3, None, 0),
+        (render_qwen3, "<bos>", 1),
+        (with_bos, "<bos>", 1),
+    ):
+        tokenizer = words(bos)
+        encoder = Encoder(template, tokenizer, NO_LIMIT)
+        (example,), _ = encoder.encode([conversation], SkippedRows(Path("chat.jsonl")))
+
+        assert example.tokens.tolist().count(tokenizer.id_of("<bos>")) == count
+        assert tokenizer.decode(example.tokens).removeprefix("<bos>") == rendered.text
+        assert [tokenizer.decode(run) for run in supervised_runs(example)] == ["Hello<|im_end|>"]
+
+
+def test_answer_is_tokenised_by_itself_where_a_token_would_cross_its_edge() -> None:
+    tokenizer = merged_newlines()
+
+    (merged, apart), _, _ = encode(
+        tokenizer,
+        converse(("user", "a\n\nb"), ("assistant", "\n\nc\n\nd")),
+        converse(("user", "a\n\nb"), ("assistant", "c\n\nd"), row=2),
+    )
+
+    # "assistant\n" and "\n\nc" would share a token of three newlines.
+    assert [tokenizer.vocabulary[i] for i in merged.tokens] == [
+        *("<|im_start|>", "user", "\n", "a", "\n\n", "b", "<|im_end|>", "\n"),
+        *("<|im_start|>", "assistant", "\n", "\n\n", "c", "\n\n", "d", "<|im_end|>", "\n"),
+    ]
+    assert merged.assistant_mask.tolist() == [0] * 11 + [1] * 5 + [0]
+    assert [tokenizer.decode(run) for run in supervised_runs(apart)] == ["c\n\nd<|im_end|>"]
+
+
+def test_token_that_crosses_the_end_of_a_turn_is_split_there() -> None:
+    tokenizer = triples()
+
+    (example,), _, _ = encode(tokenizer, converse(("user", "Hi"), ("assistant", "Hello!")))
+
+    assert (
+        tokenizer.decode(example.tokens)
+        == render_qwen3(converse(("user", "Hi"), ("assistant", "Hello!"))).text
+    )
+    assert [tokenizer.decode(run) for run in supervised_runs(example)] == ["Hello!<|im_end|>"]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_all_bytes_of_a_character_carry_the_same_mask(narrow: bool) -> None:
+    tokenizer = ByteTokenizer(narrow)
+
+    (example,), _, _ = encode(tokenizer, converse(("user", "é🦙"), ("assistant", "🦙é")))
+
+    answer = "🦙é<|im_end|>".encode()
+    assert supervised_runs(example) == [list(answer)]
+
+
+def test_example_is_cut_at_max_seq_len_and_what_is_lost_is_counted() -> None:
+    conversation = converse(("user", "Hi"), ("assistant", "one two three"))
+    # <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n, then
+    # one _ two _ three <|im_end|>, then \n: 9 + 6 + 1 tokens.
+    for limit in range(10, 18):
+        (example,), ledger, skipped = encode(words(), conversation, max_seq_len=limit)
+
+        kept = min(limit, 16)
+        assert len(example) == kept
+        assert example.assistant_mask.tolist() == ([0] * 9 + [1] * 6 + [0])[:kept]
+        assert skipped.total == 0
+        assert ledger == Ledger(
+            path="chat.jsonl",
+            rows_read=1,
+            rows_train=1,
+            rows_truncated=int(limit < 16),
+            tokens=16,
+            tokens_supervised=min(kept - 9, 6),
+            tokens_context=9 + (kept == 16),
+            tokens_truncated=16 - kept,
+        )
+
+
+def test_row_cut_before_its_first_supervised_token_is_skipped_and_counted() -> None:
+    conversation = converse(("user", "Hi"), ("assistant", "Hello"), row=7)
+
+    examples, ledger, skipped = encode(words(), conversation, max_seq_len=9)
+
+    assert examples == []
+    (warning,) = skipped.warnings()
+    assert warning.startswith("chat.jsonl:7: no supervised token within --max-seq-len 9 ")
+    assert "the answer begins at token 10" in warning
+    assert ledger.as_dict() == {
+        "path": "chat.jsonl",
+        "rows_read": 1,
+        "rows_train": 0,
+        "rows_validation": 0,
+        "rows_skipped": {"no supervised token within --max-seq-len 9": 1},
+        "rows_truncated": 1,
+        "tokens": 12,
+        "tokens_supervised": 0,
+        "tokens_context": 0,
+        "tokens_truncated": 12,
+    }
+    assert ledger.adds_up()
+
+
+def test_row_that_the_template_refuses_is_skipped_with_the_rows_around_it_kept() -> None:
+    tools = converse(("tool", "4"), ("assistant", "Hello"), row=2)
+    good = [converse(("user", "Hi"), ("assistant", "Hello"), row=i) for i in (1, 3)]
+
+    examples, ledger, skipped = encode(words(), good[0], tools, good[1], template="gemma")
+
+    assert [example.row for example in examples] == [1, 3]
+    assert skipped.first() == "chat.jsonl:2: the gemma template has no place for tools"
+    assert (ledger.rows_read, ledger.rows_train) == (3, 2)
+
+
+def test_row_whose_answer_has_no_token_at_all_is_skipped_and_counted() -> None:
+    conversation = converse(("user", "Hi"), ("assistant", "Hello"))
+
+    for pattern in (r"user|Hi", r"nothing"):
+        examples, ledger, skipped = encode(PatternTokenizer(pattern), conversation)
+
+        assert examples == []
+        assert skipped.total == ledger.rows_read == 1
+        assert ledger.adds_up()
+
+
+def test_rows_beyond_one_batch_of_the_tokenizer_keep_their_order() -> None:
+    rows = range(1, 3000)
+    conversations = (converse(("assistant", f"{i}"), row=i) for i in rows)
+
+    examples, ledger, _ = encode(ByteTokenizer(narrow=False), *conversations)
+
+    assert [example.row for example in examples] == list(rows)
+    assert [bytes(supervised_runs(example)[0]) for example in examples] == [
+        b"%d<|im_end|>" % i for i in rows
+    ]
+    assert ledger.rows_read == len(rows)
+
+
+def test_tools_nested_to_the_parsers_limit_are_kept_or_skipped_but_never_a_crash() -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        value: Any = 0
+        for _ in range(depth):
+            value = [value]
+        return {"name": "f", "parameters": value}
+
+    depths = [1, 10, 100, *range(300, 2000, 10), 100_000]
+    conversations = [
+        Conversation(i, (Message("assistant", "Hello"),), (nested(depth),))
+        for i, depth in enumerate(depths, start=1)
+    ]
+
+    examples, ledger, skipped = encode(ByteTokenizer(narrow=False), *conversations)
+
+    assert len(examples) + skipped.total == ledger.rows_read == len(depths)
+    assert set(skipped.counts) == {"JSON nested too deeply"}
+    assert [example.row for example in examples[:3]] == [1, 2, 3]
+
+
+def test_held_out_rows_move_within_the_ledger() -> None:
+    ledger = Ledger(rows_read=5, rows_train=5)
+    ledger.hold_out(2)
+
+    assert (ledger.rows_train, ledger.rows_validation) == (3, 2)
+    assert ledger.adds_up()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["rows_read", "rows_train", "rows_validation", "tokens", "tokens_supervised", "tokens_context"],
+)
+def test_ledger_with_an_unaccounted_row_or_token_does_not_add_up(change: str) -> None:
+    _, ledger, _ = encode(words(), converse(("user", "Hi"), ("assistant", "Hello")))
+    assert ledger.adds_up()
+
+    setattr(ledger, change, getattr(ledger, change) + 1)
+    assert not ledger.adds_up()
+
+
+CONTENT = st.text(st.sampled_from("ab \né🦙\u0301<|>"), max_size=8) | st.text(max_size=8)
+TURNS = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant", "assistant", "tool"]), CONTENT),
+    max_size=5,
+)
+# As rows are read, each has an assistant turn somewhere.
+CONVERSATIONS = st.lists(
+    st.builds(
+        lambda before, answer, after: [*before, ("assistant", answer), *after],
+        TURNS,
+        CONTENT,
+        TURNS,
+    ),
+    max_size=5,
+)
+
+
+@settings(deadline=None)
+@given(
+    chosen=st.sampled_from(sorted(TOKENIZERS)),
+    template=st.sampled_from(sorted(TEMPLATES)),
+    bos=st.sampled_from([None, "<bos>"]),
+    turns=CONVERSATIONS,
+)
+def test_supervised_tokens_decode_to_the_answers_for_any_conversation(
+    chosen: str, template: str, bos: str | None, turns: list[list[tuple[str, str]]]
+) -> None:
+    tokenizer = TOKENIZERS[chosen](bos)
+    conversations = {i: converse(*messages, row=i) for i, messages in enumerate(turns, start=1)}
+
+    examples, _, skipped = encode(tokenizer, *conversations.values(), template=template)
+
+    for example in examples:
+        rendered = TEMPLATES[template](conversations[example.row])
+        ids = example.tokens.tolist()
+        if bos is not None:
+            assert ids[0] == tokenizer.bos_id
+            assert example.assistant_mask[0] == 0
+            ids = ids[1:]
+        assert tokenizer.decode(ids) == rendered.text
+        assert [tokenizer.decode(run) for run in supervised_runs(example)] == [
+            rendered.text[start:end] for start, end in rendered.spans
+        ]
+    refused = [
+        row
+        for row, conversation in conversations.items()
+        if template == "gemma" and any(m.role == "tool" for m in conversation.messages)
+    ]
+    assert {example.row for example in examples} == conversations.keys() - refused
+    assert skipped.total == len(refused)
+
+
+@settings(deadline=None)
+@given(
+    chosen=st.sampled_from(sorted(TOKENIZERS)),
+    bos=st.sampled_from([None, "<bos>"]),
+    turns=CONVERSATIONS,
+    max_seq_len=st.integers(2, 80),
+)
+def test_ledger_adds_up_and_a_cut_is_a_prefix_for_any_limit(
+    chosen: str, bos: str | None, turns: list[list[tuple[str, str]]], max_seq_len: int
+) -> None:
+    tokenizer = TOKENIZERS[chosen](bos)
+    conversations = [converse(*messages, row=i) for i, messages in enumerate(turns, start=1)]
+    whole, _, _ = encode(tokenizer, *conversations)
+
+    examples, ledger, skipped = encode(tokenizer, *conversations, max_seq_len=max_seq_len)
+
+    kept = [example for example in whole if example.assistant_mask[:max_seq_len].any()]
+    assert [example.row for example in examples] == [example.row for example in kept]
+    for cut, full in zip(examples, kept, strict=True):
+        assert cut.tokens.tolist() == full.tokens[:max_seq_len].tolist()
+        assert cut.assistant_mask.tolist() == full.assistant_mask[:max_seq_len].tolist()
+    masks = [example.assistant_mask[:max_seq_len].tolist() for example in kept]
+    lengths = [len(example) for example in whole]
+    assert ledger.rows_read == len(conversations) == len(examples) + skipped.total
+    assert ledger.rows_train == len(kept)
+    assert ledger.rows_truncated == sum(length > max_seq_len for length in lengths)
+    assert ledger.tokens == sum(lengths)
+    assert ledger.tokens_supervised == sum(map(sum, masks))
+    assert ledger.tokens_context == sum(map(len, masks)) - sum(map(sum, masks))
+    assert ledger.adds_up()
+
+
+# The real tokenizers, read by the library that transformers reads them with.
+
+
+@dataclass(frozen=True)
+class RealTokenizer:
+    backend: Any
+    bos_id: int | None = None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return [Encoded(encoding.ids, encoding.offsets) for encoding in encodings]
+
+
+@functools.cache
+def load(path: Path, bos_id: int | None = None) -> RealTokenizer:
+    library = pytest.importorskip("tokenizers", reason="needs tokenizers to read tokenizer.json")
+    return RealTokenizer(library.Tokenizer.from_file(str(path)), bos_id)
+
+
+@pytest.fixture
+def qwen3(shared: Path) -> RealTokenizer:
+    return load(shared / "tokenizers" / "qwen3" / "tokenizer.json")
+
+
+@pytest.fixture
+def stories(shared: Path) -> RealTokenizer:
+    return load(shared / "models" / "stories260k" / "tokenizer.json", bos_id=1)
+
+
+def vectors(shared: Path) -> list[tuple[str, list[int]]]:
+    stem = shared / "tokenizers" / "vectors" / "ggml-vocab-qwen2.gguf"
+    texts = stem.with_suffix(".gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = stem.with_suffix(".gguf.out").read_text(encoding="utf-8").split("\n")
+    return [(text, [int(i) for i in line.split()]) for text, line in zip(texts, lines, strict=True)]
+
+
+def chat_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().rstrip(b"\n").split(b"\n")]
+
+
+def as_conversation(row: int, content: dict[str, Any]) -> Conversation:
+    messages = (
+        Message(m["role"], m.get("content") or "", tuple(m.get("tool_calls") or ()))
+        for m in content["messages"]
+    )
+    return Conversation(row, tuple(messages), tuple(content.get("tools") or ()))
+
+
+def qwen3_answer(message: dict[str, Any]) -> str:
+    """An assistant turn as Qwen's documentation shows it: content, then a block for each call."""
+    blocks = [message["content"]] if message.get("content") else []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        name = call["function"]["name"]
+        blocks.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
+    return "\n".join(blocks) + "<|im_end|>"
+
+
+def test_qwen3_ids_equal_llama_cpps_vectors_as_text_and_as_an_answer(
+    shared: Path, qwen3: RealTokenizer
+) -> None:
+    end_of_turn = 151645
+    checked = vectors(shared)
+    for text, ids in checked:
+        assert qwen3.encode_batch([text])[0].ids == ids
+        (example,), _, _ = encode(qwen3, converse(("user", text), ("assistant", text)))
+        assert supervised_runs(example) == [[*ids, end_of_turn]], repr(text)
+    assert len(checked) == 47
+
+
+def test_qwen3_newlines_at_the_edge_keep_the_tokens_of_the_prompt(qwen3: RealTokenizer) -> None:
+    (example,), _, _ = encode(qwen3, converse(("user", "Hi"), ("assistant", "\n\nHello")))
+
+    # 198, 271 apart; joined they would be 1406 (DESIGN.md).
+    assert example.tokens.tolist()[-6:] == [77091, 198, 271, 9707, 151645, 198]
+    assert example.assistant_mask.tolist()[-6:] == [0, 0, 1, 1, 1, 0]
+
+
+def test_qwen3_ids_equal_the_golden_ids(shared: Path, qwen3: RealTokenizer) -> None:
+    goldens = json.loads((shared / "templates" / "goldens.json").read_text(encoding="utf-8"))
+    empty_thinking = [151667, 271, 151668, 271]
+    compared = 0
+    for golden in goldens["goldens"]:
+        turns = json.dumps(golden["messages"])
+        asks = golden["add_generation_prompt"] or golden["messages"][-1]["role"] != "assistant"
+        if golden["template_file"] != "qwen3.jinja" or asks or "think" in turns:
+            continue
+        if "reasoning" in turns:
+            continue
+        (example,), _, _ = encode(qwen3, as_conversation(1, golden))
+        ids = golden["token_ids"]
+        at = next(i for i in range(len(ids) - 4, -1, -1) if ids[i : i + 4] == empty_thinking)
+        assert example.tokens.tolist() == ids[:at] + ids[at + 4 :], golden["conversation"]
+        compared += 1
+    assert compared == 10
+
+
+def test_qwen3_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
+    shared: Path, qwen3: RealTokenizer
+) -> None:
+    compared = 0
+    for path in sorted((shared / "chat").glob("*.jsonl")):
+        rows = chat_rows(path)
+        examples, ledger, _ = encode(
+            qwen3, *(as_conversation(i, row) for i, row in enumerate(rows, start=1))
+        )
+        assert [example.row for example in examples] == list(range(1, len(rows) + 1))
+        runs = [supervised_runs(example) for example in examples]
+        decoded = iter(
+            qwen3.backend.decode_batch([run for r in runs for run in r], skip_special_tokens=False)
+        )
+        for number, (row, of_row) in enumerate(zip(rows, runs, strict=True), start=1):
+            answers = [qwen3_answer(m) for m in row["messages"] if m["role"] == "assistant"]
+            assert [next(decoded) for _ in of_row] == answers, f"{path}:{number}"
+            compared += 1
+        assert ledger.adds_up()
+        assert ledger.tokens_supervised == sum(len(run) for of_row in runs for run in of_row)
+    assert compared == 10_463
+
+
+def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
+    shared: Path, stories: RealTokenizer
+) -> None:
+    # The pieces themselves: its decoder would strip a space.
+    pieces = [stories.backend.id_to_token(i) for i in range(stories.backend.get_vocab_size())]
+    encoded = [
+        bytes([int(piece[3:5], 16)])
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
+        else piece.replace("▁", " ").encode()
+        for piece in pieces
+    ]
+    compared = kept = 0
+    for path in sorted((shared / "chat").glob("*.jsonl")):
+        rows = chat_rows(path)
+        examples, ledger, skipped = encode(
+            stories,
+            *(as_conversation(i, row) for i, row in enumerate(rows, start=1)),
+            template="gemma",
+        )
+        kept += ledger.rows_train
+        for example in examples:
+            answers = [
+                m["content"] + "<end_of_turn>"
+                for m in rows[example.row - 1]["messages"]
+                if m["role"] == "assistant"
+            ]
+            decoded = [
+                b"".join(encoded[i] for i in run).decode() for run in supervised_runs(example)
+            ]
+            assert decoded == answers, f"{path}:{example.row}"
+            assert example.tokens.tolist().count(1) == 1
+            assert example.tokens[0] == 1
+            compared += 1
+        uses_tools = sum("tools" in row for row in rows)
+        assert dict(skipped.counts) == (
+            {"the gemma template has no place for tools": uses_tools} if uses_tools else {}
+        )
+    assert compared == kept == 10_463 - 191
