@@ -50,17 +50,19 @@ class RunConsole(TrainingObserver):
         """
         if self._quiet:
             return
-        name = Text(f"{stage:<{_STAGE_WIDTH}}", "bold")
-        if not self._live or copyable:
+        self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
+
+    def warn(self, message: str) -> None:
+        """Print a warning, also when quiet."""
+        self._line(Text("warning: ", "yellow"), message, wrap=True)
+
+    def _line(self, name: Text, message: str, *, wrap: bool) -> None:
+        if not (self._live and wrap):
             self._console.print(Text.assemble(name, message), soft_wrap=True)
             return
         line = Table.grid()
         line.add_row(name, Text(message))
         self._console.print(line)
-
-    def warn(self, message: str) -> None:
-        """Print a warning, also when quiet."""
-        self._console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
     def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
         """Open the bar, on a terminal."""

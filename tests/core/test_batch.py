@@ -233,18 +233,18 @@ HASHED = [
 ]
 
 
-def test_data_hash_is_sha256_over_row_length_tokens_and_mask() -> None:
+def test_data_hash_is_sha256_over_lengths_tokens_and_masks() -> None:
     content = b"".join(
         [
-            struct.pack("<qq", 1, 3) + struct.pack("<3i", 1, 70_000, 3) + b"\0\1\1",
-            struct.pack("<qq", 1, 2) + struct.pack("<2i", 5, 6) + b"\0\1",
-            struct.pack("<qq", 3, 2) + struct.pack("<2i", 2**31 - 1, 0) + b"\0\1",
+            struct.pack("<qq", 2, 3) + struct.pack("<3i", 1, 70_000, 3) + b"\0\1\1",
+            struct.pack("<q", 2) + struct.pack("<2i", 5, 6) + b"\0\1",
+            struct.pack("<qq", 1, 2) + struct.pack("<2i", 2**31 - 1, 0) + b"\0\1",
         ]
     )
 
     assert data_hash(HASHED) == f"sha256:{hashlib.sha256(content).hexdigest()}"
     assert data_hash(HASHED) == (
-        "sha256:087ec2f4c1609bfae41d26e935093bde84d4ecb4640480aba29155709fb33e5f"
+        "sha256:c8f0edcdc143dc7327e5bec4d83f2455319fda5906553e0acbcfcb637691775c"
     )
 
 
@@ -258,12 +258,19 @@ def test_data_hash_does_not_depend_on_how_arrays_lie_in_memory() -> None:
         assert data_hash(rows) == data_hash(HASHED)
 
 
-def test_data_hash_changes_with_row_tokens_mask_order_and_where_an_example_ends() -> None:
+def test_data_hash_does_not_depend_on_line_numbers() -> None:
+    moved = [
+        tuple(Example(one.row + 7, one.tokens, one.assistant_mask) for one in row) for row in HASHED
+    ]
+    assert data_hash(moved) == data_hash(HASHED)
+
+
+def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends() -> None:
     base = [(example(1, [1, 2, 3]),), (example(2, [4, 5]),)]
     others = [
         [(example(1, [1, 2, 4]),), (example(2, [4, 5]),)],
         [(example(1, [1, 2, 3], [0, 1, 1]),), (example(2, [4, 5]),)],
-        [(example(1, [1, 2, 3]),), (example(3, [4, 5]),)],
+        [(example(1, [1, 2, 3]), example(1, [4, 5]))],
         [(example(2, [4, 5]),), (example(1, [1, 2, 3]),)],
         [(example(1, [1, 2, 3]),)],
         [(example(1, [1, 2]),), (example(2, [3, 4, 5]),)],
