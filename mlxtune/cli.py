@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 import click
 
-from mlxtune.config import OPTIONS, SECTIONS, TrainConfig, field_types, flag, load_config_file
+from mlxtune.config import TrainConfig, load_config_file
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted
+from mlxtune.options import OPTIONS, SECTIONS, field_types, flag
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

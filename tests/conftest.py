@@ -1,10 +1,22 @@
-"""What tests share: where the real material is, when it is there."""
+"""What tests share: the real material, when it is there, and the command with what it reads.
+
+Nothing here imports mlx before a test asks for a model.
+"""
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+
+# Before they are imported, so that their failures show the values compared.
+pytest.register_assert_rewrite("tests.command", "tests.core.fake_pipeline")
+
+from mlxtune.cli import main  # noqa: E402
+from tests.command import ROWS, Cli, Outcome  # noqa: E402
+from tests.models import sums, write_chat, write_model  # noqa: E402
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -16,3 +28,55 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the real material in ../shared, which is not part of the project")
     return SHARED
+
+
+# The command
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run a command in this process, which has paid for the start of mlx already."""
+    # The command puts its own in place, for good.
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+
+    def run(*arguments: object) -> Outcome:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        assert isinstance(exit_.value.code, int)
+        return Outcome(exit_.value.code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
+    """Run `mlxtune train --quiet` on a good model and file; options given later win."""
+
+    def run(*arguments: object, quiet: bool = True) -> Outcome:
+        good = ["--model-path", model, "--data", chat, "--output", output]
+        return cli("train", *good, *(["--quiet"] if quiet else []), *arguments)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that tests read and never change."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", "qwen3")
+
+
+@pytest.fixture
+def broken(model: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be broken."""
+    return Path(shutil.copytree(model, tmp_path / "broken"))
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    return write_chat(tmp_path / "chat.jsonl", sums(ROWS))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "adapters.safetensors"

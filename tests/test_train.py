@@ -1,13 +1,10 @@
-"""The recipe from Python: what it returns, what it writes, and the names it is found by."""
+"""The recipe from Python: what it returns, what it writes, and how it ends."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,25 +12,12 @@ from typing import Any
 import pytest
 
 import mlxtune
-from mlxtune import (
-    DataError,
-    ModelError,
-    TrainConfig,
-    TrainingInterrupted,
-    TrainResult,
-    train,
-)
-from mlxtune.interrupt import stop_on_interrupt
-from tests.models import sums, write_chat, write_model
+from mlxtune import DataError, ModelError, TrainConfig, TrainingInterrupted, TrainResult, train
+from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
 ADAPTER = "adapters.safetensors"
 CHECKPOINT = {ADAPTER, "adapter_config.json", "metadata.json"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -393,55 +377,3 @@ def test_errors_are_the_packages_own(model: Path, tmp_path: Path) -> None:
         train(config(tmp_path / "missing", tmp_path / "chat.jsonl", tmp_path))
     with pytest.raises(DataError):
         train(config(model, tmp_path / "missing.jsonl", tmp_path))
-
-
-def test_first_interrupt_asks_to_stop_and_the_second_raises() -> None:
-    told = []
-    before = signal.getsignal(signal.SIGINT)
-    with stop_on_interrupt(lambda: told.append("told")) as should_stop:
-        assert not should_stop()
-        signal.raise_signal(signal.SIGINT)
-        assert should_stop()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert told == ["told"]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-# The names
-
-
-def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
-    assert sorted(mlxtune.__all__) == dir(mlxtune)
-    for name in mlxtune.__all__:
-        assert getattr(mlxtune, name).__module__.startswith("mlxtune.")
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = mlxtune.nonsense
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import mlxtune.train; from mlxtune import train",
-        "import mlxtune, mlxtune.train; train = mlxtune.train",
-        "from mlxtune.config import TrainConfig; import mlxtune.train; from mlxtune import train",
-        "from mlxtune import *",
-    ],
-)
-def test_train_is_the_function_however_it_is_imported(imports: str) -> None:
-    code = f"{imports}; import inspect; assert inspect.isfunction(train), train"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_train_stays_the_function_within_this_process() -> None:
-    import mlxtune.train
-
-    assert inspect.isfunction(mlxtune.train)
-
-
-def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
-    code = (
-        "import sys, mlxtune; mlxtune.TrainConfig, mlxtune.train, mlxtune.DataError\n"
-        "assert not {'mlx', 'mlx_lm', 'transformers', 'numpy', 'rich'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -94,7 +94,7 @@ class InstructPipeline:
             what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
             raise NonFiniteLossError(
                 f"step {step}: the {what} at learning rate {rate:g}; the step was not applied: "
-                "lower --lr or --max-grad-norm, or use --dtype float32"
+                "lower --lr, or use --dtype float32"
             )
         self._update(grads, step, rate)
         memory.relieve_pressure()

@@ -1,0 +1,63 @@
+"""Start the command, and what a person sees of it when it ends, for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# In the good file of the fixture `chat`.
+ROWS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a person sees of a command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The message, having checked that it is all there is."""
+        assert self.code in (1, 2), self.err
+        assert self.out == ""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("mlxtune: error: ")
+        return lines[0].removeprefix("mlxtune: error: ")
+
+
+Cli = Callable[..., Outcome]
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """Start the command as a person would, in a process of its own."""
+    command = [sys.executable, "-m", "mlxtune", *map(str, arguments)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **{**pipes, **options})
+
+
+def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 60) -> Outcome:
+    """Wait for the end; `read` is what has been read of stderr."""
+    out, err = process.communicate(timeout=timeout)
+    return Outcome(process.returncode, out, read + err)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Read stderr up to the line that contains the text."""
+    assert process.stderr is not None
+    read = ""
+    for line in process.stderr:
+        read += line
+        if text in line:
+            return read
+    raise AssertionError(f"{text!r} was never said:\n{read}")

@@ -1,0 +1,145 @@
+"""A pipeline that only writes down what it is asked to do, and a short way to train with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxtune.config import InstructTrainingConfig
+from mlxtune.core.encode import Example
+from mlxtune.core.metrics import InstructBatchResult, perplexity
+from mlxtune.core.trainer import InstructTrainer, InstructTrainResult, TrainingObserver
+
+Losses = Callable[[int], float]
+
+
+class FakePipeline:
+    """Writes down each call. The loss of a step is `train_loss(step)`; that of a row's token on
+    validation number v, from 0, is `val_loss(v)` plus a little for the row.
+    """
+
+    learning_rate = 1e-3
+
+    def __init__(
+        self, *, train_loss: Losses = lambda step: 4.0 / step, val_loss: Losses = lambda v: 3.0
+    ) -> None:
+        self._train_loss = train_loss
+        self._val_loss = val_loss
+        self.batches: list[list[int]] = []
+        self.learning_rates: list[float] = []
+        # The rows of each validation, and after how many steps it was.
+        self.validations: list[tuple[int, list[int]]] = []
+        self.saves: list[tuple[str, int]] = []
+        self.loads = 0
+
+    def train_batch(
+        self, examples: Sequence[Example], *, step: int, learning_rate: float
+    ) -> InstructBatchResult:
+        self.batches.append([example.row for example in examples])
+        self.learning_rates.append(learning_rate)
+        assert step == len(self.batches)
+        return result(self._train_loss(step), examples, grad_norm=0.5 * step)
+
+    def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
+        step = len(self.batches)
+        if not self.validations or self.validations[-1][0] != step:
+            self.validations.append((step, []))
+        self.validations[-1][1].extend(example.row for example in examples)
+        base = self._val_loss(len(self.validations) - 1)
+        total = sum((base + row_loss(example)) * example.supervised for example in examples)
+        return result(total / sum(example.supervised for example in examples), examples)
+
+    def save(self, folder: Path) -> None:
+        self.saves.append((folder.name, len(self.batches)))
+        (folder / "adapters.safetensors").write_text(str(len(self.batches)))
+
+    def load(self, folder: Path) -> None:
+        self.loads += 1
+
+    def describe(self) -> Mapping[str, Any]:
+        return {
+            "lora_rank": 8,
+            "lora_alpha": 16.0,
+            "targets": ["q_proj"],
+            "versions": {"mlx": "0.32.4"},
+        }
+
+
+def row_loss(example: Example) -> float:
+    return example.row % 7 / 100
+
+
+def result(
+    loss: float, examples: Sequence[Example], grad_norm: float | None = None
+) -> InstructBatchResult:
+    return InstructBatchResult(
+        avg_loss=loss,
+        total_response_tokens=sum(example.supervised for example in examples),
+        perplexity=perplexity(loss),
+        grad_norm=grad_norm,
+        total_tokens=sum(map(len, examples)),
+    )
+
+
+def rows(*numbers: int) -> list[Example]:
+    """Examples of 2 to 6 tokens, of which 1 to 5 are supervised."""
+    return [
+        Example(
+            i,
+            np.arange(2 + i % 5, dtype=np.int32),
+            np.array([0] + [1] * (1 + i % 5), dtype=np.uint8),
+        )
+        for i in numbers
+    ]
+
+
+CORPUS = rows(*range(1, 11))
+
+
+def options(folder: Path, **changes: Any) -> InstructTrainingConfig:
+    defaults = {"checkpoint_dir": str(folder), "batch_size": 3, "epochs": 2}
+    return InstructTrainingConfig(**defaults | changes)
+
+
+def train(
+    folder: Path,
+    pipeline: FakePipeline,
+    corpus: Sequence[Example] = CORPUS,
+    *,
+    validation: Sequence[Example] | None = None,
+    observer: TrainingObserver | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    **changes: Any,
+) -> InstructTrainResult:
+    trainer = InstructTrainer(
+        pipeline,
+        corpus,
+        options(folder, **changes),
+        validation=validation,
+        observer=observer,
+        should_stop=should_stop,
+    )
+    return trainer.train()
+
+
+def metadata(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "metadata.json").read_text())
+    return content
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def average(losses: Sequence[tuple[float, int]]) -> float:
+    total = sum((Fraction(loss) * tokens for loss, tokens in losses), Fraction())
+    return float(total / sum(tokens for _, tokens in losses))

@@ -1,0 +1,166 @@
+"""The command with files and rows that cannot be trained on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.command import ROWS, Cli, Outcome, files_in
+from tests.models import sums, write_chat
+
+# The data file
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"\xef\xbb\xbf", "is empty|no rows"),
+        (b"\n# a comment\n\n", "no rows|only blank lines and comments"),
+        (bytes(range(256)) * 20, "is a binary file"),
+        (gzip.compress(b"{}\n"), "is a binary file"),
+        ('{"messages": []}\n'.encode("utf-16"), "is a binary file"),
+        (b'[\n{"messages": []}\n]\n', "is a JSON array: write one JSON object a line"),
+        (b"\x80\x81\n\xfe\n", "none of its 2 rows .*data.jsonl:1: not UTF-8"),
+        (b'{"messages": []}\n{"text": "x"}\n3\n', "none of its 3 rows .*data.jsonl:1: no assist"),
+    ],
+    ids=["empty", "bom", "comments", "binary", "gzip", "utf-16", "array", "bytes", "bad rows"],
+)
+def test_useless_data_is_one_line_that_names_the_file(
+    train: Cli, tmp_path: Path, output: Path, content: bytes, said: str
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(content)
+    outcome = train("--data", file, "--max-steps", 1)
+    assert outcome.code == 1
+    assert outcome.error.startswith(f"{file}: ")
+    assert re.search(said, outcome.error)
+    assert files_in(tmp_path) == ["chat.jsonl", "data.jsonl"]
+
+
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_missing_file_is_named_with_its_option(train: Cli, tmp_path: Path, option: str) -> None:
+    missing = tmp_path / "missing.jsonl"
+    assert train(option, missing).error == f"{missing}: no such file: check {option}"
+
+
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_folder_in_place_of_a_file_is_refused(train: Cli, tmp_path: Path, option: str) -> None:
+    assert train(option, tmp_path).error == f"{tmp_path}: is a folder: name a .jsonl file in it"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_file_without_permission_is_named(train: Cli, chat: Path) -> None:
+    chat.chmod(0)
+    assert train().error == f"{chat}: cannot be read: Permission denied"
+
+
+def test_rows_all_cut_to_nothing_name_the_limit_and_train_nothing(
+    train: Cli, chat: Path, output: Path
+) -> None:
+    outcome = train("--max-seq-len", 8)
+    assert outcome.error.startswith(f"{chat}: none of its {ROWS} rows can be trained on")
+    assert f"{chat}:1: no supervised token within --max-seq-len 8" in outcome.error
+    assert re.search(r"the answer begins at token \d+", outcome.error)
+    assert files_in(output.parent) == []
+
+
+def test_refused_command_leaves_no_folder_behind(train: Cli, output: Path) -> None:
+    assert train("--max-seq-len", 8).code == 1
+    assert not output.parent.exists()
+
+
+# Rows
+
+
+BAD_ROWS = {
+    "{not json": "not valid JSON (Expecting property name enclosed in double quotes at column 2)",
+    "[1]": "not a JSON object (a list)",
+    '{"text": "x"}': "no 'messages' (its keys: 'text')",
+    '{"messages": "x"}': "'messages' is not a list (text)",
+    '{"messages": [1]}': "a message is not an object (message 1 is a number)",
+    '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn",
+    '{"messages": [{"role": "bot", "content": "x"}]}': "unknown role (message 1: 'bot'; ",
+    '{"messages": [{"role": "assistant", "content": " "}]}': "empty answer (message 1)",
+    '{"messages": [{"role": "assistant", "content": 3}]}': "content is not text (message 1 is ",
+    '{"messages": [{"content": "x"}]}': "a message has no role (message 1)",
+    "[" * 200_000: "JSON nested too deeply",
+    '{"messages": ' * 200_000: "JSON nested too deeply",
+}
+
+
+def test_bad_rows_are_skipped_with_path_line_and_reason(
+    train: Cli, tmp_path: Path, output: Path
+) -> None:
+    # Line 1 is a comment and line 2 blank; the numbers are those an editor shows.
+    file = write_chat(tmp_path / "mixed.jsonl", ["# bad first", "", *BAD_ROWS, *sums(ROWS)])
+    outcome = train("--data", file, "--max-steps", 1)
+    assert outcome.code == 0
+    said = sorted(outcome.err.splitlines())
+    assert len(said) == len(BAD_ROWS)
+    for line, reason in enumerate(BAD_ROWS.values(), start=3):
+        assert any(warning.startswith(f"warning: {file}:{line}: {reason}") for warning in said)
+    (ledger,) = json.loads((output.parent / "checkpoints" / "ledger.json").read_text())
+    assert ledger["path"] == str(file)
+    assert ledger["rows_read"] == ROWS + len(BAD_ROWS)
+    assert sum(ledger["rows_skipped"].values()) == len(BAD_ROWS)
+
+
+def test_first_five_of_a_kind_are_shown_and_the_others_counted(train: Cli, tmp_path: Path) -> None:
+    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), *[{"text": "x"}] * 12])
+    lines = train("--data", file, "--dry-run").err.splitlines()
+    assert lines == [
+        *(
+            f"warning: {file}:{line}: no 'messages' (its keys: 'text'); row skipped"
+            for line in range(5, 10)
+        ),
+        f"warning: {file}: 7 more rows skipped: no 'messages'",
+    ]
+
+
+def test_strict_makes_a_bad_row_an_error(train: Cli, tmp_path: Path, output: Path) -> None:
+    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), {"text": "x"}, "3"])
+    outcome = train("--data", file, "--strict", "--max-steps", 1)
+    assert outcome.code == 1
+    assert outcome.error.startswith(f"{file}:5: no 'messages'")
+    assert "2 of 6 rows" in outcome.error
+    assert files_in(output.parent) == []
+
+
+def test_strict_accepts_a_file_of_good_rows(train: Cli, output: Path) -> None:
+    assert train("--strict", "--max-steps", 1).code == 0
+    assert output.is_file()
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(train: Cli, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "\x1b[31m\nred", "content": "x"}]}, {"\x1b]0;title\x07": 1}]
+    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), *rows])
+    outcome = train("--data", file, "--dry-run")
+    assert len(outcome.err.splitlines()) == 2
+    assert "\x1b" not in outcome.err
+
+
+def test_single_row_with_a_split_names_the_way_out(train: Cli, tmp_path: Path) -> None:
+    file = write_chat(tmp_path / "one.jsonl", sums(1))
+    assert train("--data", file).error == (
+        f"{file}: one row cannot be both trained on and held out: add rows or set --val-split 0"
+    )
+
+
+def test_single_row_trains_without_validation(train: Cli, tmp_path: Path, output: Path) -> None:
+    file = write_chat(tmp_path / "one.jsonl", sums(1))
+    assert train("--data", file, "--val-split", 0) == Outcome(0, "", "")
+    assert output.is_file()
+
+
+def test_fewer_rows_than_a_batch_train_all_the_same(
+    train: Cli, tmp_path: Path, output: Path
+) -> None:
+    file = write_chat(tmp_path / "few.jsonl", sums(3))
+    assert train("--data", file, "--batch-size", 64) == Outcome(0, "", "")
+    assert output.is_file()

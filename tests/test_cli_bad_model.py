@@ -1,0 +1,158 @@
+"""The command with a model that is broken, missing or not as the options say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Cli, files_in, finish, start
+from tests.models import write_tokenizer
+
+# The model folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_text(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def remove(*names: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def truncate(size: int) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / "model.safetensors", size)
+
+
+def set_config(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def to_garbled_sentencepiece(folder: Path) -> None:
+    remove("tokenizer.json")(folder)
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)) * 8)
+
+
+DAMAGE = {
+    "no config": (remove("config.json"), "has no config.json"),
+    "config cut short": (write_text("config.json", "{"), "config.json"),
+    "config is a list": (write_text("config.json", "[1]"), "config.json"),
+    "config is nested without end": (write_text("config.json", "[" * 100_000), "config.json"),
+    "type is no text": (set_config(model_type=3), "model_type"),
+    "type is unknown": (set_config(model_type="qwen99"), "no model type 'qwen99'"),
+    "type is a path": (set_config(model_type="../x"), "no model type '../x'"),
+    "config lacks keys": (write_text("config.json", '{"model_type": "qwen3"}'), "hidden_size"),
+    "size is text": (set_config(hidden_size="64"), "config.json"),
+    "size is null": (set_config(vocab_size=None), "config.json"),
+    "no heads": (set_config(num_attention_heads=0), "config.json"),
+    "other size": (set_config(hidden_size=32), "embed_tokens"),
+    "a layer too many": (set_config(num_hidden_layers=3), "model.layers.2"),
+    "a layer too few": (set_config(num_hidden_layers=1), "model.layers.1"),
+    "no weights": (remove("model.safetensors"), "has no weights"),
+    "weights are empty": (truncate(0), "download it again"),
+    "weights cut in the header": (truncate(1000), "download it again"),
+    "weights cut in the data": (truncate(100_000), "download it again"),
+    "weights are garbage": (write_text("model.safetensors", "x" * 5000), "download it again"),
+    "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+    "no tokenizer.json": (remove("tokenizer.json"), "tokenizer"),
+    "tokenizer cut short": (write_text("tokenizer.json", "{"), "tokenizer.json"),
+    "tokenizer is an empty object": (write_text("tokenizer.json", "{}"), "tokenizer.json"),
+    "tokenizer_config cut short": (write_text("tokenizer_config.json", "["), "tokenizer"),
+    "sentencepiece is garbage": (to_garbled_sentencepiece, "tokenizer.model"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_broken_model_is_one_line_that_names_the_folder_and_a_remedy(
+    train: Cli, broken: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    damage(broken)
+    before = files_in(tmp_path)
+    outcome = train("--model-path", broken, "--max-steps", 1)
+    assert outcome.code == 1
+    assert str(broken) in outcome.error
+    assert said in outcome.error
+    assert re.search("download|upgrade|is this a .*model", outcome.error)
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing", "no such folder: check --model-path"),
+        ("chat.jsonl", "is a file: --model-path takes the folder"),
+    ],
+)
+def test_model_path_that_is_no_folder_is_named(
+    train: Cli, tmp_path: Path, name: str, said: str
+) -> None:
+    assert train("--model-path", tmp_path / name).error == f"{tmp_path / name}: {said}" + (
+        " that holds it" if name == "chat.jsonl" else ""
+    )
+
+
+@pytest.mark.parametrize("path", ["./missing", "../missing"])
+def test_relative_folder_that_is_missing_is_not_looked_for_on_the_hub(
+    train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("--model-path", path).error == f"{path}: no such folder: check --model-path"
+
+
+def test_model_that_cannot_be_downloaded_is_one_line_and_soon(tmp_path: Path, chat: Path) -> None:
+    # A port where nothing listens, and no cache.
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    started = time.monotonic()
+    arguments = ["--model-path", "nobody/nothing", "--data", chat, "--output", tmp_path / "a/b"]
+    error = finish(start("train", *arguments, env=environment)).error
+    assert error.startswith("nobody/nothing: no such folder, and downloading it failed: ")
+    assert time.monotonic() - started < 30
+    assert not (tmp_path / "a").exists()
+
+
+def test_tokenizer_of_another_model_is_refused(train: Cli, broken: Path, output: Path) -> None:
+    # Tokens beyond the vocabulary would read past the end of the embeddings.
+    write_tokenizer(broken, extra=[f"<extra_{i}>" for i in range(100)])
+    outcome = train("--model-path", broken, "--max-steps", 1)
+    assert re.search(
+        rf"{broken}: its tokenizer gives token \d+, but the model knows only 320", outcome.error
+    )
+    assert files_in(output.parent) == []
+
+
+# LoRA
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ("q_proj,q_porj", "no projection is named q_porj (did you mean q_proj?)"),
+        ("self_attn.qproj", "did you mean self_attn.q_proj?"),
+        ("nonsense", "no projection is named nonsense; this model has"),
+        ("lm_head", "no projection is named lm_head; this model has"),
+    ],
+)
+def test_target_that_matches_nothing_is_an_error_that_lists_what_there_is(
+    train: Cli, output: Path, targets: str, said: str
+) -> None:
+    outcome = train("--targets", targets, "--max-steps", 1)
+    assert outcome.code == 1
+    assert outcome.error.startswith("--targets: ")
+    assert said in outcome.error
+    assert "mlp.down_proj, mlp.gate_proj, mlp.up_proj, self_attn.k_proj" in outcome.error
+    assert files_in(output.parent) == []
+
+
+def test_more_layers_than_the_model_has_are_refused(train: Cli) -> None:
+    assert train("--num-layers", 99).error == "--num-layers 99: the model has 2 layers"

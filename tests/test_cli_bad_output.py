@@ -1,0 +1,77 @@
+"""The command with outputs that cannot or must not be written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.command import Cli, files_in
+
+
+def test_output_that_is_a_folder_is_refused(train: Cli, tmp_path: Path) -> None:
+    outcome = train("--output", tmp_path)
+    assert outcome.error == f"{tmp_path}: is a folder: --output takes the name of a file"
+
+
+@pytest.mark.parametrize(
+    ("option", "below"),
+    [
+        ("--output", "chat.jsonl/adapters.safetensors"),
+        ("--output", "chat.jsonl/deeper/adapters.safetensors"),
+        ("--checkpoint-dir", "chat.jsonl"),
+        ("--checkpoint-dir", "chat.jsonl/deeper"),
+    ],
+)
+def test_output_below_a_file_names_the_option_and_the_file(
+    train: Cli, tmp_path: Path, chat: Path, option: str, below: str
+) -> None:
+    outcome = train(option, tmp_path / below, "--max-steps", 1)
+    assert outcome.code == 1
+    assert str(chat) in outcome.error
+    assert option in outcome.error
+    assert "free space" not in outcome.error
+    assert files_in(tmp_path) == ["chat.jsonl"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("option", ["--output", "--checkpoint-dir"])
+def test_folder_without_permission_is_found_before_training(
+    train: Cli, tmp_path: Path, option: str
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    outcome = train(option, locked / "new" / "file")
+    assert str(locked) in outcome.error
+    assert "Permission denied" in outcome.error
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "val.jsonl", "broken/model.safetensors"])
+def test_output_never_replaces_what_the_run_reads(
+    train: Cli, broken: Path, chat: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copy(chat, tmp_path / "val.jsonl")
+    before = (tmp_path / name).read_bytes()
+    arguments = ["--model-path", broken, "--val-data", tmp_path / "val.jsonl", "--max-steps", 1]
+    outcome = train(*arguments, "--output", tmp_path / name)
+    assert (tmp_path / name).read_bytes() == before
+    assert "--output" in outcome.error
+
+
+def test_output_named_as_the_adapters_own_config_is_refused(train: Cli, tmp_path: Path) -> None:
+    outcome = train("--output", tmp_path / "adapter_config.json", "--max-steps", 1)
+    assert "--output" in outcome.error
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
+def test_output_inside_a_checkpoint_is_written_or_refused_before_training(
+    train: Cli, tmp_path: Path
+) -> None:
+    inside = tmp_path / "ck" / "best" / "adapters.safetensors"
+    outcome = train(
+        *("--output", inside, "--checkpoint-dir", tmp_path / "ck", "--val-split", 0),
+        *("--max-steps", 1),
+    )
+    assert inside.is_file() or (outcome.code == 1 and files_in(tmp_path) == ["chat.jsonl"])

@@ -1,0 +1,112 @@
+"""The command when it is interrupted: once, twice, and before it trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Cli, Outcome, files_in, finish, read_until, start
+from tests.models import sums, write_chat
+
+
+@pytest.fixture
+def long_run(model: Path, chat: Path, output: Path) -> list[object]:
+    paths = ["--model-path", model, "--data", chat, "--output", output]
+    return ["train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1]
+
+
+def test_interrupt_finishes_the_step_saves_and_says_where(
+    long_run: list[object], model: Path, output: Path
+) -> None:
+    from mlx_lm.utils import load
+
+    process = start(*long_run)
+    read = read_until(process, "step 3/")
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process, read)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    lines = outcome.err.splitlines()
+    assert len(set(lines)) == len(lines)  # the handler prints while a line may be under way
+    said = re.fullmatch(r"mlxtune: interrupted after step (\d+); saved to (.+)", lines[-1])
+    assert said, outcome.err
+    step, folder = int(said[1]), Path(said[2])
+    assert step >= 3
+    assert folder == output.parent / "checkpoints" / f"step-{step}"
+    assert json.loads((folder / "metadata.json").read_text())["step"] == step
+    load(str(model), adapter_path=str(folder))
+    assert not output.exists()
+
+
+def test_interrupt_in_a_step_lets_the_step_end(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.pipeline import InstructPipeline
+
+    whole = InstructPipeline.train_batch
+
+    def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, examples, step=step, **options)
+
+    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+    outcome = train("--epochs", 2)
+    folder = output.parent / "checkpoints" / "step-2"
+    assert outcome.code == 130
+    warning, last = outcome.err.splitlines()
+    assert warning.startswith("warning: stopping after this step")
+    assert last == f"mlxtune: interrupted after step 2; saved to {folder}"
+    assert (folder / "adapters.safetensors").is_file()
+
+
+def test_second_interrupt_ends_at_once(model: Path, tmp_path: Path, output: Path) -> None:
+    # Steps long enough to be interrupted twice.
+    rows = write_chat(tmp_path / "many.jsonl", sums(4000))
+    paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
+    process = start("train", *paths, "--batch-size", 4000)
+    read = read_until(process, "Plan")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    read += read_until(process, "stopping")
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process, read)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
+    assert "saved" not in outcome.err
+    assert not list(output.parent.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("stage", ["Memory", "Model", "LoRA"])
+def test_interrupt_while_loading_ends_without_a_traceback(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    from mlxtune.console import RunConsole
+
+    say = RunConsole.say
+
+    def interrupted(self: RunConsole, said: str, message: str) -> None:
+        say(self, said, message)
+        if said == stage:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunConsole, "say", interrupted)
+    assert train() == Outcome(130, "", "mlxtune: interrupted\n")
+    assert files_in(output.parent) == []
+
+
+def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[object]) -> None:
+    process = start(*long_run)
+    read = read_until(process, "Memory")
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process, read)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("mlxtune: interrupted")

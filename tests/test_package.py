@@ -1,0 +1,47 @@
+"""The names that the package offers, and what importing it loads."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import mlxtune
+
+
+def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
+    assert sorted(mlxtune.__all__) == dir(mlxtune)
+    for name in mlxtune.__all__:
+        assert getattr(mlxtune, name).__module__.startswith("mlxtune.")
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = mlxtune.nonsense
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import mlxtune.train; from mlxtune import train",
+        "import mlxtune, mlxtune.train; train = mlxtune.train",
+        "from mlxtune.config import TrainConfig; import mlxtune.train; from mlxtune import train",
+        "from mlxtune import *",
+    ],
+)
+def test_train_is_the_function_however_it_is_imported(imports: str) -> None:
+    code = f"{imports}; import inspect; assert inspect.isfunction(train), train"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_train_stays_the_function_within_this_process() -> None:
+    import mlxtune.train
+
+    assert inspect.isfunction(mlxtune.train)
+
+
+def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
+    code = (
+        "import sys, mlxtune; mlxtune.TrainConfig, mlxtune.train, mlxtune.DataError\n"
+        "assert not {'mlx', 'mlx_lm', 'transformers', 'numpy', 'rich'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
