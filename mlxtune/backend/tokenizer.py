@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,30 @@ class SentencePieceTokenizer:
         self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         bos_id = self._processor.bos_id()
         self.bos_id = bos_id if bos_id >= 0 else None
+        control = filter(self._processor.is_control, range(len(self._processor)))
+        self._control_ids = {self._processor.id_to_piece(token): token for token in control}
+        self._control = re.compile(f"({'|'.join(map(re.escape, self._control_ids)) or '(?!)'})")
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """Encode texts, control tokens parsed and none added."""
-        mappings = self._processor.encode(list(texts), return_type="offset_mapping")
-        return [Encoded(mapping["ids"], mapping["offsets"]) for mapping in mappings]
+        # sentencepiece spells out a control token that stands in the text, so it is cut out here.
+        parts = [list(filter(None, self._control.split(text))) for text in texts]
+        plain = [part for several in parts for part in several if part not in self._control_ids]
+        mappings = iter(self._processor.encode(plain, return_type="offset_mapping"))
+        return [self._joined(several, mappings) for several in parts]
+
+    def _joined(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> Encoded:
+        encoded, position = Encoded([], []), 0
+        for part in parts:
+            if part in self._control_ids:
+                encoded.ids.append(self._control_ids[part])
+                encoded.offsets.append((position, position + len(part)))
+            else:
+                mapping = next(mappings)
+                encoded.ids.extend(mapping["ids"])
+                encoded.offsets.extend((position + a, position + b) for a, b in mapping["offsets"])
+            position += len(part)
+        return encoded
 
 
 def load_tokenizer(folder: Path) -> FastTokenizer | SentencePieceTokenizer:

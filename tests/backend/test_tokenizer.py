@@ -13,7 +13,7 @@ from mlxtune.backend.tokenizer import load_tokenizer
 from mlxtune.errors import ModelError
 from tests.models import write_model
 
-TEXTS = ["Hello world", "  two  spaces\n\ttab ", "héllo 🙂\nSELECT * FROM t", "", "<s> x"]
+TEXTS = ["Hello world", "  two  spaces\n\ttab ", "héllo 🙂\nSELECT * FROM t", "", "<i> x"]
 
 
 def test_qwen3_vocabulary_gives_the_published_ids(shared: Path) -> None:
@@ -41,6 +41,14 @@ def test_folder_with_only_a_tokenizer_model_is_read_by_sentencepiece(
 
     assert tokenizer.bos_id == processor.bos_id() == 1
     assert [e.ids for e in tokenizer.encode_batch(TEXTS)] == processor.encode(TEXTS)
+
+
+def test_control_tokens_in_the_text_are_parsed(shared: Path, tmp_path: Path) -> None:
+    shutil.copy(shared / "models" / "stories260k" / "tok512.model", tmp_path / "tokenizer.model")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (encoded,) = load_tokenizer(tmp_path).encode_batch(["<s>Once</s>"])
+    assert (encoded.ids[0], encoded.ids[-1]) == (1, 2)
+    assert (encoded.offsets[0], encoded.offsets[-1]) == ((0, 3), (7, 11))
 
 
 def test_offsets_of_both_kinds_point_at_the_text(shared: Path, tmp_path: Path) -> None:
