@@ -27,7 +27,8 @@ def stop_on_interrupt(tell: Callable[[], None]) -> Iterator[Callable[[], bool]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         asked.set()
-        signal.signal(signal.SIGINT, before)
+        # A process started in the background ignores SIGINT; the second is meant all the same.
+        signal.signal(signal.SIGINT, before if callable(before) else signal.default_int_handler)
         teller.start()
 
     signal.signal(signal.SIGINT, handle)

@@ -6,6 +6,7 @@ Nothing here imports mlx before a test asks for a model.
 from __future__ import annotations
 
 import shutil
+import signal
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,12 @@ from tests.models import sums, write_chat, write_model  # noqa: E402
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heed_interrupts() -> None:
+    """Undo the ignoring of SIGINT that a test run started in the background inherits."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
