@@ -3,6 +3,9 @@
     from mlxtune import TrainConfig, train
     result = train(TrainConfig(model_path="…", data="chat.jsonl"))
 
+    from mlxtune import InspectConfig, inspect
+    found = inspect(InspectConfig(model_path="…", data="chat.jsonl"))
+
 Most names are imported on first use, so that `import mlxtune` and `mlxtune --help` start without
 mlx and numpy, and `mlxtune.core` works where mlx is not installed.
 """
@@ -13,12 +16,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
+from mlxtune.inspect import inspect
 from mlxtune.train import TrainResult, train
 
 if TYPE_CHECKING:
     from mlxtune.backend.pipeline import InstructPipeline
-    from mlxtune.config import InstructConfig, InstructTrainingConfig, TrainConfig
+    from mlxtune.config import (
+        InspectConfig,
+        InstructConfig,
+        InstructTrainingConfig,
+        TrainConfig,
+    )
     from mlxtune.core.encode import Example
+    from mlxtune.core.inspection import Inspection
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
     from mlxtune.errors import (
         ConfigError,
@@ -34,6 +44,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Example",
+    "InspectConfig",
+    "Inspection",
     "InstructConfig",
     "InstructPipeline",
     "InstructTrainResult",
@@ -46,13 +58,20 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "TrainingInterrupted",
+    "inspect",
     "train",
 ]
 
 _ROOMS = {
     "mlxtune.backend.pipeline": ("InstructPipeline",),
-    "mlxtune.config": ("InstructConfig", "InstructTrainingConfig", "TrainConfig"),
+    "mlxtune.config": (
+        "InspectConfig",
+        "InstructConfig",
+        "InstructTrainingConfig",
+        "TrainConfig",
+    ),
     "mlxtune.core.encode": ("Example",),
+    "mlxtune.core.inspection": ("Inspection",),
     "mlxtune.core.trainer": ("InstructTrainer", "InstructTrainResult"),
     "mlxtune.errors": (
         "ConfigError",

@@ -6,17 +6,20 @@ Exit codes: 0 done, 1 a file, model or run failed, 2 options are wrong, 130 Ctrl
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
-from mlxtune.config import TrainConfig, load_config_file
+from mlxtune.config import DataConfig, InspectConfig, TrainConfig, load_config_file
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted
 from mlxtune.options import OPTIONS, SECTIONS, field_types, flag
+
+Config = TypeVar("Config", bound=DataConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -42,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _exit(f"mlxtune: {interrupt}; {saved}", 130)
     except KeyboardInterrupt:
         _exit("mlxtune: interrupted", 130)
+    except BrokenPipeError:
+        # What reads the output has seen enough; Python would say so again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     sys.exit(0)
 
 
@@ -72,6 +79,7 @@ def config_options(config: type) -> list[click.Option]:
         click.Option(
             [flag(field.name)],
             is_flag=types[field.name] is bool,
+            multiple=OPTIONS[field.metadata["option"]].several,
             default=None,
             metavar=_metavar(field.name, types[field.name]),
             help=OPTIONS[field.metadata["option"]].help + _default_text(field),
@@ -93,58 +101,88 @@ def _metavar(name: str, annotation: Any) -> str | None:
 def _default_text(field: dataclasses.Field[Any]) -> str:
     if OPTIONS[field.metadata["option"]].required:
         return "  [required]"
-    if field.default is None or field.default is False:
+    if field.default is None or field.default is False or field.default == ():
         return ""
     default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
-class _TrainCommand(click.Command):
-    """`train`, with an option for each field of TrainConfig, and help in sections."""
+class _ConfigCommand(click.Command):
+    """A command with an option for each field of a config, and help in sections."""
+
+    config: type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params = config_options(TrainConfig) + self.params
+        shared: list[click.Parameter] = [
+            click.Option(
+                ["--config"], metavar="PATH", help="YAML or TOML file of options; flags win."
+            ),
+            click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+        ]
+        self.params = [*config_options(self.config), *self.params, *shared]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section; those of the command itself close the last."""
         records = {option.name: option.get_help_record(ctx) for option in self.get_params(ctx)}
-        names = {section: list(options) for section, options in SECTIONS.items()}
-        placed = set(OPTIONS)
-        list(names.values())[-1].extend(str(name) for name in records if name not in placed)
+        names = {
+            section: [name for name in options if name in records]
+            for section, options in SECTIONS.items()
+        }
+        names["Run"].extend(str(name) for name in records if name not in OPTIONS)
         for section, members in names.items():
-            with formatter.section(section):
-                formatter.write_dl([row for name in members if (row := records[name])])
+            if rows := [row for name in members if (row := records[name])]:
+                with formatter.section(section):
+                    formatter.write_dl(rows)
 
 
-def _merge(config_file: str | None, flags: dict[str, Any]) -> TrainConfig:
-    """Build the config from a file and flags; flags win. Raises ConfigError, all problems in it."""
+class _TrainCommand(_ConfigCommand):
+    config = TrainConfig
+
+
+class _InspectCommand(_ConfigCommand):
+    config = InspectConfig
+
+
+def _merge(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
+    """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
     options: dict[str, Any] = {}
     problems: list[str] = []
-    if config_file is not None:
-        options, problems = load_config_file(Path(config_file).expanduser())
+    if config is not None:
+        options, problems = load_config_file(Path(config).expanduser(), kind)
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
-        config = TrainConfig(**(options | flags))
+        checked = kind(**(options | given))
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from None
     if problems:
         raise ConfigError(problems)
-    return config
+    return checked
 
 
 @command.command(
     cls=_TrainCommand,
-    epilog="Example: mlxtune train --model-path data/demo-qwen3 --data data/people.jsonl",
+    epilog="Example: mlxtune train --model-path data/demo-qwen3 --data data/bookings.jsonl",
 )
-@click.option("--config", metavar="PATH", help="YAML or TOML file of options; flags win.")
 @click.option("--dry-run", is_flag=True, help="Do everything up to the first step; print the plan.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def train(config: str | None, dry_run: bool, debug: bool, **options: Any) -> None:
+def train(config: str | None, debug: bool, dry_run: bool, **options: Any) -> None:
     """Train a LoRA adapter on chat data."""
-    given = {name: value for name, value in options.items() if value is not None}
-    checked = _merge(config, given)
+    checked = _merge(TrainConfig, config, options)
 
     # Imported only now: the recipe loads mlx, and --help must not.
     from mlxtune.train import train as run
 
     run(checked, dry_run=dry_run)
+
+
+@command.command(
+    cls=_InspectCommand,
+    epilog="Example: mlxtune inspect --model-path data/demo-qwen3 --data data/bookings.jsonl",
+)
+def inspect(config: str | None, debug: bool, **options: Any) -> None:
+    """Show data as a model will see it, and what is wrong with it, before any training."""
+    checked = _merge(InspectConfig, config, options)
+
+    from mlxtune.inspect import show
+
+    show(checked)

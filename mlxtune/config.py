@@ -18,7 +18,64 @@ from mlxtune.options import Checked, option
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(Checked):
+class DataConfig(Checked):
+    """Options that say which data is read and how it is encoded, split and batched.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    model_path: str = option("model_path", "")
+    data: tuple[str, ...] = option("data", ())
+    max_seq_len: int = option("max_seq_len", 512)
+    batch_size: int = option("batch_size", 4)
+    val_split: float = option("val_split", 0.2)
+    val_data: str | None = option("val_data", None)
+    val_rows: int = option("val_rows", 1000)
+    seed: int = option("seed", 42)
+    format: str = option("format", "auto")
+    field: tuple[str, ...] = option("field", ())
+    template: str = option("template", "auto")
+    turns: str = option("turns", "all")
+    thinking: str = option("thinking", "auto")
+    merge_system: bool = option("merge_system", False)
+    strict: bool = option("strict", False)
+    cache_dir: str | None = option("cache_dir", None)
+    no_cache: bool = option("no_cache", False)
+    quiet: bool = option("quiet", False)
+
+    def contradictions(self) -> list[str]:
+        from mlxtune.core.formats import parse_fields
+
+        try:
+            parse_fields(self.field)
+        except ValueError as problem:
+            return [f"--field {problem}"]
+        return []
+
+    @property
+    def data_paths(self) -> list[Path]:
+        """The data files and folders."""
+        return [_path(data) for data in self.data]
+
+    @property
+    def val_data_path(self) -> Path | None:
+        """The validation file, if there is one."""
+        return None if self.val_data is None else _path(self.val_data)
+
+    @property
+    def cache_path(self) -> Path | None:
+        """The folder that keeps encoded data, or None for none."""
+        if self.no_cache:
+            return None
+        if self.cache_dir is not None:
+            return _path(self.cache_dir)
+        import platformdirs
+
+        return platformdirs.user_cache_path("mlxtune") / "encoded"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(DataConfig):
     """Options of one run, for the command and for `mlxtune.train`.
 
     Strings are converted to a field's type, so that values may come from flags and config files
@@ -27,20 +84,14 @@ class TrainConfig(Checked):
     Raises ConfigError, with every problem at once.
     """
 
-    model_path: str = option("model_path", "")
-    data: str = option("data", "")
     output: str = option("output", "adapters.safetensors")
+    checkpoint_dir: str | None = option("checkpoint_dir", None)
     rank: int = option("rank", 8)
     alpha: float = option("alpha", 16.0)
     lr: float = option("lr", 1e-4)
     epochs: int = option("epochs", 1)
-    max_seq_len: int = option("max_seq_len", 512)
     targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
     memory_limit: float = option("memory_limit", 24.0)
-    batch_size: int = option("batch_size", 4)
-    val_split: float = option("val_split", 0.2)
-    val_data: str | None = option("val_data", None)
-    val_rows: int = option("val_rows", 1000)
     schedule: str = option("schedule", "warmup-cosine")
     warmup_fraction: float = option("warmup_fraction", 0.1)
     lr_min: float = option("lr_min", 1e-6)
@@ -48,24 +99,20 @@ class TrainConfig(Checked):
     max_grad_norm: float = option("max_grad_norm", 1.0)
     patience: int = option("patience", 5)
     save_every: int = option("save_every", 1)
-    checkpoint_dir: str | None = option("checkpoint_dir", None)
-    seed: int = option("seed", 42)
     num_layers: int | None = option("num_layers", None)
     dropout: float = option("dropout", 0.0)
     max_steps: int | None = option("max_steps", None)
     dtype: str = option("dtype", "auto")
-    template: str = option("template", "auto")
-    strict: bool = option("strict", False)
     log_every: int = option("log_every", 10)
-    quiet: bool = option("quiet", False)
 
     def contradictions(self) -> list[str]:
+        problems = super().contradictions()
         if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
-            return [
+            problems += [
                 f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
                 "lower it or use another --schedule"
             ]
-        return []
+        return problems
 
     @property
     def output_path(self) -> Path:
@@ -78,16 +125,6 @@ class TrainConfig(Checked):
         if self.checkpoint_dir is None:
             return self.output_path.parent / "checkpoints"
         return _path(self.checkpoint_dir)
-
-    @property
-    def data_path(self) -> Path:
-        """The data file."""
-        return _path(self.data)
-
-    @property
-    def val_data_path(self) -> Path | None:
-        """The validation file, if there is one."""
-        return None if self.val_data is None else _path(self.val_data)
 
     def training(self) -> InstructTrainingConfig:
         """Return the trainer's part of these options."""
@@ -117,6 +154,36 @@ class TrainConfig(Checked):
                 "gradient_clip_norm": self.max_grad_norm,
             }
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectConfig(DataConfig):
+    """Options of a look at the data, for the command and for `mlxtune.inspect`.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    row: int | None = option("row", None)
+    json: bool = option("json", False)
+    html: str | None = option("html", None)
+    dump: str | None = option("dump", None)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        html, dump = self.html_path, self.dump_path
+        if html is not None and dump is not None and html.resolve() == dump.resolve():
+            problems += ["--html and --dump name the same file: choose another for one of them"]
+        return problems
+
+    @property
+    def html_path(self) -> Path | None:
+        """The page to write, if there is to be one."""
+        return None if self.html is None else _path(self.html)
+
+    @property
+    def dump_path(self) -> Path | None:
+        """The file of examples to write, if there is to be one."""
+        return None if self.dump is None else _path(self.dump)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,15 +231,20 @@ class InstructConfig(Checked):
     seed: int = option("seed", 42)
 
 
+# The configs of the commands.
+CONFIGS: tuple[type, ...] = (TrainConfig, InspectConfig)
+
+
 def _path(text: str) -> Path:
     # Unlike Path.expanduser, leaves alone what is no home of anybody.
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
-def load_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+def load_config_file(path: Path, config: type = TrainConfig) -> tuple[dict[str, Any], list[str]]:
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
-    Returns the options and a problem for each that does not exist.
+    Returns the options of `config`, and a problem for each that does not exist. Those of another
+    command are passed over, so that one file serves all.
 
     Raises ConfigError when the file cannot be read.
     """
@@ -186,13 +258,14 @@ def load_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
-    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    known = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
+    own = {field.name for field in dataclasses.fields(config)}
     options, problems = {}, []
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name in known:
+        if name in own:
             options[name] = value
-        else:
+        elif name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             problems.append(f"--config {path} has no option {key!r}{hint}")

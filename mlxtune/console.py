@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -39,6 +40,7 @@ class RunConsole(TrainingObserver):
         self._log_every = log_every
         self._peak_gb = peak_gb
         self._progress: Progress | None = None
+        self._status: Status | None = None
         self._total_steps = 0
         self._epochs = 0
         self._average = report.SmoothedLoss()
@@ -56,7 +58,23 @@ class RunConsole(TrainingObserver):
         """Print a warning, also when quiet."""
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
+    def on_encoding(self, path: Path, rows: int) -> None:
+        """Show, on a terminal, how many rows of a file have been encoded."""
+        if self._quiet or not self._live:
+            return
+        if self._status is None:
+            self._status = self._console.status("")
+            self._status.start()
+        self._status.update(Text(f"encoding {path}: {report.count(rows, 'row')}"))
+
+    def close(self) -> None:
+        """Take away what is live."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
+        self.close()
         if not (self._live and wrap):
             self._console.print(Text.assemble(name, message), soft_wrap=True)
             return
@@ -91,6 +109,7 @@ class RunConsole(TrainingObserver):
             self._progress.update(
                 self._progress.task_ids[0],
                 completed=record.step,
+                refresh=record.step == 1,
                 description=f"epoch {record.epoch}/{self._epochs} "
                 f"step {record.step}/{self._total_steps}",
                 state=report.step_state(record, average, self._peak_gb(), room),

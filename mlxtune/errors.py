@@ -61,5 +61,6 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 def one_line(error: BaseException) -> str:
     """Return another library's message on one line and bounded, to stand in one of ours."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    printable = "".join(c if c.isprintable() else " " for c in str(error))
+    text = " ".join(printable.split()) or type(error).__name__
     return text if len(text) <= 300 else text[:299] + "…"

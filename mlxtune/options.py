@@ -20,7 +20,7 @@ from mlxtune.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What values an option takes, beyond its type."""
+    """What values an option takes, beyond its type. `several`: the flag may be given again."""
 
     help: str
     at_least: float | None = None
@@ -30,11 +30,13 @@ class Bounds:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     required: bool = False
+    several: bool = False
     if_empty: str = "is empty"
 
     def problem(self, value: Any) -> str | None:
         """Say what is wrong with a value of the right type, or return None."""
-        if value == () or (isinstance(value, str) and not value.strip()):
+        empty = value == () and (self.required or not self.several)
+        if empty or (isinstance(value, str) and not value.strip()):
             return self.if_empty
         if self.choices:
             if value in self.choices:
@@ -72,8 +74,11 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             if_empty="is required",
         ),
         "data": Bounds(
-            'Chat data: JSON lines of {"messages": [{"role": …, "content": …}, …]}.',
+            "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, or a folder with train.jsonl "
+            "and valid.jsonl; may be given again.",
             required=True,
+            several=True,
+            metavar="PATH",
             if_empty="is required",
         ),
         "output": Bounds(
@@ -92,11 +97,41 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         ),
         "val_data": Bounds("Validation file, used instead of --val-split."),
         "val_rows": Bounds("Hold out at most so many rows; the others train.", at_least=1),
-        "max_seq_len": Bounds("Longest example in tokens; what is beyond is cut.", at_least=2),
+        "max_seq_len": Bounds(
+            "Longest example in tokens; what is beyond is cut.", at_least=2, at_most=10**9
+        ),
+        "format": Bounds(
+            "How a row is laid out; auto goes by each file's own rows.",
+            choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text"),
+        ),
+        "field": Bounds(
+            "Where a row has a field by another name, such as prompt=question; may be given again.",
+            several=True,
+            metavar="NAME=KEY",
+        ),
         "template": Bounds(
-            "Chat template; auto chooses by the model's type.", choices=("auto", "qwen3", "gemma")
+            "Chat template; auto is the model's own, or one by its type where it has none.",
+            choices=("auto", "qwen3", "gemma"),
+        ),
+        "turns": Bounds("Assistant turns that carry loss.", choices=("all", "last")),
+        "thinking": Bounds(
+            "Whether a template that knows thinking asks for it; auto goes by each conversation.",
+            choices=("auto", "on", "off"),
+        ),
+        "merge_system": Bounds(
+            "Put a system message into the first user turn where the template has no place for it."
         ),
         "strict": Bounds("Make a bad row an error instead of skipping it."),
+        "cache_dir": Bounds("Folder that keeps encoded data; default: in the user's cache folder."),
+        "no_cache": Bounds("Encode the data anew, and keep nothing."),
+    },
+    "Inspect": {
+        "row": Bounds("Show this row only, by its number in the file.", at_least=1, metavar="N"),
+        "json": Bounds("Print JSON for programs; docs/inspect.md describes it."),
+        "html": Bounds("Write a page to look at in a browser.", metavar="FILE"),
+        "dump": Bounds(
+            "Write every example as a JSON line with its row, tokens and mask.", metavar="FILE"
+        ),
     },
     "LoRA": {
         "rank": Bounds("Rank of the LoRA matrices.", at_least=1),
@@ -162,7 +197,8 @@ class Checked:
         types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             bounds = OPTIONS[field.metadata["option"]]
-            value, problem = convert(getattr(self, field.name), types[field.name])
+            value = getattr(self, field.name)
+            value, problem = convert(value, types[field.name], several=bounds.several)
             if problem is None and value is not None:
                 problem = bounds.problem(value)
             if problem is not None:
@@ -184,8 +220,8 @@ def field_types(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-def convert(value: Any, annotation: Any) -> tuple[Any, str | None]:
-    """Convert a value to a field's annotated type.
+def convert(value: Any, annotation: Any, *, several: bool = False) -> tuple[Any, str | None]:
+    """Convert a value to a field's annotated type; with `several`, text is one item of a tuple.
 
     Returns the converted value and None, or None and what is wrong with it.
     """
@@ -194,7 +230,7 @@ def convert(value: Any, annotation: Any) -> tuple[Any, str | None]:
             return None, None
         annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
     if typing.get_origin(annotation) is tuple:
-        return _convert_names(value)
+        return _convert_items(value) if several else _convert_names(value)
     return _CONVERTERS[annotation](value)
 
 
@@ -204,6 +240,13 @@ def _convert_names(value: Any) -> tuple[Any, str | None]:
         return None, f"must be names separated by commas, not {value!r}"
     stripped = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     return stripped, None
+
+
+def _convert_items(value: Any) -> tuple[Any, str | None]:
+    items = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, str | os.PathLike) for item in items):
+        return None, f"must be text, or several texts, not {value!r}"
+    return tuple(os.fspath(item) for item in items if os.fspath(item).strip()), None
 
 
 def _convert_str(value: Any) -> tuple[Any, str | None]:

@@ -7,19 +7,20 @@ light: the backend brings mlx, the core numpy.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxtune.config import TrainConfig
-from mlxtune.errors import DataError, ModelError, OutputError
+from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
+from mlxtune.errors import DataError, OutputError
 
 if TYPE_CHECKING:
     from mlxtune.backend.model import BaseModel
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.console import RunConsole
-    from mlxtune.core.encode import Encoder, Example, Ledger
+    from mlxtune.core.ledger import Ledger
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
@@ -29,14 +30,13 @@ STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 class TrainResult:
     """What a run gave. `adapter` is the file written; None, like `training`, after a dry run.
 
-    `ledger` accounts for the rows of the data file, `val_ledger` for those of --val-data.
+    `ledgers` account for the rows of each data file, those of validation files last.
     """
 
     training: InstructTrainResult | None
     adapter: Path | None
     checkpoint_dir: Path
-    ledger: Ledger
-    val_ledger: Ledger | None
+    ledgers: list[Ledger]
     peak_memory_gb: float
 
 
@@ -59,31 +59,29 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     folder = check_paths(config)
 
     # The data first: what is wrong with it is known before minutes of loading.
-    encoder = build_encoder(config, folder)
-    corpus, ledger = encode(config.data_path, encoder, config.strict, console)
-    validation, val_ledger = encode_validation(config, encoder, console)
+    with closing(console):
+        dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
+    say_findings(dataset, console)
 
     base = load_model(config, folder, console)
-    check_corpus(config, base, corpus, validation)
     pipeline = build_pipeline(config, base, console)
 
     with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
         trainer = InstructTrainer(
             pipeline,
-            corpus,
+            dataset.corpus,
             config.training(),
-            validation=validation,
+            validation=dataset.validation,
             run_config=asdict(config),
             observer=console,
             should_stop=should_stop,
         )
-        if validation is None:
-            ledger.hold_out(len(trainer.val_rows))
-        ledgers = [account for account in (ledger, val_ledger) if account is not None]
-        say_plan(config, base, ledgers, trainer, console)
+        if dataset.validation is None:
+            dataset.hold_out(trainer.val_rows.indices)
+        say_plan(config, dataset, trainer, console)
         result = None
         if not dry_run:
-            result = trainer.train({LEDGER: [account.as_dict() for account in ledgers]})
+            result = trainer.train({LEDGER: [ledger.as_dict() for ledger in dataset.ledgers]})
 
     if result is not None:
         if result.best_epoch is not None:
@@ -96,8 +94,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
         training=result,
         adapter=None if dry_run else config.output_path,
         checkpoint_dir=config.checkpoint_path,
-        ledger=ledger,
-        val_ledger=val_ledger,
+        ledgers=dataset.ledgers,
         peak_memory_gb=memory.peak_gb(),
     )
 
@@ -108,36 +105,17 @@ def check_paths(config: TrainConfig) -> Path:
     Returns the model's folder. Raises ModelError, DataError or OutputError.
     """
     from mlxtune.backend import model
-    from mlxtune.core.checkpoint import check_writable
-    from mlxtune.core.conversation import check_data_file
+    from mlxtune.core.checkpoint import ADAPTER_CONFIG, check_writable
 
     folder = model.find_folder(config.model_path)
     model.read_config(folder)
-    check_data_file(config.data_path, "--data")
-    if config.val_data_path is not None:
-        check_data_file(config.val_data_path, "--val-data")
-    check_output(config, folder)
-    check_writable(config.output_path.parent, "--output")
-    check_writable(config.checkpoint_path, "--checkpoint-dir")
-    return folder
-
-
-def check_output(config: TrainConfig, folder: Path) -> None:
-    """Raise OutputError when the adapter would take the place of something else."""
-    from mlxtune.core.checkpoint import ADAPTER_CONFIG
-
     output = config.output_path
-    if output.is_dir():
-        raise OutputError(f"{output}: is a folder: --output takes the name of a file")
-    if output.exists() and not output.is_file():
-        raise OutputError(f"{output}: is no regular file: choose another --output")
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
-    read = {path.resolve() for path in (config.data_path, config.val_data_path) if path}
-    read |= {path.resolve() for path in folder.iterdir()}
-    for written in (output, output.with_name(ADAPTER_CONFIG)):
-        if written.resolve() in read:
-            raise OutputError(f"{written}: is read by this run: choose another --output")
+    read = [*data_files(config), *folder.iterdir()]
+    check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
+    check_writable(config.checkpoint_path, "--checkpoint-dir")
+    return folder
 
 
 def load_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
@@ -173,93 +151,30 @@ def build_pipeline(config: TrainConfig, base: BaseModel, console: RunConsole) ->
     return pipeline
 
 
-def build_encoder(config: TrainConfig, folder: Path) -> Encoder:
-    """Load the tokenizer and choose the template."""
-    from mlxtune.backend.model import read_config
-    from mlxtune.backend.tokenizer import load_tokenizer
-    from mlxtune.core.encode import Encoder
-    from mlxtune.core.template import TEMPLATES, choose_template
+def say_findings(dataset: Dataset, console: RunConsole) -> None:
+    """Warn of what is worth a look in the data. Raises DataError for what is refused."""
+    from mlxtune.core import report
 
-    name = choose_template(config.template, read_config(folder)["model_type"])
-    return Encoder(TEMPLATES[name], load_tokenizer(folder), config.max_seq_len)
-
-
-def encode(
-    file: Path, encoder: Encoder, strict: bool, console: RunConsole
-) -> tuple[list[Example], Ledger]:
-    """Read a data file and encode its rows; warn of each that is skipped.
-
-    Raises DataError when no row is left, and with `strict` when one is skipped.
-    """
-    from mlxtune.core.conversation import SkippedRows, read_conversations
-
-    skipped = SkippedRows(file)
-    examples, ledger = encoder.encode(read_conversations(file, skipped), skipped)
-    if skipped.total and strict:
-        raise DataError(
-            f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
-            "mend them, or leave out --strict to skip them"
-        )
-    if not ledger.rows_read:
-        raise DataError(f"{file}: has no rows, only blank lines and comments: add JSON objects")
-    if not examples:
-        raise DataError(
-            f"{file}: none of its {ledger.rows_read} rows can be trained on; "
-            f"the first: {skipped.first()}"
-        )
-    for warning in skipped.warnings():
-        console.warn(warning)
-    return examples, ledger
-
-
-def encode_validation(
-    config: TrainConfig, encoder: Encoder, console: RunConsole
-) -> tuple[list[Example] | None, Ledger | None]:
-    """Encode --val-data; without it, return None to split the data, or [] for no validation."""
-    if config.val_data_path is None:
-        return (None if config.val_split else []), None
-    examples, ledger = encode(config.val_data_path, encoder, config.strict, console)
-    ledger.hold_out(ledger.rows_train)
-    return examples, ledger
+    for file in dataset.files:
+        for warning in file.skipped.warnings():
+            console.warn(warning)
+    for finding in dataset.findings:
+        if finding.level == "error":
+            raise DataError(report.finding_line(finding))
+        console.warn(report.finding_line(finding))
 
 
 def say_plan(
-    config: TrainConfig,
-    base: BaseModel,
-    ledgers: Sequence[Ledger],
-    trainer: InstructTrainer,
-    console: RunConsole,
+    config: TrainConfig, dataset: Dataset, trainer: InstructTrainer, console: RunConsole
 ) -> None:
     """Say where the rows and tokens went, and what will be done with them."""
     from mlxtune.core import report
-    from mlxtune.core.template import choose_template
 
-    for ledger in ledgers:
+    for ledger in dataset.ledgers:
         console.say("Data", report.rows_line(ledger))
         console.say("", report.tokens_line(ledger))
-    template = choose_template(config.template, base.model_type)
-    console.say("Template", f"{template}, up to {config.max_seq_len:,} tokens a row")
+    console.say("Template", report.template_line(dataset.template, config))
     console.say("Plan", report.plan_line(trainer))
-
-
-def check_corpus(
-    config: TrainConfig,
-    base: BaseModel,
-    corpus: Sequence[Example],
-    validation: Sequence[Example] | None,
-) -> None:
-    """Raise DataError or ModelError for what would train nonsense, or nothing."""
-    if validation is None and len({example.row for example in corpus}) < 2:
-        raise DataError(
-            f"{config.data}: one row cannot be both trained on and held out: "
-            "add rows or set --val-split 0"
-        )
-    largest = max(int(example.tokens.max()) for example in (*corpus, *(validation or ())))
-    if base.vocab_size and largest >= base.vocab_size:
-        raise ModelError(
-            f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
-            f"{base.vocab_size}: they do not belong together"
-        )
 
 
 def versions() -> dict[str, str]:

@@ -5,6 +5,7 @@ Nothing here imports mlx before a test asks for a model.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import warnings
@@ -27,6 +28,12 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 def heed_interrupts() -> None:
     """Undo the ignoring of SIGINT that a test run started in the background inherits."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep encoded data out of the person's own cache, in this process and those it starts."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +68,21 @@ def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
     """Run `mlxtune train --quiet` on a good model and file; options given later win."""
 
     def run(*arguments: object, quiet: bool = True) -> Outcome:
-        good = ["--model-path", model, "--data", chat, "--output", output]
+        # Another --data would be read as well.
+        data = [] if "--data" in arguments else ["--data", chat]
+        good = ["--model-path", model, *data, "--output", output]
         return cli("train", *good, *(["--quiet"] if quiet else []), *arguments)
+
+    return run
+
+
+@pytest.fixture
+def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
+    """Run `mlxtune inspect` on a good model and file; options given later win."""
+
+    def run(*arguments: object) -> Outcome:
+        data = [] if "--data" in arguments else ["--data", chat]
+        return cli("inspect", "--model-path", model, *data, *arguments)
 
     return run
 

@@ -14,6 +14,21 @@ import numpy as np
 
 VOCAB_SIZE = 320
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
+# A chat template of Qwen's kind, for folders that are to have one of their own.
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# One like Qwen3's, which writes an empty block into the last turn, and no other.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}"
+    "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}"
+    "{% endif %}{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
 _MERGED = ("the quick brown fox jumps over the lazy dog", "user assistant model system")
 
 _SHAPE = {

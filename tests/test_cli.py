@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import DataConfig, InspectConfig, TrainConfig
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
 from mlxtune.options import flag
 from tests.command import Cli, Outcome, files_in, finish, start
@@ -38,12 +38,15 @@ def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
 # Help
 
 
-def test_help_names_every_option_with_its_default(cli: Cli) -> None:
-    outcome = cli("train", "--help")
+@pytest.mark.parametrize(("name", "config"), [("train", TrainConfig), ("inspect", InspectConfig)])
+def test_help_names_every_option_with_its_default(
+    cli: Cli, name: str, config: type[DataConfig]
+) -> None:
+    outcome = cli(name, "--help")
     assert outcome.code == 0
     assert outcome.err == ""
     said = " ".join(outcome.out.split())
-    for field in dataclasses.fields(TrainConfig):
+    for field in dataclasses.fields(config):
         assert f" {flag(field.name)}" in said
         if isinstance(field.default, str | int | float) and field.default not in ("", False):
             default = field.default if isinstance(field.default, str) else f"{field.default:g}"
@@ -55,7 +58,9 @@ def test_help_shows_the_default_of_zero(cli: Cli) -> None:
     assert re.search(r"--dropout X [^\[]*\[default: 0\]", said)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["inspect", "--help"], ["--version"]]
+)
 def test_help_loads_neither_mlx_nor_transformers_nor_numpy(arguments: list[str]) -> None:
     code = (
         "import sys\n"
@@ -75,6 +80,7 @@ def test_no_command_shows_the_help_as_it_is(cli: Cli) -> None:
     outcome = cli()
     assert outcome.code == 2
     assert "error" not in outcome.err
+    assert "\n  inspect  " in outcome.out + outcome.err
     assert "\n  train  " in outcome.out + outcome.err
 
 

@@ -23,13 +23,22 @@ from tests.models import sums, write_chat
         (b"\xef\xbb\xbf", "is empty|no rows"),
         (b"\n# a comment\n\n", "no rows|only blank lines and comments"),
         (bytes(range(256)) * 20, "is a binary file"),
-        (gzip.compress(b"{}\n"), "is a binary file"),
+        (gzip.compress(b"{}\n"), "none of its 1 rows .*data.jsonl:1: no known format"),
+        (gzip.compress(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
+        (gzip.compress(bytes(range(256)) * 20), "is a binary file"),
         ('{"messages": []}\n'.encode("utf-16"), "is a binary file"),
-        (b'[\n{"messages": []}\n]\n', "is a JSON array: write one JSON object a line"),
+        (b'[\n{"messages": []}\n]\n', "none of its 1 rows .*data.jsonl:1: no assist"),
+        (b'[\n{"messages": []\n]\n', "data.jsonl:3: not a valid JSON array"),
+        (b'{\n"messages": []\n}\n', "has a JSON object over several lines"),
+        (b"PAR1 and nothing else", "is a damaged parquet file"),
         (b"\x80\x81\n\xfe\n", "none of its 2 rows .*data.jsonl:1: not UTF-8"),
-        (b'{"messages": []}\n{"text": "x"}\n3\n', "none of its 3 rows .*data.jsonl:1: no assist"),
+        (b'{"messages": []}\n{"txt": "x"}\n3\n', "none of its 3 rows .*data.jsonl:1: no assist"),
+        (b'{"messages": []}\n{"text": "x"}\n', "data.jsonl:2: is in the text format, but the file"),
     ],
-    ids=["empty", "bom", "comments", "binary", "gzip", "utf-16", "array", "bytes", "bad rows"],
+    ids=[
+        *("empty", "bom", "comments", "binary", "gzip", "cut gzip", "gzipped binary", "utf-16"),
+        *("array", "bad array", "object over lines", "parquet", "bytes", "bad rows", "mixed"),
+    ],
 )
 def test_useless_data_is_one_line_that_names_the_file(
     train: Cli, tmp_path: Path, output: Path, content: bytes, said: str
@@ -38,7 +47,7 @@ def test_useless_data_is_one_line_that_names_the_file(
     file.write_bytes(content)
     outcome = train("--data", file, "--max-steps", 1)
     assert outcome.code == 1
-    assert outcome.error.startswith(f"{file}: ")
+    assert re.match(rf"{re.escape(str(file))}:(\d+:)? ", outcome.error)
     assert re.search(said, outcome.error)
     assert files_in(tmp_path) == ["chat.jsonl", "data.jsonl"]
 
@@ -51,7 +60,12 @@ def test_missing_file_is_named_with_its_option(train: Cli, tmp_path: Path, optio
 
 @pytest.mark.parametrize("option", ["--data", "--val-data"])
 def test_folder_in_place_of_a_file_is_refused(train: Cli, tmp_path: Path, option: str) -> None:
-    assert train(option, tmp_path).error == f"{tmp_path}: is a folder: name a .jsonl file in it"
+    said = {
+        "--data": "is a folder without a file to train on: looked for train.jsonl, train.json, "
+        "train.jsonl.gz, train.json.gz, train.parquet; it holds 'chat.jsonl'",
+        "--val-data": "is a folder: name a file in it",
+    }
+    assert train(option, tmp_path).error == f"{tmp_path}: {said[option]}"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -81,8 +95,9 @@ def test_refused_command_leaves_no_folder_behind(train: Cli, output: Path) -> No
 BAD_ROWS = {
     "{not json": "not valid JSON (Expecting property name enclosed in double quotes at column 2)",
     "[1]": "not a JSON object (a list)",
-    '{"text": "x"}': "no 'messages' (its keys: 'text')",
+    '{"words": "x"}': "no known format (its keys: 'words'; looked for: messages, ",
     '{"messages": "x"}': "'messages' is not a list (text)",
+    '{"messages": null, "id": 1}': "no 'messages' (its keys: 'messages' (null), 'id')",
     '{"messages": [1]}': "a message is not an object (message 1 is a number)",
     '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn",
     '{"messages": [{"role": "bot", "content": "x"}]}': "unknown role (message 1: 'bot'; ",
@@ -112,11 +127,11 @@ def test_bad_rows_are_skipped_with_path_line_and_reason(
 
 
 def test_first_five_of_a_kind_are_shown_and_the_others_counted(train: Cli, tmp_path: Path) -> None:
-    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), *[{"text": "x"}] * 12])
+    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), *[{"words": "x"}] * 12])
     lines = train("--data", file, "--dry-run").err.splitlines()
     assert lines == [
         *(
-            f"warning: {file}:{line}: no 'messages' (its keys: 'text'); row skipped"
+            f"warning: {file}:{line}: no 'messages' (its keys: 'words'); row skipped"
             for line in range(5, 10)
         ),
         f"warning: {file}: 7 more rows skipped: no 'messages'",
@@ -124,7 +139,7 @@ def test_first_five_of_a_kind_are_shown_and_the_others_counted(train: Cli, tmp_p
 
 
 def test_strict_makes_a_bad_row_an_error(train: Cli, tmp_path: Path, output: Path) -> None:
-    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), {"text": "x"}, "3"])
+    file = write_chat(tmp_path / "mixed.jsonl", [*sums(4), {"words": "x"}, "3"])
     outcome = train("--data", file, "--strict", "--max-steps", 1)
     assert outcome.code == 1
     assert outcome.error.startswith(f"{file}:5: no 'messages'")

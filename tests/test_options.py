@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.config import InstructConfig, InstructTrainingConfig, TrainConfig
+from mlxtune.config import CONFIGS, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.errors import ConfigError
 from mlxtune.options import OPTIONS, flag
 from tests.configs import config, problems
@@ -20,12 +20,13 @@ from tests.configs import config, problems
 def test_every_option_has_one_line_of_help_and_is_used() -> None:
     used = {
         field.metadata["option"]
-        for one in (TrainConfig, InstructTrainingConfig, InstructConfig)
+        for one in (*CONFIGS, InstructTrainingConfig, InstructConfig)
         for field in dataclasses.fields(one)
     }
 
     assert used == set(OPTIONS)
-    assert {field.name for field in dataclasses.fields(TrainConfig)} == set(OPTIONS)
+    of_commands = {field.name for one in CONFIGS for field in dataclasses.fields(one)}
+    assert of_commands == set(OPTIONS)
     for bounds in OPTIONS.values():
         assert bounds.help.endswith(".")
         assert "\n" not in bounds.help
@@ -75,10 +76,12 @@ def test_whole_floats_are_whole_numbers_and_paths_are_text() -> None:
     found = config(rank=4.0, data=Path("chat.jsonl"), output=Path("out") / "a.safetensors")
 
     assert (found.rank, type(found.rank)) == (4, int)
-    assert found.data == "chat.jsonl"
+    assert found.data == ("chat.jsonl",)
     assert found.output == str(Path("out") / "a.safetensors")
 
 
+# Names of files may hold commas.
+PATHS = st.text("ab ,./\u00e9", min_size=1).filter(str.strip)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.integers(1, 1000),
     "alpha": st.floats(1e-9, 1e9),
@@ -96,6 +99,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "schedule": st.sampled_from(["warmup-cosine", "linear-warmup", "constant"]),
     "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    "data": st.lists(PATHS, min_size=1, max_size=3).map(tuple),
+    "field": st.just(("prompt=question", "completion=a,b")),
+    "thinking": st.sampled_from(["auto", "on", "off"]),
+    "turns": st.sampled_from(["all", "last"]),
+    "merge_system": st.booleans(),
 }
 
 
@@ -105,10 +113,11 @@ def test_options_survive_the_command_line_and_the_saved_config(values: dict[str,
     typed = config(**values)
 
     as_flags = {
-        name: ",".join(value) if isinstance(value, tuple) else str(value)
+        name: ",".join(value) if name == "targets" else str(value)
         for name, value in values.items()
-        if value is not None
+        if value is not None and name not in ("data", "field", "merge_system")
     }
+    as_flags |= {name: values[name] for name in values.keys() - as_flags.keys()}
     assert config(**as_flags) == typed
     saved = json.loads(json.dumps(dataclasses.asdict(typed)))
     assert TrainConfig(**saved) == typed
@@ -250,8 +259,18 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
     ("option", "value", "problem"),
     [
         ("model_path", None, "--model-path must be text, not None"),
-        ("data", 5, "--data must be text, not 5"),
+        ("data", 5, "--data must be text, or several texts, not 5"),
+        ("data", ["a.jsonl", 5], "--data must be text, or several texts, not ['a.jsonl', 5]"),
         ("data", "  ", "--data is required"),
+        ("data", [" ", ""], "--data is required"),
+        ("data", [], "--data is required"),
+        ("data", None, "--data must be text, or several texts, not None"),
+        ("field", "prompt", "--field 'prompt' is no pair such as prompt=question"),
+        ("field", ["prompt=a", "prompt=b"], "--field prompt is given twice, as 'a' and 'b'"),
+        ("thinking", "yes", "--thinking must be one of auto, on, off, not 'yes'"),
+        ("turns", "first", "--turns must be one of all, last, not 'first'"),
+        ("merge_system", "on", "--merge-system must be true or false, not 'on'"),
+        ("cache_dir", " ", "--cache-dir is empty"),
         ("output", "", "--output is empty: name the adapter file to write"),
         ("strict", "yes", "--strict must be true or false, not 'yes'"),
         ("quiet", 1, "--quiet must be true or false, not 1"),
@@ -268,6 +287,23 @@ def test_value_of_a_wrong_kind_is_named_with_its_option(
     option: str, value: Any, problem: str
 ) -> None:
     assert problems(**{option: value}) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("given_data", "data"),
+    [
+        ("a.jsonl", ("a.jsonl",)),
+        (Path("a.jsonl"), ("a.jsonl",)),
+        # A comma is part of the name, and what is given twice is for the reader to refuse.
+        ("a,b.jsonl", ("a,b.jsonl",)),
+        (["b.jsonl", Path("a"), "b.jsonl"], ("b.jsonl", "a", "b.jsonl")),
+        (("a.jsonl", " "), ("a.jsonl",)),
+    ],
+)
+def test_data_is_one_path_or_several_in_the_order_given(
+    given_data: Any, data: tuple[str, ...]
+) -> None:
+    assert config(data=given_data).data == data
 
 
 @pytest.mark.parametrize("targets", ["", " , ", [], ()])

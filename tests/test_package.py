@@ -28,20 +28,25 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
         "from mlxtune import *",
     ],
 )
-def test_train_is_the_function_however_it_is_imported(imports: str) -> None:
-    code = f"{imports}; import inspect; assert inspect.isfunction(train), train"
+@pytest.mark.parametrize("name", ["train", "inspect"])
+def test_recipe_is_the_function_however_it_is_imported(imports: str, name: str) -> None:
+    imports = imports.replace("train", name).replace(f"{name.title()}Config", "TrainConfig")
+    code = f"{imports}; from types import FunctionType; assert type({name}) is FunctionType, {name}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_train_stays_the_function_within_this_process() -> None:
+def test_recipes_stay_the_functions_within_this_process() -> None:
+    import mlxtune.inspect
     import mlxtune.train
 
     assert inspect.isfunction(mlxtune.train)
+    assert inspect.isfunction(mlxtune.inspect)
 
 
 def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
     code = (
         "import sys, mlxtune; mlxtune.TrainConfig, mlxtune.train, mlxtune.DataError\n"
+        "mlxtune.InspectConfig, mlxtune.inspect\n"
         "assert not {'mlx', 'mlx_lm', 'transformers', 'numpy', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

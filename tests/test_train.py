@@ -69,12 +69,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 # The result
 
 
-def test_result_says_where_everything_is(run: Run) -> None:
+def test_result_says_where_everything_is(run: Run, chat: Path) -> None:
     folder, result = run
     assert result.adapter == folder / ADAPTER
     assert result.checkpoint_dir == folder / "checkpoints"
     assert result.peak_memory_gb > 0
-    assert result.val_ledger is None
+    assert [ledger.path for ledger in result.ledgers] == [str(chat)]
 
 
 def test_result_holds_each_epoch_and_each_step(run: Run) -> None:
@@ -108,7 +108,7 @@ def test_training_lowers_the_training_loss(run: Run) -> None:
 
 
 def test_ledger_accounts_for_every_row(run: Run) -> None:
-    ledger = run[1].ledger
+    (ledger,) = run[1].ledgers
     assert (ledger.rows_read, ledger.rows_train, ledger.rows_validation) == (ROWS, 16, 4)
     assert ledger.adds_up()
 
@@ -196,7 +196,7 @@ def test_checkpoint_metadata_tells_how_it_was_made(run: Run, model: Path, chat: 
     assert metadata["samples_per_sec"] == metrics.samples_per_sec
     assert metadata["data_hash"].startswith("sha256:")
     assert {"mlxtune", "mlx", "mlx-lm", "python"} <= metadata["versions"].keys()
-    assert metadata["config"]["data"] == str(chat)
+    assert metadata["config"]["data"] == [str(chat)]
     assert metadata["config"]["model_path"] == str(model)
 
 
@@ -221,8 +221,7 @@ def test_metrics_file_holds_steps_validations_and_epochs_in_order(run: Run) -> N
 def test_ledger_of_each_data_file_is_saved(worsening_run: Run, chat: Path, gibberish: Path) -> None:
     folder, result = worsening_run
     saved = json.loads((folder / "checkpoints" / "ledger.json").read_text())
-    assert result.val_ledger is not None
-    assert saved == [result.ledger.as_dict(), result.val_ledger.as_dict()]
+    assert saved == [ledger.as_dict() for ledger in result.ledgers]
     assert [ledger["path"] for ledger in saved] == [str(chat), str(gibberish)]
 
 
@@ -296,21 +295,22 @@ def test_without_validation_the_output_is_the_last_epochs(
     adapter = (tmp_path / ADAPTER).read_bytes()
     assert adapter == (checkpoints / "epoch-2" / ADAPTER).read_bytes()
     assert adapter != (checkpoints / "epoch-1" / ADAPTER).read_bytes()
-    assert (result.ledger.rows_train, result.ledger.rows_validation) == (ROWS, 0)
+    (ledger,) = result.ledgers
+    assert (ledger.rows_train, ledger.rows_validation) == (ROWS, 0)
 
 
 def test_validation_file_leaves_all_rows_to_training(worsening_run: Run) -> None:
-    result = worsening_run[1]
-    assert (result.ledger.rows_train, result.ledger.rows_validation) == (ROWS, 0)
-    assert result.val_ledger is not None
-    assert (result.val_ledger.rows_train, result.val_ledger.rows_validation) == (0, 3)
-    assert result.ledger.adds_up()
-    assert result.val_ledger.adds_up()
+    trained, validated = worsening_run[1].ledgers
+    assert (trained.rows_train, trained.rows_validation) == (ROWS, 0)
+    assert (validated.rows_train, validated.rows_validation) == (0, 3)
+    assert trained.adds_up()
+    assert validated.adds_up()
 
 
 def test_rows_held_out_are_bounded(model: Path, chat: Path, tmp_path: Path) -> None:
     result = train(config(model, chat, tmp_path, val_split=0.5, val_rows=3), dry_run=True)
-    assert (result.ledger.rows_train, result.ledger.rows_validation) == (17, 3)
+    (ledger,) = result.ledgers
+    assert (ledger.rows_train, ledger.rows_validation) == (17, 3)
 
 
 # How a run ends otherwise
@@ -322,7 +322,8 @@ def test_dry_run_returns_the_ledger_and_writes_nothing(
     result = train(config(model, chat, tmp_path / "new"), dry_run=True)
     assert result.training is None
     assert result.adapter is None
-    assert result.ledger.adds_up()
+    assert all(ledger.adds_up() for ledger in result.ledgers)
+    assert len(result.ledgers) == 1
     assert names_in(tmp_path) == set()
 
 

@@ -43,7 +43,7 @@ def write_adapter(weights: Path, model: nn.Module, lora: LoRASummary, base_model
             "keys": list(lora.keys),
         },
     }
-    write_file(weights, safetensors.numpy.save(tensors, metadata={"format": "mlx"}))
+    write_file(weights, [safetensors.numpy.save(tensors, metadata={"format": "mlx"})])
     write_json(weights.with_name(ADAPTER_CONFIG), config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from mlxtune.backend.memory import on_cpu
 from mlxtune.core.report import short_number
 from mlxtune.errors import ModelError, one_line
 
+# What tokenizer and template are made of.
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -44,8 +47,10 @@ class BaseModel:
         )
 
 
-def find_folder(model_path: str) -> Path:
+def find_folder(model_path: str, *, weights: bool = True) -> Path:
     """Return the model's folder, downloaded by mlx-lm when `model_path` is owner/name.
+
+    Without `weights`, only the small files are downloaded.
 
     Raises ModelError.
     """
@@ -57,7 +62,8 @@ def find_folder(model_path: str) -> Path:
     if not _REPOSITORY.fullmatch(model_path):
         raise ModelError(f"{model_path}: no such folder: check --model-path")
     try:
-        return Path(mlx_lm_utils._download(model_path))
+        patterns = None if weights else _SMALL_FILES
+        return Path(mlx_lm_utils._download(model_path, allow_patterns=patterns))
     except Exception as error:
         raise ModelError(
             f"{model_path}: no such folder, and downloading it failed: {one_line(error)}"
@@ -86,6 +92,19 @@ def read_config(folder: Path) -> dict[str, Any]:
                 "upgrade mlx-lm or use another model"
             ) from error
     return config
+
+
+def vocab_size(folder: Path) -> int:
+    """Return how many tokens a model knows by its config.json; 0 where that does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return 0
+    for part in (config.get("text_config"), config) if isinstance(config, dict) else ():
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if type(size) is int:
+            return size
+    return 0
 
 
 def load_base(folder: Path, dtype: str) -> BaseModel:

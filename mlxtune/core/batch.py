@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.encode import Example
 
-Row = tuple[Example, ...]
-
-
-def group_rows(examples: Sequence[Example]) -> list[Row]:
-    """Gather neighbouring examples of the same row, which stand in the same step."""
-    return [tuple(group) for _, group in groupby(examples, key=lambda example: example.row)]
-
 
 def split_rows(
-    rows: Sequence[Row], val_split: float, seed: int, val_rows: int
-) -> tuple[list[Row], list[Row]]:
-    """Split rows into training and validation, both in the order of the file.
+    identities: Sequence[int] | npt.NDArray[np.uint64], val_split: float, seed: int, val_rows: int
+) -> tuple[list[int], list[int]]:
+    """Split rows into training and validation, both as indices in the order of the file.
 
     ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side.
-    The choice depends on the seed and n alone.
+    Rows of equal identity stay on one side, for which fewer may be held out. The choice depends on
+    the seed, n and which rows are equal.
 
-    Raises ValueError with fewer than two rows.
+    Raises ValueError when there are no two rows that differ.
     """
-    if len(rows) < 2:
-        raise ValueError("a split needs at least two rows")
-    held_out = min(math.ceil(len(rows) * val_split), val_rows, len(rows) - 1)
-    order = _permutation(len(rows), f"{seed}/split")
-    chosen = set(order[:held_out])
-    training = [row for i, row in enumerate(rows) if i not in chosen]
-    return training, [rows[i] for i in sorted(chosen)]
+    _, first, which, copies = np.unique(
+        np.asarray(identities, dtype=np.uint64),
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
+    )
+    which = which.reshape(-1)
+    if len(copies) < 2:
+        raise ValueError("a split needs at least two rows that differ")
+    wanted = min(math.ceil(len(which) * val_split), val_rows, len(which) - 1)
+    chosen = np.zeros(len(copies), dtype=bool)
+    room = wanted
+    for i in _permutation(len(which), f"{seed}/split"):
+        # Drawn by its first copy, so that a row with many is not drawn more often.
+        if first[which[i]] == i and copies[which[i]] <= room:
+            chosen[which[i]] = True
+            room -= copies[which[i]]
+        if room == 0:
+            break
+    if room == wanted:  # each row has more copies than are wanted
+        chosen[copies.argmin()] = True
+    held_out = chosen[which]
+    return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
@@ -101,20 +109,5 @@ def collate(examples: Sequence[Example]) -> MicroBatch:
         tokens[i, : len(example)] = example.tokens
         mask[i, : len(example)] = example.assistant_mask
     return MicroBatch(
-        tokens[:, :-1], tokens[:, 1:], mask[:, 1:], tuple(example.row for example in examples)
+        tokens[:, :-1], tokens[:, 1:], mask[:, 1:], tuple(example.key for example in examples)
     )
-
-
-def data_hash(rows: Sequence[Row]) -> str:
-    """Return `sha256:` over the rows in order: lengths, tokens and masks, little-endian.
-
-    Line numbers are left out: a comment more in the file is the same data.
-    """
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(np.asarray([len(row)], dtype="<i8").tobytes())
-        for example in row:
-            digest.update(np.asarray([len(example)], dtype="<i8").tobytes())
-            digest.update(example.tokens.astype("<i4").tobytes())
-            digest.update(example.assistant_mask.astype("<u1").tobytes())
-    return f"sha256:{digest.hexdigest()}"

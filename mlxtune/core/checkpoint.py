@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def _as_output_error(target: Path, option: str = "path") -> Iterator[None]:
         ) from error
 
 
-def write_file(target: Path, content: bytes) -> None:
-    """Put a file in place whole or not at all.
+def write_file(target: Path, content: Iterable[bytes]) -> None:
+    """Put a file in place whole or not at all; its content may come piece by piece.
 
     Raises OutputError, leaving what stood there before.
     """
@@ -44,7 +44,7 @@ def write_file(target: Path, content: bytes) -> None:
     with _as_output_error(target):
         try:
             with temporary.open("wb") as file:
-                file.write(content)
+                file.writelines(content)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(target)
@@ -55,7 +55,7 @@ def write_file(target: Path, content: bytes) -> None:
 
 def write_json(target: Path, value: Any) -> None:
     """Put a JSON file in place whole or not at all. Raises OutputError."""
-    write_file(target, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_file(target, [(json.dumps(value, indent=2, allow_nan=False) + "\n").encode()])
 
 
 def write_checkpoint(

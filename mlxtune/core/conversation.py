@@ -1,38 +1,53 @@
-"""Data files to conversations: every row is kept, or skipped for a reason that is counted."""
+"""Rows to conversations: every row is kept whole, or is a BadRow for a reason that is counted."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxtune.errors import DataError
-
 ROLES = ("system", "user", "assistant", "tool")
-_UTF8_BOM = b"\xef\xbb\xbf"
+TOO_DEEP = "JSON nested too deeply"
+_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SHOWN = 60
-_TOO_DEEP = "JSON nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `tool_calls` holds an assistant's calls as JSON objects, in OpenAI's layout."""
+    """One turn. `tool_calls` holds an assistant's calls as JSON objects, in OpenAI's layout.
+
+    `thinking` is what an assistant thought before its answer, from a field of its own or from
+    between `<think>` tags. `trained` is False for an assistant's turn that is context only.
+    `fields` is the message as a model's own template is to get it: as the file has it, but with
+    its content and the arguments of its calls made plain, and without `weight` and nulls.
+    """
 
     role: str
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
+    thinking: str = ""
+    trained: bool = True
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a row; `row` is its 1-based line number."""
+    """The messages of a row; `row` is its 1-based number: of a line, or of an element."""
 
     row: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A row of plain text: every token of it carries loss."""
+
+    row: int
+    text: str
 
 
 class BadRow(ValueError):
@@ -41,6 +56,7 @@ class BadRow(ValueError):
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind} ({detail})" if detail else kind)
         self.kind = kind
+        self.detail = detail
 
 
 @dataclass
@@ -53,7 +69,7 @@ class SkippedRows:
     shown_per_kind: int = 5
 
     def add(self, row: int, problem: BadRow) -> None:
-        """Count a row of the given 1-based line number."""
+        """Count a row of the given 1-based number."""
         self.counts[problem.kind] += 1
         shown = self.shown.setdefault(problem.kind, [])
         if len(shown) < self.shown_per_kind:
@@ -78,116 +94,197 @@ class SkippedRows:
         return f"{self.path}:{row}: {problem}"
 
 
-def read_conversations(path: Path, skipped: SkippedRows) -> Iterator[Conversation]:
-    """Yield the conversation of each good row and add the others to `skipped`.
+def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
+    """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
-    A row is a line that is neither blank nor a comment (`#` first). Lines may be of any length and
-    end in LF or CRLF; a UTF-8 byte order mark is dropped.
-
-    Raises DataError when the file cannot be read or is not text.
-    """
-    check_data_file(path)
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                content = line.removeprefix(_UTF8_BOM) if number == 1 else line
-                content = content.strip()
-                if not content or content.startswith(b"#"):
-                    continue
-                try:
-                    yield parse_row(content, number)
-                except BadRow as problem:
-                    skipped.add(number, problem)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def check_data_file(path: Path, option: str = "--data") -> None:
-    """Raise DataError unless the path is a file that can be read and looks like JSON lines.
-
-    `option` is what named it.
-    """
-    try:
-        with path.open("rb") as file:
-            head = file.read(8192)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file: check {option}") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{path}: is a folder: name a .jsonl file in it") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    if not head:
-        raise DataError(f"{path}: is empty: it needs one JSON object a line")
-    if b"\0" in head or head.startswith(b"\x1f\x8b"):
-        raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8")
-    if head.removeprefix(_UTF8_BOM).lstrip().startswith(b"["):
-        raise DataError(f"{path}: is a JSON array: write one JSON object a line instead")
-
-
-def parse_row(line: bytes, row: int) -> Conversation:
-    """Parse one line of `{"messages": [...]}`.
+    `tools` may also be the JSON text of a list, as LLaMA-Factory stores it. A `system` text
+    stands before the messages, as Anthropic's files have it.
 
     Raises BadRow, whose kind is the same for all rows with the same problem.
     """
-    try:
-        content = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRow("not UTF-8", f"byte {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        raise BadRow("not valid JSON", f"{error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise BadRow(_TOO_DEEP) from error
-    except ValueError as error:  # a number of thousands of digits
-        raise BadRow("not valid JSON", str(error)) from error
-    if not isinstance(content, dict):
-        raise BadRow("not a JSON object", _kind_of(content))
-    if "messages" not in content:
-        names = ", ".join(map(_shorten, list(content)[:5])) or "none"
-        raise BadRow("no 'messages'", f"its keys: {names}")
-    messages, tools = parse_messages(content["messages"]), _objects(content, "tools")
-    # Half a pair can only come from an escape, which few rows have.
-    if b"\\u" in line:
-        _check_surrogates(tools, "tools")
-        for i, message in enumerate(messages, start=1):
-            _check_surrogates((message.content, message.tool_calls), f"message {i}")
-    return Conversation(row, messages, tools)
+    messages = parse_messages(content.get("messages"))
+    if content.get("system") is not None:
+        messages = (*_system(content["system"], messages), *messages)
+    tools = content.get("tools")
+    return Conversation(row, messages, () if tools is None else _tools(tools))
 
 
 def parse_messages(messages: Any) -> tuple[Message, ...]:
     """Check and convert the messages of a row.
 
-    Raises BadRow, also when no message is an assistant's, since nothing could be learned.
+    Raises BadRow, also when no message is a trained assistant's, since nothing could be learned.
     """
     if not isinstance(messages, list):
-        raise BadRow("'messages' is not a list", _kind_of(messages))
-    parsed = tuple(_parse_message(i, message) for i, message in enumerate(messages, start=1))
-    if not any(message.role == "assistant" for message in parsed):
-        raise BadRow("no assistant turn")
+        raise BadRow("'messages' is not a list", kind_of(messages))
+    parsed = tuple([_parse_message(i, message) for i, message in enumerate(messages, start=1)])
+    if not any(message.role == "assistant" and message.trained for message in parsed):
+        untrained = any(message.role == "assistant" for message in parsed)
+        raise BadRow("no assistant turn with weight 1" if untrained else "no assistant turn")
     return parsed
 
 
 def _parse_message(position: int, message: Any) -> Message:
     where = f"message {position}"
     if not isinstance(message, dict):
-        raise BadRow("a message is not an object", f"{where} is {_kind_of(message)}")
+        raise BadRow("a message is not an object", f"{where} is {kind_of(message)}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadRow("a message has no role", where)
-    if role not in ROLES:
-        raise BadRow("unknown role", f"{where}: {_shorten(role)}; known: {', '.join(ROLES)}")
-    calls = _objects(message, "tool_calls") if role == "assistant" else ()
-    if content is None and calls:
-        content = ""
+    fields = message
+    if role not in ROLES or not isinstance(content, str) or len(message) > 2:
+        fields = _plain_fields(message, role, where)
+        role, content = fields["role"], fields.get("content")
+    if role == "assistant":
+        return _parse_answer(message, fields, where)
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where} is {_kind_of(content)}")
-    if role == "assistant" and not content.strip() and not calls:
+        raise BadRow("content is not text", f"{where} is {kind_of(content)}")
+    _check_surrogates(fields, content, where)
+    return Message(role, content, fields=fields)
+
+
+def _plain_fields(message: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """Return a copy without nulls and `weight`, its content one text, its role one of ROLES."""
+    # OpenAI's newer name for it, which few templates know.
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise BadRow("unknown role", f"{where}: {shorten(role)}; known: {', '.join(ROLES)}")
+    fields = {k: value for k, value in message.items() if value is not None and k != "weight"}
+    fields["role"] = role
+    if isinstance(content := fields.get("content"), list):
+        # As mlx_lm.server joins them.
+        fields["content"] = "".join([_part(part, where) for part in content])
+    return fields
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict):
+        kind, part = part.get("type"), part.get("text")
+        if kind not in (None, "text"):
+            shown = shorten(kind)[1:-1] if isinstance(kind, str) else kind_of(kind)
+            raise BadRow("content has a part that is not text", f"{where}: {shown}")
+    if not isinstance(part, str):
+        raise BadRow("content has a part that is not text", f"{where}: {kind_of(part)}")
+    return part
+
+
+def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -> Message:
+    """Convert an assistant's message; `fields` is the message itself, or the plain copy of it."""
+    content, thinking, trained = fields.get("content"), "", True
+    calls: tuple[dict[str, Any], ...] = ()
+    if fields is not message:
+        trained = _trained(message, where)
+        thinking = _thinking_field(fields, where)
+        calls = tuple(map(_plain_call, objects(fields, "tool_calls")))
+        if calls:
+            fields["tool_calls"] = list(calls)
+        if content is None and (calls or thinking):
+            content = fields["content"] = ""
+        if content is None:
+            raise BadRow("empty answer", f"{where} has no content")
+    if not isinstance(content, str):
+        raise BadRow("content is not text", f"{where} is {kind_of(content)}")
+    answer = content
+    if "</think>" in content:
+        thought, answer = _split_thinking(content)
+        thinking = thinking or thought
+    if not calls and not thinking and (not answer or answer.isspace()):
         raise BadRow("empty answer", where)
-    return Message(role, content, calls)
+    _check_surrogates(fields, content, where)
+    return Message("assistant", content, calls, thinking, trained, fields)
 
 
-def _check_surrogates(value: Any, where: str) -> None:
+def _trained(message: Mapping[str, Any], where: str) -> bool:
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise BadRow("'weight' is neither 0 nor 1", where)
+    return weight != 0
+
+
+def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
+    for name in _THINKING_FIELDS:
+        thought = fields.get(name)
+        if thought is not None and not isinstance(thought, str):
+            raise BadRow("thinking is not text", f"{where} is {kind_of(thought)}")
+        if thought and (thought := thought.strip()):
+            return thought
+    return ""
+
+
+def _split_thinking(content: str) -> tuple[str, str]:
+    """Split `<think>thinking</think>answer`, whose opening tag may be in the prompt instead."""
+    thought, _, answer = content.partition("</think>")
+    thought = thought.lstrip()
+    if thought.startswith("<think>"):
+        thought = thought[len("<think>") :]
+    elif "<think>" in thought:
+        return "", content
+    return thought.strip(), answer
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object where they were the JSON text of one.
+
+    OpenAI's files have the text; templates expect the object, and mlx_lm.server gives it to them.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return _plain_arguments(call)
+    plain = _plain_arguments(function)
+    return call if plain is function else call | {"function": plain}
+
+
+def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
     try:
-        to_json(value).encode("utf-8")
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return function
+    return function | {"arguments": parsed} if isinstance(parsed, dict) else function
+
+
+def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the system message of a row's `system`, or none where it is empty or stands there."""
+    if not isinstance(text, str):
+        raise BadRow("'system' is not text", kind_of(text))
+    if not text or any(
+        message.role == "system" and message.content == text for message in messages
+    ):
+        return ()
+    if any(message.role == "system" for message in messages):
+        raise BadRow("'system' differs from the system message")
+    check_text(text, "system")
+    return (Message("system", text, fields={"role": "system", "content": text}),)
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else []
+        except RecursionError as error:
+            raise BadRow(TOO_DEEP, "tools") from error
+        except ValueError as error:
+            raise BadRow("'tools' is text that is not JSON") from error
+    parsed = objects({"tools": tools}, "tools")
+    if parsed:
+        check_text(to_json(parsed), "tools")
+    return parsed
+
+
+def _check_surrogates(fields: Mapping[str, Any], content: str, where: str) -> None:
+    if len(fields) > 2:
+        check_text(to_json(fields), where)
+    else:
+        check_text(content, where)
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise BadRow when the text is no Unicode; half a pair comes from an escape or a bad byte."""
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRow("text holds half a surrogate pair", where) from error
 
@@ -197,10 +294,11 @@ def to_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
-        raise BadRow(_TOO_DEEP) from error
+        raise BadRow(TOO_DEEP) from error
 
 
-def _objects(container: dict[str, Any], key: str) -> tuple[dict[str, Any], ...]:
+def objects(container: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
+    """Return the objects of a list, none where it is absent. Raises BadRow for another value."""
     value = container.get(key)
     if value is None:
         return ()
@@ -209,11 +307,12 @@ def _objects(container: dict[str, Any], key: str) -> tuple[dict[str, Any], ...]:
     return tuple(value)
 
 
-def _kind_of(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Say what a JSON value is, for a message."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
     return "null" if value is None else names.get(type(value), "a number")
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
     """Quote text from a file for a message: bounded, and with control characters escaped."""
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.checkpoint import ADAPTER
-from mlxtune.core.encode import Ledger
+from mlxtune.core.inspection import Finding
+from mlxtune.core.ledger import Ledger
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord, perplexity
 from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
@@ -57,10 +58,28 @@ def rows_line(ledger: Ledger) -> str:
 def tokens_line(ledger: Ledger) -> str:
     """Return where the tokens of a file went."""
     cut = f" from {count(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
+    several = f" in {ledger.examples:,} examples" if ledger.examples > ledger.rows_kept else ""
     return (
-        f"{count(ledger.tokens, 'token')} = {ledger.tokens_supervised:,} supervised + "
+        f"{count(ledger.tokens, 'token')}{several} = {ledger.tokens_supervised:,} supervised + "
         f"{ledger.tokens_context:,} context + {ledger.tokens_truncated:,} truncated{cut}"
     )
+
+
+def template_line(template: str, config: DataConfig) -> str:
+    """Return how rows become examples."""
+    turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
+    thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
+    return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens"
+
+
+def finding_line(finding: Finding) -> str:
+    """Return a finding with the first row to look at, if it is about rows."""
+    if not finding.places:
+        return f"{finding.kind}: {finding.advice}"
+    first = finding.places[0]
+    detail = f" ({first.detail})" if first.detail else ""
+    more = f", and {finding.rows - 1:,} more" if finding.rows > 1 else ""
+    return f"{first.path}:{first.row}: {finding.kind}{detail}{more}: {finding.advice}"
 
 
 class SmoothedLoss:

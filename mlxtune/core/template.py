@@ -13,18 +13,48 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mlxtune.core import notes
 from mlxtune.core.conversation import BadRow, Conversation, Message, to_json
+from mlxtune.core.notes import Note
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text; `spans` are the supervised [start, end) character ranges."""
+    """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
+
+    The text up to a span is the prompt that inference gives for that turn. `add_bos` tells whether
+    BOS is still to be put before it, `add_end` whether the end-of-text token is to close it.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    add_bos: bool = True
+    add_end: bool = False
 
 
-Template = Callable[[Conversation], Rendered]
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The texts of a row: one with every supervised turn in it, or one for each turn."""
+
+    texts: tuple[Rendered, ...]
+    notes: tuple[Note, ...] = ()
+
+
+# Raises BadRow.
+Template = Callable[[Conversation], Rendering]
+
+
+def chosen_turns(conversation: Conversation, turns: str) -> list[int]:
+    """Return the positions of the assistant turns that carry loss, by --turns and their weights.
+
+    Raises BadRow when there are none.
+    """
+    messages = conversation.messages
+    chosen = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    chosen = [i for i in (chosen if turns == "all" else chosen[-1:]) if messages[i].trained]
+    if not chosen:
+        raise BadRow("the last assistant turn has weight 0")
+    return chosen
 
 
 class _Writer:
@@ -47,25 +77,27 @@ class _Writer:
         return Rendered("".join(self._parts), tuple(self._spans))
 
 
-def render_qwen3(conversation: Conversation) -> Rendered:
+def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<|im_start|>role\ncontent<|im_end|>\n`.
 
-    Tools, tool calls and tool results are written as Qwen3's own template writes them.
+    Thinking, tools, tool calls and tool results are written as Qwen3's own template writes them.
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
-    writer = _Writer()
+    writer, chosen = _Writer(), chosen_turns(conversation, turns)
     messages = conversation.messages
     if conversation.tools:
         system = messages[0].content + "\n\n" if messages[0].role == "system" else ""
         writer.context(
             f"<|im_start|>system\n{system}{_qwen3_tools(conversation.tools)}<|im_end|>\n"
         )
-        messages = messages[1:] if messages[0].role == "system" else messages
     for i, message in enumerate(messages):
+        if i == 0 and conversation.tools and message.role == "system":
+            continue
         if message.role == "assistant":
             writer.context("<|im_start|>assistant\n")
-            writer.supervised(_qwen3_answer(message) + "<|im_end|>")
+            write = writer.supervised if i in chosen else writer.context
+            write(_qwen3_answer(message) + "<|im_end|>")
             writer.context("\n")
         elif message.role == "tool":
             # Consecutive results share one user turn.
@@ -76,7 +108,7 @@ def render_qwen3(conversation: Conversation) -> Rendered:
                 writer.context("<|im_end|>\n")
         else:
             writer.context(f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n")
-    return writer.rendered()
+    return Rendering((writer.rendered(),))
 
 
 def _qwen3_tools(tools: tuple[dict[str, Any], ...]) -> str:
@@ -102,10 +134,19 @@ def _qwen3_answer(message: Message) -> str:
         calls.append(
             f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n</tool_call>'
         )
-    return "\n".join([message.content] * bool(message.content) + calls)
+    content = message.content
+    if message.thinking and not _holds_thinking(message):
+        content = f"<think>\n{message.thinking}\n</think>\n\n{content}"
+    return "\n".join([content] * bool(content) + calls)
 
 
-def render_gemma(conversation: Conversation) -> Rendered:
+def _holds_thinking(message: Message) -> bool:
+    """Tell whether the thinking stands between tags in the content."""
+    thought, closed, _ = message.content.partition("</think>")
+    return bool(closed) and message.thinking in thought
+
+
+def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<start_of_turn>user|model\ncontent<end_of_turn>\n`.
 
     A system message is a user turn of its own that holds `[System: content]`. Gemma has no place
@@ -117,20 +158,28 @@ def render_gemma(conversation: Conversation) -> Rendered:
         message.role == "tool" or message.tool_calls for message in conversation.messages
     ):
         raise BadRow("the gemma template has no place for tools")
-    writer = _Writer()
-    for message in conversation.messages:
+    writer, chosen = _Writer(), chosen_turns(conversation, turns)
+    told = []
+    for i, message in enumerate(conversation.messages):
         if message.role == "assistant":
             writer.context("<start_of_turn>model\n")
-            writer.supervised(message.content + "<end_of_turn>")
+            write = writer.supervised if i in chosen else writer.context
+            write(message.content + "<end_of_turn>")
             writer.context("\n")
+            if message.thinking and not _holds_thinking(message):
+                told.append(Note(notes.DROPPED_THINKING, f"message {i + 1}"))
         else:
             system = message.role == "system"
             content = f"[System: {message.content}]" if system else message.content
             writer.context(f"<start_of_turn>user\n{content}<end_of_turn>\n")
-    return writer.rendered()
+    return Rendering((writer.rendered(),), tuple(told))
 
 
-TEMPLATES: dict[str, Template] = {"qwen3": render_qwen3, "gemma": render_gemma}
+TEMPLATES: dict[str, Callable[..., Rendering]] = {"qwen3": render_qwen3, "gemma": render_gemma}
+
+
+# What ends a turn of these.
+ENDS = {"qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
 
 
 def choose_template(name: str, model_type: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core import batch, checkpoint
+from mlxtune.core.corpus import Corpus
 from mlxtune.core.encode import Example
 from mlxtune.core.metrics import (
     InstructBatchResult,
@@ -121,14 +122,15 @@ class InstructTrainer:
             raise ValueError("the corpus is empty: there is nothing to train on")
         self.pipeline = pipeline
         self.config = config
-        rows = batch.group_rows(corpus)
-        self._data_hash = batch.data_hash(rows)
+        corpus = Corpus.of(corpus)
+        self._data_hash = corpus.data_hash()
         if validation is None:
-            self.train_rows, self.val_rows = batch.split_rows(
-                rows, config.val_split, config.seed, config.val_rows
+            chosen, held_out = batch.split_rows(
+                corpus.identities, config.val_split, config.seed, config.val_rows
             )
+            self.train_rows, self.val_rows = corpus.select(chosen), corpus.select(held_out)
         else:
-            self.train_rows, self.val_rows = rows, batch.group_rows(validation)
+            self.train_rows, self.val_rows = corpus.select(), Corpus.of(validation).select()
         self.steps_per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
         self.total_steps = config.epochs * self.steps_per_epoch
         if config.max_steps is not None:

@@ -38,8 +38,10 @@ def test_demo_model_learns_in_a_few_steps(name: str, tmp_path: Path) -> None:
     assert initial is not None
     assert best is not None
     assert best < initial / 2
-    assert result.ledger.rows_read == len(ROWS)
-    assert not result.ledger.rows_skipped
+    (ledger,) = result.ledgers
+    assert ledger.rows_read == len(ROWS)
+    assert not ledger.rows_skipped
+    assert not ledger.notes
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -52,23 +52,46 @@ def test_model_is_described(tmp_path: Path) -> None:
     assert base.parameters == size
 
 
-def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ('{"vocab_size": 7}', 7),
+        ('{"vocab_size": 9, "text_config": {"vocab_size": 7}}', 7),
+        ('{"vocab_size": 7, "text_config": {"hidden_size": 3}}', 7),
+        ('{"vocab_size": null, "text_config": null}', 0),
+        ('{"vocab_size": "7"}', 0),
+        *(("[7]", 0), ("{", 0), ("[" * 100_000, 0)),
+    ],
+)
+def test_size_of_the_vocabulary_is_read_without_the_model(
+    tmp_path: Path, text: str, size: int
+) -> None:
+    assert model.vocab_size(tmp_path) == 0
+    (tmp_path / "config.json").write_text(text)
+    assert model.vocab_size(tmp_path) == size
 
-    def download(name: str) -> Path:
-        asked.append(name)
+
+def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mlx-community/Qwen3-0.6B-bf16"
+    asked: list[tuple[str, bool]] = []
+
+    def download(name: str, allow_patterns: list[str] | None) -> Path:
+        # None is mlx-lm's own choice, weights and all.
+        weights = allow_patterns is None or any("safetensors" in each for each in allow_patterns)
+        asked.append((name, weights))
         return tmp_path
 
     monkeypatch.setattr(model.mlx_lm_utils, "_download", download)
-    assert model.find_folder("mlx-community/Qwen3-0.6B-bf16") == tmp_path
-    assert asked == ["mlx-community/Qwen3-0.6B-bf16"]
+    assert model.find_folder(name) == tmp_path
+    assert model.find_folder(name, weights=False) == tmp_path
+    assert asked == [(name, True), (name, False)]
 
 
 @pytest.mark.parametrize("name", ["missing", "./owner/name", "a/b/c", "/owner"])
 def test_path_that_is_no_repository_name_is_not_downloaded(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.mlx_lm_utils, "_download", lambda name: pytest.fail("asked"))
+    monkeypatch.setattr(model.mlx_lm_utils, "_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(ModelError, match="no such folder: check --model-path"):
         model.find_folder(name)
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import unicodedata
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 
-from mlxtune.backend.tokenizer import load_tokenizer
+from mlxtune.backend.tokenizer import (
+    FastTokenizer,
+    ModelTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+)
 from mlxtune.errors import ModelError
-from tests.models import write_model
+from tests.conftest import DATA, SHARED
+from tests.models import write_model, write_tokenizer
 
 TEXTS = ["Hello world", "  two  spaces\n\ttab ", "héllo 🙂\nSELECT * FROM t", "", "<i> x"]
 
@@ -51,17 +60,6 @@ def test_control_tokens_in_the_text_are_parsed(shared: Path, tmp_path: Path) -> 
     assert (encoded.offsets[0], encoded.offsets[-1]) == ((0, 3), (7, 11))
 
 
-def test_offsets_of_both_kinds_point_at_the_text(shared: Path, tmp_path: Path) -> None:
-    folder = shared / "models" / "stories260k"
-    shutil.copy(folder / "tok512.model", tmp_path / "tokenizer.model")
-    text = "Once upon a time, José 🙂 said"
-    for tokenizer in (load_tokenizer(folder), load_tokenizer(tmp_path)):
-        (encoded,) = tokenizer.encode_batch([text])
-        assert len(encoded.ids) == len(encoded.offsets)
-        covered = {i for start, end in encoded.offsets for i in range(start, end)}
-        assert covered == set(range(len(text)))
-
-
 def test_fast_tokenizer_parses_control_tokens_and_adds_none(tmp_path: Path) -> None:
     write_model(tmp_path, "llama", bos=True)
     tokenizer = load_tokenizer(tmp_path)
@@ -74,4 +72,178 @@ def test_fast_tokenizer_parses_control_tokens_and_adds_none(tmp_path: Path) -> N
 def test_broken_tokenizer_model_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ModelError, match=r"tokenizer\.model: is not a SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
+# Positions: what stands before a character, and where a token begins
+
+
+def hard_texts() -> list[str]:
+    """Texts whose characters are of several tokens, and published ones where they are."""
+    several = [
+        "héllo 🙂🏽\nSELECT * FROM t",
+        "👩‍👩‍👧 ñandú 北京 עברית  ",
+        "\t\n \n",
+        "a",
+        " ",
+        "🙂",
+    ]
+    vectors = SHARED / "tokenizers" / "vectors" / "ggml-vocab-qwen2.gguf.inp"
+    if vectors.is_file():
+        several += vectors.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    return [unicodedata.normalize("NFC", text) for text in (*TEXTS, *several)]
+
+
+@pytest.fixture(params=["qwen3", "stories260k", "tok512", "demo-gemma3", "demo-qwen3", "tiny"])
+def every_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> ModelTokenizer:
+    if request.param == "tiny":
+        write_tokenizer(tmp_path, bos=True)
+        return load_tokenizer(tmp_path)
+    if request.param.startswith("demo"):
+        return load_tokenizer(DATA / request.param)
+    shared = request.getfixturevalue("shared")
+    if request.param == "tok512":
+        model = shared / "models" / "stories260k" / "tok512.model"
+        shutil.copy(model, tmp_path / "tokenizer.model")
+        return load_tokenizer(tmp_path)
+    kind = "tokenizers" if request.param == "qwen3" else "models"
+    return load_tokenizer(shared / kind / request.param)
+
+
+def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenizer) -> None:
+    texts = hard_texts()
+    control = next(iter(every_tokenizer.control_tokens))
+    texts += [f"{control}{text}{control} x" for text in texts]
+    prefixed = 0
+    for text, encoded in zip(texts, every_tokenizer.encode_batch(texts), strict=True):
+        spelled = every_tokenizer.spell(encoded.ids)
+        assert len(spelled) == len(encoded.ids)
+        assert all(spelled)
+        whole = b"".join(spelled)
+        # Some vocabularies of SentencePiece put a space before a text and behind a control token.
+        if whole != text.encode():
+            prefixed += 1
+            assert whole.replace(b" ", b"") == text.replace(" ", "").encode(), repr(text)
+            assert len(whole) - len(text.encode()) <= 1 + text.count(control)
+    if isinstance(every_tokenizer, FastTokenizer) and every_tokenizer._byte_of is not None:
+        assert prefixed == 0
+
+
+def test_control_token_is_spelled_as_it_is_written(tmp_path: Path) -> None:
+    names = ["<｜User▁says｜>", "<é>", "<0x0A>"]  # DeepSeek's, and one that looks like a byte
+    write_tokenizer(tmp_path, extra=names)
+    tokenizer = load_tokenizer(tmp_path)
+    (encoded,) = tokenizer.encode_batch(["".join(names)])
+    assert tokenizer.spell(encoded.ids) == [name.encode() for name in names]
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_boundaries_and_starts_are_those_of_the_bytes(
+    every_tokenizer: ModelTokenizer, control: bool
+) -> None:
+    texts = [text for text in hard_texts() if text.strip()]
+    if isinstance(every_tokenizer, SentencePieceTokenizer):
+        texts = [text.strip() for text in texts]  # it may drop spaces there
+    if control:
+        token = next(iter(every_tokenizer.control_tokens))
+        texts = [f"{token}{text}{token}" for text in texts]
+    compared = 0
+    for text, encoded in zip(texts, every_tokenizer.encode_batch(texts), strict=True):
+        assert encoded.boundary(0) == 0
+        assert encoded.boundary(len(text)) == len(encoded.ids)
+        ids = encoded.ids
+        spelled = every_tokenizer.spell(ids)
+        if b"".join(spelled) != text.encode():
+            # A space is put before the text and behind a control token.
+            begins = [i == 0 or ids[i - 1] in every_tokenizer.control_ids for i in range(len(ids))]
+            spelled = [s.removeprefix(b" " * b) for s, b in zip(spelled, begins, strict=True)]
+            if b"".join(spelled) != text.encode():
+                continue  # one has dropped spaces of the text
+        compared += 1
+        ends = list(accumulate(map(len, spelled), initial=0))
+        for character in range(1, len(text)):
+            before = len(text[:character].encode())
+            # A token that was such a space alone belongs to what stands behind it.
+            expected = ends.index(before) if before in ends else None
+            assert encoded.boundary(character) == expected, (text, character)
+        for token, end in enumerate(ends[:-1]):
+            character = len(text.encode()[:end].decode(errors="ignore"))
+            assert encoded.start(token) == character, (text, token)
+    assert compared > len(texts) / 2
+
+
+# What ends a turn
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, []),
+        ({"config.json": {"eos_token_id": 3}}, ["<start_of_turn>"]),
+        ({"config.json": {"eos_token_id": [4, 1]}}, ["<end_of_turn>", "<|im_start|>"]),
+        ({"config.json": {"text_config": {"eos_token_id": 4}}}, ["<end_of_turn>"]),
+        ({"generation_config.json": {"eos_token_id": [3]}}, ["<start_of_turn>"]),
+        (
+            {
+                "config.json": {"eos_token_id": 3, "text_config": {"eos_token_id": [1]}},
+                "generation_config.json": {"eos_token_id": [4, 3]},
+            },
+            ["<start_of_turn>", "<|im_start|>", "<end_of_turn>"],
+        ),
+        # What is no id is passed over, and whoever needs the file says what is wrong with it.
+        ({"config.json": {"eos_token_id": None, "text_config": 3}}, []),
+        ({"config.json": {"eos_token_id": [True, "4", 4.0, -1, 10**9, 10**99]}}, []),
+    ],
+)
+def test_end_tokens_are_those_that_the_folder_names_then_all_control_tokens(
+    tmp_path: Path, files: dict[str, Any], expected: list[str]
+) -> None:
+    write_tokenizer(tmp_path, bos=True)
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    tokenizer = load_tokenizer(tmp_path)
+    names = tokenizer.spell(range(5))
+    assert names == [b"<bos>", b"<|im_start|>", b"<|im_end|>", b"<start_of_turn>", b"<end_of_turn>"]
+    first = list(dict.fromkeys(["<|im_end|>", *expected]))
+    assert list(tokenizer.end_tokens[: len(first)]) == first
+    assert set(tokenizer.end_tokens) == {name.decode() for name in names}
+    assert len(tokenizer.end_tokens) == 5
+
+
+def test_end_tokens_of_a_sentencepiece_model_are_those_that_the_folder_names(
+    shared: Path, tmp_path: Path
+) -> None:
+    shutil.copy(shared / "models" / "stories260k" / "tok512.model", tmp_path / "tokenizer.model")
+    assert load_tokenizer(tmp_path).end_tokens == ("</s>",)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 999, -1]}))
+    assert load_tokenizer(tmp_path).end_tokens == ("<s>", "</s>")
+    assert load_tokenizer(DATA / "demo-gemma3").end_tokens == ("<eos>", "<end_of_turn>")
+
+
+def test_special_tokens_are_those_that_a_template_may_name(shared: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "fast", bos=True)
+    names = load_tokenizer(tmp_path / "fast").special_tokens
+    assert (names["bos_token"], names["eos_token"]) == ("<bos>", "<|im_end|>")
+    assert load_tokenizer(DATA / "demo-gemma3").special_tokens == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+    }
+    assert "bos_token" not in load_tokenizer(shared / "tokenizers" / "qwen3").special_tokens
+
+
+def test_control_ids_are_those_of_the_control_tokens(every_tokenizer: ModelTokenizer) -> None:
+    encoded = every_tokenizer.encode_batch(list(every_tokenizer.control_tokens))
+    assert {tuple(each.ids) for each in encoded} == {(id_,) for id_ in every_tokenizer.control_ids}
+    assert every_tokenizer.control_ids
+    if every_tokenizer.bos_id is not None:
+        assert every_tokenizer.bos_id in every_tokenizer.control_ids
+
+
+@pytest.mark.parametrize("files", [(), ("config.json",)])
+def test_folder_without_a_tokenizer_is_an_error_that_names_it(
+    tmp_path: Path, files: tuple[str, ...]
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelError, match=f"^{tmp_path}: .*download it again"):
         load_tokenizer(tmp_path)

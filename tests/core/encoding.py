@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from mlxtune.core.conversation import Conversation, Message, SkippedRows
-from mlxtune.core.encode import Encoded, Encoder, Example, Ledger, Tokenizer
-from mlxtune.core.template import TEMPLATES
+from mlxtune.core.cache import encode_file
+from mlxtune.core.conversation import Conversation, Document, Message, SkippedRows
+from mlxtune.core.corpus import Corpus
+from mlxtune.core.encode import EncodedRows, Encoder, Example, OffsetEncoded, Tokenizer
+from mlxtune.core.ledger import EncodedFile, Ledger
+from mlxtune.core.notes import Notes
+from mlxtune.core.template import TEMPLATES, Template
 
 NO_LIMIT = 10**9
-CONTROL = r"<bos>|<\|\w+\|>|<\w+_of_turn>"
+PATH = Path("chat.jsonl")
+CONTROL_TOKENS = (
+    *("<bos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    *("<start_of_turn>", "<end_of_turn>"),
+)
+CONTROL = "|".join(map(re.escape, CONTROL_TOKENS))
 
 
 @dataclass
@@ -23,7 +32,15 @@ class PatternTokenizer:
 
     pattern: str
     bos: str | None = None
+    eos: str | None = None
+    # Those that the pattern takes for tokens wherever they stand.
+    control_tokens: tuple[str, ...] = ()
     vocabulary: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for token in (*self.control_tokens, self.bos, self.eos):
+            if token is not None:
+                self.id_of(token)
 
     def id_of(self, token: str) -> int:
         if token not in self.vocabulary:
@@ -34,12 +51,23 @@ class PatternTokenizer:
     def bos_id(self) -> int | None:
         return None if self.bos is None else self.id_of(self.bos)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+    @property
+    def eos_id(self) -> int | None:
+        return None if self.eos is None else self.id_of(self.eos)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset(map(self.id_of, self.control_tokens))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
         found = [list(re.finditer(self.pattern, text, re.DOTALL)) for text in texts]
         return [
-            Encoded([self.id_of(m.group()) for m in matches], [m.span() for m in matches])
+            OffsetEncoded([self.id_of(m.group()) for m in matches], [m.span() for m in matches])
             for matches in found
         ]
+
+    def spell(self, ids: Sequence[int]) -> list[bytes]:
+        return [self.vocabulary[i].encode() for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.vocabulary[i] for i in ids)
@@ -57,48 +85,61 @@ class ByteTokenizer:
 
     narrow: bool
     bos: str | None = None
+    eos: str | None = None
+    control_tokens: tuple[str, ...] = ()
+    control_ids: frozenset[int] = frozenset()
 
     @property
     def bos_id(self) -> int | None:
         return None if self.bos is None else 256
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+    @property
+    def eos_id(self) -> int | None:
+        return None if self.eos is None else 257
+
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
         return [self._encode(text) for text in texts]
 
-    def _encode(self, text: str) -> Encoded:
+    def _encode(self, text: str) -> OffsetEncoded:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for i, character in enumerate(text):
             encoded = character.encode()
             ids += encoded
             offsets += [(i, i if self.narrow else i + 1)] * (len(encoded) - 1) + [(i, i + 1)]
-        return Encoded(ids, offsets)
+        return OffsetEncoded(ids, offsets)
+
+    def spell(self, ids: Sequence[int]) -> list[bytes]:
+        special = {256: self.bos, 257: self.eos}
+        return [(special[i] or "").encode() if i in special else bytes([i]) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(ids).decode()
+        return b"".join(self.spell(list(ids))).decode()
 
 
-def words(bos: str | None = None) -> PatternTokenizer:
-    return PatternTokenizer(rf"{CONTROL}|\n|\w+|.", bos)
+def words(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
+    return PatternTokenizer(rf"{CONTROL}|\n|\w+|.", bos, eos, CONTROL_TOKENS)
 
 
-def merged_newlines(bos: str | None = None) -> PatternTokenizer:
+def merged_newlines(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
     """Neighbouring newlines are one token, also where the header's meets the answer's."""
-    return PatternTokenizer(rf"{CONTROL}|\n+|\w+|.", bos)
+    return PatternTokenizer(rf"{CONTROL}|\n+|\w+|.", bos, eos, CONTROL_TOKENS)
 
 
-def triples(bos: str | None = None) -> PatternTokenizer:
+def triples(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
     """Three characters a token, wherever the edges are."""
-    return PatternTokenizer(r".{1,3}", bos)
+    return PatternTokenizer(r".{1,3}", bos, eos)
 
 
-TOKENIZERS = {
+SmallTokenizer = PatternTokenizer | ByteTokenizer
+
+TOKENIZERS: dict[str, Callable[[str | None, str | None], SmallTokenizer]] = {
     "words": words,
     "merged_newlines": merged_newlines,
     "triples": triples,
-    "newline_with_word": lambda bos=None: PatternTokenizer(r"\s*\S+|\s+", bos),
-    "bytes": lambda bos=None: ByteTokenizer(narrow=False, bos=bos),
-    "narrow_bytes": lambda bos=None: ByteTokenizer(narrow=True, bos=bos),
+    "newline_with_word": lambda bos, eos: PatternTokenizer(r"\s*\S+|\s+", bos, eos),
+    "bytes": lambda bos, eos: ByteTokenizer(narrow=False, bos=bos, eos=eos),
+    "narrow_bytes": lambda bos, eos: ByteTokenizer(narrow=True, bos=bos, eos=eos),
 }
 
 
@@ -106,15 +147,27 @@ def converse(*messages: tuple[str, str], row: int = 1) -> Conversation:
     return Conversation(row, tuple(Message(*message) for message in messages))
 
 
+def encoded_file(
+    tokenizer: Tokenizer, template: Template, rows: Iterable[Conversation | Document]
+) -> EncodedFile:
+    """The examples, uncut, as `train` has them."""
+
+    def run(skipped: SkippedRows, told: Notes) -> Iterable[EncodedRows]:
+        return Encoder(template, tokenizer).encode(rows, skipped, told)
+
+    return encode_file(PATH, run, cache=None, key="")
+
+
 def encode(
     tokenizer: Tokenizer,
-    *conversations: Conversation,
-    template: str = "qwen3",
+    *rows: Conversation | Document,
+    template: str | Template = "qwen3",
     max_seq_len: int = NO_LIMIT,
 ) -> tuple[list[Example], Ledger, SkippedRows]:
-    skipped = SkippedRows(Path("chat.jsonl"))
-    encoder = Encoder(TEMPLATES[template], tokenizer, max_seq_len)
-    return *encoder.encode(conversations, skipped), skipped
+    rendered = TEMPLATES[template] if isinstance(template, str) else template
+    file = encoded_file(tokenizer, rendered, rows)
+    ledger = file.account(max_seq_len)
+    return list(Corpus([file.arrays], max_seq_len)), ledger, file.skipped
 
 
 def supervised_runs(example: Example) -> list[list[int]]:

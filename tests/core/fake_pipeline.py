@@ -87,11 +87,11 @@ def result(
 
 
 def rows(*numbers: int) -> list[Example]:
-    """Examples of 2 to 6 tokens, of which 1 to 5 are supervised."""
+    """Examples of 2 to 6 tokens, of which 1 to 5 are supervised; those of a number are equal."""
     return [
         Example(
             i,
-            np.arange(2 + i % 5, dtype=np.int32),
+            np.arange(i, i + 2 + i % 5, dtype=np.int32),
             np.array([0] + [1] * (1 + i % 5), dtype=np.uint8),
         )
         for i in numbers

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxtune
-from mlxtune.core.batch import (
-    Row,
-    collate,
-    data_hash,
-    epoch_order,
-    group_rows,
-    plan_micro_batches,
-    split_rows,
-)
+from mlxtune.core.batch import collate, epoch_order, plan_micro_batches, split_rows
 from mlxtune.core.encode import Example
 
 
@@ -33,23 +23,6 @@ def example(row: int, tokens: list[int], mask: list[int] | None = None) -> Examp
         np.array(tokens, dtype=np.int32),
         np.array(mask or [0] * (len(tokens) - 1) + [1], dtype=np.uint8),
     )
-
-
-def rows_of(count: int) -> list[Row]:
-    return [(example(i, [i, 1]),) for i in range(1, count + 1)]
-
-
-def numbers(rows: list[Row]) -> list[int]:
-    return [row[0].row for row in rows]
-
-
-def test_neighbouring_examples_of_a_row_are_gathered() -> None:
-    examples = [example(row, [1, 2]) for row in (1, 1, 4, 9, 9, 9)]
-
-    rows = group_rows(examples)
-
-    assert [len(row) for row in rows] == [2, 1, 3]
-    assert [one for row in rows for one in row] == examples
 
 
 @settings(deadline=None)
@@ -62,19 +35,18 @@ def test_neighbouring_examples_of_a_row_are_gathered() -> None:
 def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
     count: int, share: int, seed: int, val_rows: int
 ) -> None:
-    rows = rows_of(count)
-
     # In 64ths, which floats hold exactly, so that whole numbers give the ceiling too.
-    training, validation = split_rows(rows, share / 64, seed, val_rows)
+    training, validation = split_rows(range(count), share / 64, seed, val_rows)
 
     assert len(validation) == min(-(-count * share // 64), val_rows, count - 1)
     assert len(validation) >= 1
     assert len(training) >= 1
-    assert sorted(numbers(training) + numbers(validation)) == numbers(rows)
-    assert numbers(training) == sorted(numbers(training))
-    assert numbers(validation) == sorted(numbers(validation))
-    again = split_rows(rows, share / 64, seed, val_rows)
-    assert (numbers(again[0]), numbers(again[1])) == (numbers(training), numbers(validation))
+    assert sorted(training + validation) == list(range(count))
+    assert training == sorted(training)
+    assert validation == sorted(validation)
+    # Which numbers the identities are does not matter, only which are equal.
+    others = [(i * 7919 + seed) % 2**64 for i in range(count)]
+    assert split_rows(others, share / 64, seed, val_rows) == (training, validation)
 
 
 @pytest.mark.parametrize(
@@ -84,23 +56,68 @@ def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
 def test_split_of_a_few_rows_is_what_one_counts_by_hand(
     count: int, val_split: float, held_out: int
 ) -> None:
-    training, validation = split_rows(rows_of(count), val_split, seed=42, val_rows=1000)
+    training, validation = split_rows(range(count), val_split, seed=42, val_rows=1000)
 
     assert (len(training), len(validation)) == (count - held_out, held_out)
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_split_needs_a_row_for_each_side(count: int) -> None:
-    with pytest.raises(ValueError, match="at least two rows"):
-        split_rows(rows_of(count), 0.2, seed=42, val_rows=1000)
+@pytest.mark.parametrize("identities", [[], [5], [5, 5, 5]])
+def test_split_needs_a_row_for_each_side(identities: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least two rows that differ"):
+        split_rows(identities, 0.2, seed=42, val_rows=1000)
+
+
+@settings(deadline=None)
+@given(
+    identities=st.lists(st.integers(0, 12), min_size=2, max_size=60).filter(
+        lambda found: len(set(found)) > 1
+    ),
+    share=st.integers(1, 32),
+    seed=st.integers(0, 2**70),
+    val_rows=st.integers(1, 60),
+)
+def test_split_keeps_identical_rows_on_one_side_and_holds_out_no_more_than_asked(
+    identities: list[int], share: int, seed: int, val_rows: int
+) -> None:
+    training, validation = split_rows(identities, share / 64, seed, val_rows)
+
+    assert training
+    assert validation
+    assert sorted(training + validation) == list(range(len(identities)))
+    assert (training, validation) == (sorted(training), sorted(validation))
+    assert not {identities[i] for i in training} & {identities[i] for i in validation}
+    wanted = min(-(-len(identities) * share // 64), val_rows, len(identities) - 1)
+    copies = sorted(map(identities.count, set(identities)))
+    # Where even the rarest has too many copies, it is held out alone.
+    assert len(validation) <= max(wanted, copies[0])
+    if copies[0] > wanted:
+        assert len(validation) == copies[0]
+    # No identity that would still have fitted was left out.
+    left = [identities.count(identities[i]) for i in training]
+    assert min(left) + len(validation) > wanted
+
+
+def test_row_with_the_fewest_copies_is_held_out_where_all_have_more_than_asked_for() -> None:
+    assert split_rows([1, 1, 1, 9, 5, 5, 9, 9], 0.1, 42, 1000) == ([0, 1, 2, 3, 6, 7], [4, 5])
+
+
+def test_split_with_copies_holds_out_the_share_and_each_row_at_times() -> None:
+    identities = [i // 2 if i < 40 else i for i in range(100)]
+    counts = np.zeros(100)
+    for seed in range(500):
+        validation = split_rows(identities, 0.2, seed, 1000)[1]
+        assert len(validation) == 20
+        counts[validation] += 1
+
+    # 500 draws at a fifth: each 100 times, standard deviation 9.
+    assert np.abs(counts - 100).max() < 6 * 9
 
 
 def test_split_differs_by_seed_and_keeps_the_first_choice_when_capped() -> None:
-    rows = rows_of(100)
-    splits = [numbers(split_rows(rows, 0.2, seed, 1000)[1]) for seed in range(20)]
+    splits = [split_rows(range(100), 0.2, seed, 1000)[1] for seed in range(20)]
     assert len({tuple(split) for split in splits}) == 20
 
-    capped = numbers(split_rows(rows, 0.2, 7, val_rows=5)[1])
+    capped = split_rows(range(100), 0.2, 7, val_rows=5)[1]
     assert len(capped) == 5
     assert set(capped) <= set(splits[7])
 
@@ -109,8 +126,7 @@ def test_split_holds_out_every_row_about_equally_often() -> None:
     # 2,000 draws at a fifth: each row 400 times, standard deviation 18.
     counts = np.zeros(50)
     for seed in range(2000):
-        for row in numbers(split_rows(rows_of(50), 0.2, seed, 1000)[1]):
-            counts[row - 1] += 1
+        counts[split_rows(range(50), 0.2, seed, 1000)[1]] += 1
 
     assert counts.sum() == 2000 * 10
     assert np.abs(counts - 400).max() < 6 * 18
@@ -137,8 +153,8 @@ def test_epoch_order_differs_by_epoch_by_seed_and_from_the_file() -> None:
 def test_orders_and_split_are_the_same_in_another_process() -> None:
     program = (
         "from mlxtune.core import batch\n"
-        "print(batch.epoch_order(20, 42, 3), batch.data_hash([]))\n"
-        "print(batch.split_rows(list(range(20)), 0.25, 42, 1000))\n"
+        "print(batch.epoch_order(20, 42, 3))\n"
+        "print(batch.split_rows([i // 3 for i in range(20)], 0.25, 42, 1000))\n"
     )
     package = str(Path(mlxtune.__file__).parents[1])
     outputs = {
@@ -152,16 +168,16 @@ def test_orders_and_split_are_the_same_in_another_process() -> None:
         for seed in ("0", "1", "12345")
     }
 
-    empty = f"sha256:{hashlib.sha256().hexdigest()}"
-    split = split_rows(list(range(20)), 0.25, 42, 1000)  # type: ignore[arg-type]
-    assert outputs == {f"{epoch_order(20, 42, 3)} {empty}\n{split}\n"}
+    split = split_rows([i // 3 for i in range(20)], 0.25, 42, 1000)
+    assert outputs == {f"{epoch_order(20, 42, 3)}\n{split}\n"}
 
 
 def test_orders_and_split_are_those_of_earlier_versions() -> None:
     # Written down when they were made: a change here changes every run that anyone has made.
     assert epoch_order(10, 42, 1) == [0, 1, 4, 7, 3, 2, 9, 8, 6, 5]
     assert epoch_order(10, 42, 2) == [8, 5, 4, 9, 3, 6, 0, 7, 1, 2]
-    assert numbers(split_rows(rows_of(10), 0.3, 42, 1000)[1]) == [3, 5, 7]
+    # As indices; the rows of these were the 3rd, 5th and 7th.
+    assert split_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
 
 
 @settings(deadline=None)
@@ -196,6 +212,19 @@ def test_collated_targets_are_the_next_tokens_as_in_the_picture() -> None:
     assert batch.mask.dtype == np.float32
 
 
+def test_rows_of_several_files_have_names_of_their_own() -> None:
+    examples = [
+        Example(row, np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.uint8), file)
+        for file in range(3)
+        for row in (1, 2, 10**6)
+    ]
+
+    rows = collate(examples).rows
+
+    assert rows[:3] == (1, 2, 10**6)
+    assert len(set(rows)) == 9
+
+
 @settings(deadline=None)
 @given(
     st.lists(
@@ -225,55 +254,3 @@ def test_collating_loses_no_token_and_masks_all_padding(
         assert batch.inputs[i, :width].tolist() == [token for token, _ in row[:-1]]
         assert not batch.mask[i, width:].any()
         assert not batch.targets[i, width:].any()
-
-
-HASHED = [
-    (example(1, [1, 70_000, 3], [0, 1, 1]), example(1, [5, 6], [0, 1])),
-    (example(3, [2**31 - 1, 0], [0, 1]),),
-]
-
-
-def test_data_hash_is_sha256_over_lengths_tokens_and_masks() -> None:
-    content = b"".join(
-        [
-            struct.pack("<qq", 2, 3) + struct.pack("<3i", 1, 70_000, 3) + b"\0\1\1",
-            struct.pack("<q", 2) + struct.pack("<2i", 5, 6) + b"\0\1",
-            struct.pack("<qq", 1, 2) + struct.pack("<2i", 2**31 - 1, 0) + b"\0\1",
-        ]
-    )
-
-    assert data_hash(HASHED) == f"sha256:{hashlib.sha256(content).hexdigest()}"
-    assert data_hash(HASHED) == (
-        "sha256:c8f0edcdc143dc7327e5bec4d83f2455319fda5906553e0acbcfcb637691775c"
-    )
-
-
-def test_data_hash_does_not_depend_on_how_arrays_lie_in_memory() -> None:
-    def stored(one: Example, tokens: str, mask: str) -> Example:
-        strided = np.repeat(one.tokens, 2).astype(tokens)[::2]
-        return Example(one.row, strided, one.assistant_mask.astype(mask))
-
-    for tokens, mask in ((">i4", ">u1"), (">i8", ">i4"), ("<i8", "<i8"), ("<u4", "?")):
-        rows = [tuple(stored(one, tokens, mask) for one in row) for row in HASHED]
-        assert data_hash(rows) == data_hash(HASHED)
-
-
-def test_data_hash_does_not_depend_on_line_numbers() -> None:
-    moved = [
-        tuple(Example(one.row + 7, one.tokens, one.assistant_mask) for one in row) for row in HASHED
-    ]
-    assert data_hash(moved) == data_hash(HASHED)
-
-
-def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends() -> None:
-    base = [(example(1, [1, 2, 3]),), (example(2, [4, 5]),)]
-    others = [
-        [(example(1, [1, 2, 4]),), (example(2, [4, 5]),)],
-        [(example(1, [1, 2, 3], [0, 1, 1]),), (example(2, [4, 5]),)],
-        [(example(1, [1, 2, 3]), example(1, [4, 5]))],
-        [(example(2, [4, 5]),), (example(1, [1, 2, 3]),)],
-        [(example(1, [1, 2, 3]),)],
-        [(example(1, [1, 2]),), (example(2, [3, 4, 5]),)],
-    ]
-
-    assert len({data_hash(rows) for rows in [base, *others]}) == 1 + len(others)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class FailingDisk:
 
 def adapter(content: str) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
-        write_file(folder / "adapters.safetensors", content.encode())
+        write_file(folder / "adapters.safetensors", [content.encode()])
         (folder / "more").mkdir()
         write_json(folder / "more" / "adapter_config.json", {"content": content})
 
@@ -86,8 +86,8 @@ def names_in(folder: Path) -> list[str]:
 
 def test_file_is_put_in_place_and_nothing_beside_it(tmp_path: Path) -> None:
     target = tmp_path / "adapters.safetensors"
-    write_file(target, b"old")
-    write_file(target, b"new")
+    write_file(target, [b"old"])
+    write_file(target, [b"n", b"ew"])
 
     assert target.read_bytes() == b"new"
     assert names_in(tmp_path) == ["adapters.safetensors"]
@@ -95,11 +95,25 @@ def test_file_is_put_in_place_and_nothing_beside_it(tmp_path: Path) -> None:
 
 def test_who_reads_the_old_file_goes_on_reading_it_whole(tmp_path: Path) -> None:
     target = tmp_path / "adapters.safetensors"
-    write_file(target, b"old")
+    write_file(target, [b"old"])
 
     with target.open("rb") as reader:
-        write_file(target, b"new and longer")
+        write_file(target, [b"new and longer"])
         assert reader.read() == b"old"
+
+
+def test_file_stays_old_when_its_content_fails_midway(tmp_path: Path) -> None:
+    def content() -> Iterator[bytes]:
+        yield b"new"
+        raise ValueError("no more")
+
+    target = tmp_path / "dump.jsonl"
+    write_file(target, [b"old"])
+
+    with pytest.raises(ValueError, match="no more"):
+        write_file(target, content())
+    assert target.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["dump.jsonl"]
 
 
 @pytest.mark.parametrize("before", [None, b"old"], ids=["none_before", "one_before"])
@@ -116,11 +130,11 @@ def test_file_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fails(
             disk = FailingDisk(monkeypatch, fails_at)
             if fails_at <= 4:
                 with pytest.raises(OutputError) as raised:
-                    write_file(target, b"new")
+                    write_file(target, [b"n", b"ew"])
                 assert str(raised.value).startswith(f"{target}: cannot be written: ")
                 assert os.strerror(errno.ENOSPC) in str(raised.value)
             else:
-                write_file(target, b"new")
+                write_file(target, [b"n", b"ew"])
         if not disk.failed:
             break
         # Open, flush, rename; then the folder is flushed.
@@ -232,7 +246,7 @@ def watch(operation):
 for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "replace"), (os, "fsync")):
     setattr(owner, name, watch(getattr(owner, name)))
 os.getpid = lambda: 1
-save = lambda folder: checkpoint.write_file(folder / "adapters.safetensors", b"new")
+save = lambda folder: checkpoint.write_file(folder / "adapters.safetensors", [b"new"])
 checkpoint.write_checkpoint(Path(sys.argv[1]), save, {"content": "new"})
 """
 
@@ -273,7 +287,7 @@ def below_a_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda folder: write_file(folder / "adapters.safetensors", b""),
+        lambda folder: write_file(folder / "adapters.safetensors", [b""]),
         lambda folder: write_checkpoint(folder / "best", lambda _: None, {}),
         lambda folder: check_writable(folder, "--output"),
         make_folder,
@@ -306,7 +320,7 @@ def test_file_in_place_of_a_folder_to_write_into_is_an_error_that_names_it(tmp_p
     with pytest.raises(OutputError, match=r"file is a file, .*choose another --output"):
         check_writable(tmp_path / "file", "--output")
     with pytest.raises(OutputError, match="cannot be written"):
-        write_file(tmp_path, b"")
+        write_file(tmp_path, [b""])
     assert (tmp_path / "file").read_text() == "kept"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.conversation import Conversation, Message, SkippedRows
-from mlxtune.core.encode import Encoder, Ledger
-from mlxtune.core.template import TEMPLATES, render_qwen3
+from mlxtune.core import notes
+from mlxtune.core.conversation import Conversation, Message
+from mlxtune.core.ledger import Ledger
+from mlxtune.core.template import TEMPLATES, Rendered, Rendering, render_qwen3
 from tests.core.encoding import (
-    NO_LIMIT,
     TOKENIZERS,
     ByteTokenizer,
     PatternTokenizer,
@@ -61,21 +63,24 @@ def test_every_assistant_turn_is_supervised_and_later_user_turns_are_not() -> No
 
 def test_bos_is_added_once_and_never_twice_nor_where_there_is_none() -> None:
     conversation = converse(("user", "Hi"), ("assistant", "Hello"))
-    rendered = render_qwen3(conversation)
+    (rendered,) = render_qwen3(conversation).texts
 
-    def with_bos(conversation: Conversation) -> Any:
+    def with_bos(conversation: Conversation) -> Rendering:
         start = len("<bos>")
         spans = tuple((a + start, b + start) for a, b in rendered.spans)
-        return type(rendered)("<bos>" + rendered.text, spans)
+        return Rendering((Rendered("<bos>" + rendered.text, spans),))
+
+    def forbids_bos(conversation: Conversation) -> Rendering:
+        return Rendering((replace(rendered, add_bos=False),))
 
     for template, bos, count in (
         (render_qwen3, None, 0),
         (render_qwen3, "<bos>", 1),
         (with_bos, "<bos>", 1),
+        (forbids_bos, "<bos>", 0),
     ):
         tokenizer = words(bos)
-        encoder = Encoder(template, tokenizer, NO_LIMIT)
-        (example,), _ = encoder.encode([conversation], SkippedRows(Path("chat.jsonl")))
+        (example,), _, _ = encode(tokenizer, conversation, template=template)
 
         assert example.tokens.tolist().count(tokenizer.id_of("<bos>")) == count
         assert tokenizer.decode(example.tokens).removeprefix("<bos>") == rendered.text
@@ -94,21 +99,81 @@ def test_answer_is_tokenised_by_itself_where_a_token_would_cross_its_edge() -> N
     # "assistant\n" and "\n\nc" would share a token of three newlines.
     assert [tokenizer.vocabulary[i] for i in merged.tokens] == [
         *("<|im_start|>", "user", "\n", "a", "\n\n", "b", "<|im_end|>", "\n"),
-        *("<|im_start|>", "assistant", "\n", "\n\n", "c", "\n\n", "d", "<|im_end|>", "\n"),
+        *("<|im_start|>", "assistant", "\n", "\n\n", "c", "\n\n", "d", "<|im_end|>"),
     ]
-    assert merged.assistant_mask.tolist() == [0] * 11 + [1] * 5 + [0]
+    assert merged.assistant_mask.tolist() == [0] * 11 + [1] * 5
     assert [tokenizer.decode(run) for run in supervised_runs(apart)] == ["c\n\nd<|im_end|>"]
+
+
+def test_each_turn_is_an_example_where_a_token_would_cross_the_edge_of_one() -> None:
+    tokenizer = merged_newlines(bos="<bos>")
+    conversation = converse(
+        ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "\n\nd"), row=3
+    )
+
+    (first, second), ledger, skipped = encode(tokenizer, conversation)
+
+    turn = r"<|im_start|> user \n a <|im_end|> \n <|im_start|> assistant \n b <|im_end|>"
+    later = turn + r" \n <|im_start|> user \n c <|im_end|> \n <|im_start|> assistant \n \n\n d"
+    for example, pieces, prompt in (
+        (first, f"<bos> {turn}", 10),
+        (second, f"<bos> {later} <|im_end|>", 22),
+    ):
+        assert [tokenizer.vocabulary[i] for i in example.tokens] == [
+            piece.replace(r"\n", "\n") for piece in pieces.split()
+        ]
+        assert example.assistant_mask.tolist() == [0] * prompt + [1] * (len(example) - prompt)
+        assert example.row == 3
+    assert skipped.total == 0
+    assert ledger == Ledger(
+        path="chat.jsonl",
+        rows_read=1,
+        rows_train=1,
+        examples=2,
+        tokens=len(first) + len(second),
+        tokens_supervised=2 + 3,
+        tokens_context=10 + 22,
+    )
+
+
+def test_row_is_skipped_only_when_none_of_its_examples_has_a_supervised_token() -> None:
+    conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "\nd"))
+    # As above, without BOS: 9 + 2 tokens, then 21 + 3.
+    for limit, kept, supervised, context, truncated in (
+        (24, 2, 5, 30, 0),
+        (22, 2, 3, 30, 2),
+        (21, 1, 2, 9, 24),
+        (10, 1, 1, 9, 25),
+        (9, 0, 0, 0, 35),
+    ):
+        examples, ledger, skipped = encode(merged_newlines(), conversation, max_seq_len=limit)
+
+        assert len(examples) == kept
+        assert skipped.total == (kept == 0)
+        assert ledger.adds_up()
+        assert ledger == Ledger(
+            path="chat.jsonl",
+            rows_read=1,
+            rows_train=int(kept > 0),
+            rows_skipped=skipped.counts,
+            rows_truncated=int(truncated > 0),
+            examples=kept,
+            tokens=35,
+            tokens_supervised=supervised,
+            tokens_context=context,
+            tokens_truncated=truncated,
+            notes=Counter({notes.TRUNCATED_ANSWER: 1} if kept and limit < 24 else {}),
+        )
+    assert "the answer begins at token 10" in skipped.first()
 
 
 def test_token_that_crosses_the_end_of_a_turn_is_split_there() -> None:
     tokenizer = triples()
+    (rendered,) = render_qwen3(converse(("user", "Hi"), ("assistant", "Hello!"))).texts
 
     (example,), _, _ = encode(tokenizer, converse(("user", "Hi"), ("assistant", "Hello!")))
 
-    assert (
-        tokenizer.decode(example.tokens)
-        == render_qwen3(converse(("user", "Hi"), ("assistant", "Hello!"))).text
-    )
+    assert tokenizer.decode(example.tokens) + "\n" == rendered.text
     assert [tokenizer.decode(run) for run in supervised_runs(example)] == ["Hello!<|im_end|>"]
 
 
@@ -138,10 +203,12 @@ def test_example_is_cut_at_max_seq_len_and_what_is_lost_is_counted() -> None:
             rows_read=1,
             rows_train=1,
             rows_truncated=int(limit < 16),
+            examples=1,
             tokens=16,
             tokens_supervised=min(kept - 9, 6),
             tokens_context=9 + (kept == 16),
             tokens_truncated=16 - kept,
+            notes=Counter({notes.TRUNCATED_ANSWER: 1} if limit < 15 else {}),
         )
 
 
@@ -161,10 +228,12 @@ def test_row_cut_before_its_first_supervised_token_is_skipped_and_counted() -> N
         "rows_validation": 0,
         "rows_skipped": {"no supervised token within --max-seq-len 9": 1},
         "rows_truncated": 1,
+        "examples": 0,
         "tokens": 12,
         "tokens_supervised": 0,
         "tokens_context": 0,
         "tokens_truncated": 12,
+        "notes": {},
     }
     assert ledger.adds_up()
 
@@ -224,26 +293,6 @@ def test_tools_nested_to_the_parsers_limit_are_kept_or_skipped_but_never_a_crash
     assert [example.row for example in examples[:3]] == [1, 2, 3]
 
 
-def test_held_out_rows_move_within_the_ledger() -> None:
-    ledger = Ledger(rows_read=5, rows_train=5)
-    ledger.hold_out(2)
-
-    assert (ledger.rows_train, ledger.rows_validation) == (3, 2)
-    assert ledger.adds_up()
-
-
-@pytest.mark.parametrize(
-    "change",
-    ["rows_read", "rows_train", "rows_validation", "tokens", "tokens_supervised", "tokens_context"],
-)
-def test_ledger_with_an_unaccounted_row_or_token_does_not_add_up(change: str) -> None:
-    _, ledger, _ = encode(words(), converse(("user", "Hi"), ("assistant", "Hello")))
-    assert ledger.adds_up()
-
-    setattr(ledger, change, getattr(ledger, change) + 1)
-    assert not ledger.adds_up()
-
-
 CONTENT = st.text(st.sampled_from("ab \né🦙\u0301<|>"), max_size=8) | st.text(max_size=8)
 TURNS = st.lists(
     st.tuples(st.sampled_from(["system", "user", "assistant", "assistant", "tool"]), CONTENT),
@@ -261,6 +310,20 @@ CONVERSATIONS = st.lists(
 )
 
 
+def may_be_one_example(tokenizer: Any, rendered: Rendered) -> bool:
+    """Whether the whole begins with each prompt's tokens, and each answer's end is a token's."""
+    texts = [rendered.text, *(rendered.text[:start] for start, _ in rendered.spans)]
+    whole, *prompts = (encoded.ids for encoded in tokenizer.encode_batch(texts))
+    lengths = [
+        1 if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode([token]).encode())
+        for token in whole
+    ]
+    edges = set(accumulate(lengths))
+    return all(whole[: len(prompt)] == prompt for prompt in prompts) and all(
+        len(rendered.text[:end].encode()) in edges for _, end in rendered.spans
+    )
+
+
 @settings(deadline=None)
 @given(
     chosen=st.sampled_from(sorted(TOKENIZERS)),
@@ -271,22 +334,35 @@ CONVERSATIONS = st.lists(
 def test_supervised_tokens_decode_to_the_answers_for_any_conversation(
     chosen: str, template: str, bos: str | None, turns: list[list[tuple[str, str]]]
 ) -> None:
-    tokenizer = TOKENIZERS[chosen](bos)
+    tokenizer = TOKENIZERS[chosen](bos, None)
     conversations = {i: converse(*messages, row=i) for i, messages in enumerate(turns, start=1)}
 
     examples, _, skipped = encode(tokenizer, *conversations.values(), template=template)
 
-    for example in examples:
-        rendered = TEMPLATES[template](conversations[example.row])
-        ids = example.tokens.tolist()
-        if bos is not None:
-            assert ids[0] == tokenizer.bos_id
-            assert example.assistant_mask[0] == 0
-            ids = ids[1:]
-        assert tokenizer.decode(ids) == rendered.text
-        assert [tokenizer.decode(run) for run in supervised_runs(example)] == [
-            rendered.text[start:end] for start, end in rendered.spans
+    for row, of_row in groupby(examples, key=lambda example: example.row):
+        (rendered,) = TEMPLATES[template](conversations[row]).texts
+        several = list(of_row)
+        answers = [rendered.text[start:end] for start, end in rendered.spans]
+        prompts = [
+            encoded.ids
+            for encoded in tokenizer.encode_batch([rendered.text[:a] for a, _ in rendered.spans])
         ]
+        for example in several:
+            if bos is not None:
+                assert example.tokens[0] == tokenizer.bos_id
+                assert example.assistant_mask[0] == 0
+        tokens = [example.tokens.tolist()[bos is not None :] for example in several]
+        runs = [supervised_runs(example) for example in several]
+        if may_be_one_example(tokenizer, rendered):
+            ((whole,), (of_whole,)) = tokens, runs
+            assert tokenizer.decode(whole) == rendered.text
+            assert all(whole[: len(prompt)] == prompt for prompt in prompts)
+            assert [tokenizer.decode(run) for run in of_whole] == answers
+        else:
+            for ids, of_turn, prompt, answer in zip(tokens, runs, prompts, answers, strict=True):
+                (run,) = of_turn
+                assert ids == prompt + run
+                assert tokenizer.decode(run) == answer
     refused = [
         row
         for row, conversation in conversations.items()
@@ -306,7 +382,7 @@ def test_supervised_tokens_decode_to_the_answers_for_any_conversation(
 def test_ledger_adds_up_and_a_cut_is_a_prefix_for_any_limit(
     chosen: str, bos: str | None, turns: list[list[tuple[str, str]]], max_seq_len: int
 ) -> None:
-    tokenizer = TOKENIZERS[chosen](bos)
+    tokenizer = TOKENIZERS[chosen](bos, None)
     conversations = [converse(*messages, row=i) for i, messages in enumerate(turns, start=1)]
     whole, _, _ = encode(tokenizer, *conversations)
 
@@ -319,9 +395,11 @@ def test_ledger_adds_up_and_a_cut_is_a_prefix_for_any_limit(
         assert cut.assistant_mask.tolist() == full.assistant_mask[:max_seq_len].tolist()
     masks = [example.assistant_mask[:max_seq_len].tolist() for example in kept]
     lengths = [len(example) for example in whole]
-    assert ledger.rows_read == len(conversations) == len(examples) + skipped.total
-    assert ledger.rows_train == len(kept)
-    assert ledger.rows_truncated == sum(length > max_seq_len for length in lengths)
+    rows = {example.row for example in kept}
+    assert ledger.rows_read == len(conversations) == len(rows) + skipped.total
+    assert ledger.rows_train == len(rows)
+    assert ledger.examples == len(kept)
+    assert ledger.rows_truncated == len({e.row for e in whole if len(e) > max_seq_len})
     assert ledger.tokens == sum(lengths)
     assert ledger.tokens_supervised == sum(map(sum, masks))
     assert ledger.tokens_context == sum(map(len, masks)) - sum(map(sum, masks))

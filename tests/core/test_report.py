@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig, TrainConfig
 from mlxtune.core import report
-from mlxtune.core.encode import Example, Ledger
+from mlxtune.core.encode import Example
+from mlxtune.core.inspection import Finding, Place
+from mlxtune.core.ledger import Ledger
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
@@ -116,6 +118,28 @@ def test_what_did_not_happen_to_rows_is_not_said() -> None:
 
     assert report.rows_line(ledger) == "chat.jsonl: 1 row read, 1 train"
     assert report.tokens_line(ledger) == "9 tokens = 3 supervised + 6 context + 0 truncated"
+
+
+def test_examples_are_counted_where_rows_became_several() -> None:
+    several = Ledger("chat.jsonl", 3, 1, 1, examples=3, tokens=9)
+    assert report.tokens_line(several).startswith("9 tokens in 3 examples = 0 supervised + ")
+    one_each = Ledger("chat.jsonl", 3, 2, 1, examples=3, tokens=9)
+    assert report.tokens_line(one_each).startswith("9 tokens = ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "detail", "text"),
+    [
+        (1, "", "a.jsonl:7: looks odd: mend it"),
+        (2, "message 3", "a.jsonl:7: looks odd (message 3), and 1 more: mend it"),
+        (1235, "", "a.jsonl:7: looks odd, and 1,234 more: mend it"),
+    ],
+)
+def test_finding_names_the_first_row_and_how_many_more_there_are(
+    rows: int, detail: str, text: str
+) -> None:
+    places = (Place("a.jsonl", 7, detail), Place("b.jsonl", 1))[:rows]
+    assert report.finding_line(Finding("warning", "looks odd", rows, "mend it", places)) == text
 
 
 def record(step: int, **changes: Any) -> StepRecord:

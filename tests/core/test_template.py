@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.core import notes
 from mlxtune.core.conversation import BadRow, Conversation, Message, parse_messages
+from mlxtune.core.notes import Note
 from mlxtune.core.template import (
     TEMPLATES,
     Rendered,
+    Rendering,
     choose_template,
     render_gemma,
     render_qwen3,
@@ -42,6 +45,12 @@ def converse(*messages: tuple[str, str] | Message, tools: tuple[Any, ...] = ()) 
 
 def supervised(rendered: Rendered) -> list[str]:
     return [rendered.text[start:end] for start, end in rendered.spans]
+
+
+def text_of(rendering: Rendering) -> str:
+    """The one text that holds every turn."""
+    (one,) = rendering.texts
+    return one.text
 
 
 def jinja(path: Path) -> Callable[[Conversation], str]:
@@ -83,7 +92,7 @@ def chat(path: Path) -> list[Conversation]:
 
 
 def test_supervised_are_the_answer_and_the_end_of_its_turn_as_in_the_picture() -> None:
-    rendered = render_qwen3(converse(("user", "Hi"), ("assistant", "Hello!")))
+    (rendered,) = render_qwen3(converse(("user", "Hi"), ("assistant", "Hello!"))).texts
 
     # A newline is two characters wide in the picture.
     text = r"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
@@ -94,7 +103,7 @@ def test_supervised_are_the_answer_and_the_end_of_its_turn_as_in_the_picture() -
 
 
 def test_qwen3_marks_every_assistant_turn_and_no_other() -> None:
-    rendered = render_qwen3(
+    (rendered,) = render_qwen3(
         converse(
             ("system", "Be brief."),
             ("user", "Hi"),
@@ -102,7 +111,7 @@ def test_qwen3_marks_every_assistant_turn_and_no_other() -> None:
             ("user", "2 + 2?"),
             ("assistant", "4\n"),
         )
-    )
+    ).texts
 
     assert rendered.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -115,7 +124,7 @@ def test_qwen3_marks_every_assistant_turn_and_no_other() -> None:
 
 
 def test_qwen3_tool_calls_are_supervised_and_results_are_not() -> None:
-    rendered = render_qwen3(
+    (rendered,) = render_qwen3(
         converse(
             ("user", "Rain?"),
             Message("assistant", "", (call("weather", {"city": "Köln"}),)),
@@ -123,7 +132,7 @@ def test_qwen3_tool_calls_are_supervised_and_results_are_not() -> None:
             ("tool", "no"),
             Message("assistant", "Again.", (call("weather", '{"city": 1}'), {"name": "stop"})),
         )
-    )
+    ).texts
 
     assert rendered.text == (
         "<|im_start|>user\nRain?<|im_end|>\n"
@@ -148,8 +157,78 @@ def test_tool_call_without_a_name_is_a_bad_row(broken: dict[str, Any]) -> None:
     assert raised.value.kind == "a tool call has no function name"
 
 
+@pytest.mark.parametrize("render", [render_qwen3, render_gemma])
+@pytest.mark.parametrize(
+    ("turns", "weights", "chosen"),
+    [
+        ("all", (1, 1, 1), "abc"),
+        ("last", (1, 1, 1), "c"),
+        ("all", (0, 1, 0), "b"),
+        ("last", (0, 0, 1), "c"),
+    ],
+)
+def test_turns_of_weight_0_and_all_but_the_last_if_asked_are_context(
+    render: Callable[..., Rendering], turns: str, weights: tuple[int, ...], chosen: str
+) -> None:
+    messages = [
+        message
+        for answer, weight in zip("abc", weights, strict=True)
+        for message in (
+            Message("user", "?"),
+            Message("assistant", answer, trained=bool(weight)),
+        )
+    ]
+    (rendered,) = render(converse(*messages), turns).texts
+
+    assert [text[0] for text in supervised(rendered)] == list(chosen)
+    assert [text[1:] for text in supervised(rendered)] == [supervised(rendered)[0][1:]] * len(
+        chosen
+    )
+    assert rendered.text == text_of(render(converse(*messages), "all"))
+
+
+@pytest.mark.parametrize("render", [render_qwen3, render_gemma])
+def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_trained(
+    render: Callable[..., Rendering],
+) -> None:
+    messages = (Message("assistant", "a"), Message("assistant", "b", trained=False))
+
+    with pytest.raises(BadRow, match="the last assistant turn has weight 0"):
+        render(converse(*messages), "last")
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("Hi", "<think>\nHm.\n</think>\n\nHi<|im_end|>"),
+        ("<think>\nHm.\n</think>\n\nHi", "<think>\nHm.\n</think>\n\nHi<|im_end|>"),
+        ("<think>Hm.</think>Hi", "<think>Hm.</think>Hi<|im_end|>"),
+        ("Hm. </think", "<think>\nHm.\n</think>\n\nHm. </think<|im_end|>"),
+        ("a</think>b", "<think>\nHm.\n</think>\n\na</think>b<|im_end|>"),
+    ],
+)
+def test_qwen3_supervises_thinking_once_wherever_it_stands(content: str, written: str) -> None:
+    rendering = render_qwen3(converse(("user", "?"), Message("assistant", content, thinking="Hm.")))
+
+    assert supervised(rendering.texts[0]) == [written]
+    assert rendering.notes == ()
+
+
+def test_gemma_keeps_thinking_in_the_content_and_says_when_it_drops_that_of_a_field() -> None:
+    tagged = Message("assistant", "<think>Hm.</think>Hi", thinking="Hm.")
+    apart = Message("assistant", "Hm.", thinking="Hm.")
+
+    rendering = render_gemma(converse(("user", "?"), tagged, ("user", "?"), apart))
+
+    assert supervised(rendering.texts[0]) == [
+        "<think>Hm.</think>Hi<end_of_turn>",
+        "Hm.<end_of_turn>",
+    ]
+    assert rendering.notes == (Note(notes.DROPPED_THINKING, "message 4"),)
+
+
 def test_gemma_marks_model_turns_and_gives_the_system_message_a_user_turn() -> None:
-    rendered = render_gemma(
+    (rendered,) = render_gemma(
         converse(
             ("system", "Be brief."),
             ("user", "Hi"),
@@ -157,7 +236,7 @@ def test_gemma_marks_model_turns_and_gives_the_system_message_a_user_turn() -> N
             ("user", "2 + 2?"),
             ("assistant", "4"),
         )
-    )
+    ).texts
 
     assert rendered.text == (
         "<start_of_turn>user\n[System: Be brief.]<end_of_turn>\n"
@@ -208,6 +287,7 @@ CALLS = st.builds(
     st.text(max_size=5)
     | st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3) | st.none()),
 )
+# As rows are read, each has an assistant turn somewhere.
 MESSAGES = st.lists(
     st.builds(
         lambda role, content, calls: Message(role, content, calls * (role == "assistant")),
@@ -217,7 +297,7 @@ MESSAGES = st.lists(
     ),
     min_size=1,
     max_size=6,
-)
+).filter(lambda messages: any(message.role == "assistant" for message in messages))
 
 
 def spans_hold_the_answers(rendered: Rendered, end_of_turn: str, answers: list[str]) -> bool:
@@ -237,12 +317,15 @@ def test_each_assistant_turn_has_one_span_whatever_the_messages(
 ) -> None:
     answers = [message.content for message in messages if message.role == "assistant"]
 
-    rendered = render_qwen3(converse(*messages, tools=tools))
+    (rendered,) = render_qwen3(converse(*messages, tools=tools)).texts
     assert spans_hold_the_answers(rendered, "<|im_end|>", answers)
+    assert rendered.add_bos
 
     plain = [Message(message.role, message.content) for message in messages]
     if all(message.role != "tool" for message in plain):
-        assert spans_hold_the_answers(render_gemma(converse(*plain)), "<end_of_turn>", answers)
+        (rendered,) = render_gemma(converse(*plain)).texts
+        assert spans_hold_the_answers(rendered, "<end_of_turn>", answers)
+        assert rendered.add_bos
 
 
 def test_qwen3_equals_its_own_template_for_any_messages(shared: Path) -> None:
@@ -252,7 +335,7 @@ def test_qwen3_equals_its_own_template_for_any_messages(shared: Path) -> None:
     @given(messages=MESSAGES, tools=st.sampled_from([(), (TOOL,), (TOOL, {"é": [1.5, None]})]))
     def check(messages: list[Message], tools: tuple[Any, ...]) -> None:
         conversation = with_a_question_after(converse(*messages, tools=tools))
-        assert render_qwen3(conversation).text == reference(conversation)
+        assert text_of(render_qwen3(conversation)) == reference(conversation)
 
     check()
 
@@ -263,9 +346,9 @@ def test_qwen3_equals_its_own_template_on_all_chat_data(shared: Path) -> None:
     for path in sorted((shared / "chat").glob("*.jsonl")):
         for conversation in chat(path):
             asked = with_a_question_after(conversation)
-            assert render_qwen3(asked).text == reference(asked), f"{path}:{conversation.row}"
+            assert text_of(render_qwen3(asked)) == reference(asked), f"{path}:{conversation.row}"
             rendered = without_last_empty_thinking(reference(conversation))
-            assert render_qwen3(conversation).text == rendered, f"{path}:{conversation.row}"
+            assert text_of(render_qwen3(conversation)) == rendered, f"{path}:{conversation.row}"
             compared += 1
 
     assert compared == 10_463
@@ -281,7 +364,8 @@ def test_gemma_equals_its_own_template_on_chat_data_without_tools(shared: Path) 
             if conversation.tools or roles != ["user", "assistant"] * (len(roles) // 2):
                 continue
             trimmed = converse(*((m.role, m.content.strip()) for m in conversation.messages))
-            assert render_gemma(trimmed).text == reference(trimmed), f"{path}:{conversation.row}"
+            text = text_of(render_gemma(trimmed))
+            assert text == reference(trimmed), f"{path}:{conversation.row}"
             compared += 1
 
     assert compared == 10_272
@@ -301,11 +385,17 @@ def test_templates_equal_the_golden_renders(shared: Path) -> None:
             Message(m["role"], m.get("content") or "", tuple(m.get("tool_calls") or ()))
             for m in golden["messages"]
         ]
-        rendered = TEMPLATES[name](converse(*messages, tools=tuple(golden.get("tools") or ())))
         expected = golden["rendered"].removeprefix(golden.get("bos_token") or "")
-        if name == "qwen3" and messages[-1].role == "assistant":
+        if all(message.role != "assistant" for message in messages):
+            messages.append(Message("assistant", "Hm."))
+            expected += {
+                "qwen3": "<|im_start|>assistant\nHm.<|im_end|>\n",
+                "gemma": "<start_of_turn>model\nHm.<end_of_turn>\n",
+            }[name]
+        elif name == "qwen3" and messages[-1].role == "assistant":
             expected = without_last_empty_thinking(expected)
-        assert rendered.text == expected, golden["conversation"]
+        conversation = converse(*messages, tools=tuple(golden.get("tools") or ()))
+        assert text_of(TEMPLATES[name](conversation)) == expected, golden["conversation"]
         compared.append((name, golden["conversation"]))
 
     assert len(compared) == len(set(compared)) == 18

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.batch import data_hash, group_rows
+from mlxtune.core.corpus import Corpus
 from mlxtune.core.encode import Example
 from mlxtune.core.metrics import InstructBatchResult
 from mlxtune.core.trainer import InstructTrainer
@@ -83,7 +83,7 @@ def test_data_hash_is_of_the_whole_corpus_whatever_the_split(tmp_path: Path) -> 
         for seed in range(3)
     }
 
-    assert hashes == {data_hash(group_rows(CORPUS))}
+    assert hashes == {Corpus.of(CORPUS).data_hash()}
 
 
 # Steps

@@ -1,0 +1,85 @@
+"""A model folder's own chat template, rendered by transformers as every inference tool does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mlxtune.core.conversation import BadRow
+from mlxtune.errors import ModelError, one_line
+
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+class ChatTemplate:
+    """Jinja templates with the special tokens that they may name; see core's RenderChat.
+
+    `sources` are templates by name: `tool_use`, where there is one, for conversations with tools,
+    and `default` for all others.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._special_tokens = dict(special_tokens)
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool | None = None,
+    ) -> str:
+        """Render messages.
+
+        Raises BadRow with the template's own reason where it refuses them, and ModelError when it
+        is no template.
+        """
+        options: dict[str, Any] = dict(self._special_tokens)
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self._sources[name],
+                add_generation_prompt=add_generation_prompt,
+                **options,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the model's chat template cannot be read: line {error.lineno}: "
+                f"{one_line(error)}: mend it or name a built-in --template"
+            ) from error
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise BadRow("the model's template refuses it", one_line(error)) from error
+        return str(rendered[0])
+
+
+def read_chat_template(folder: Path) -> dict[str, str]:
+    """Return the templates in a folder's chat_template.jinja or tokenizer_config.json, by name.
+
+    Raises ModelError when they cannot be read.
+    """
+    jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        if jinja.is_file():
+            return {_DEFAULT: jinja.read_text(encoding="utf-8")}
+        read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        template = read.get("chat_template")
+        if isinstance(template, str):
+            return {_DEFAULT: template}
+        sources = {entry["name"]: entry["template"] for entry in template or ()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{folder}: its chat template cannot be read: {one_line(error)}: download it again"
+        ) from error
+    if sources and _DEFAULT not in sources:
+        raise ModelError(f"{folder}: has chat templates, but none by the name of {_DEFAULT}")
+    return sources

@@ -1,0 +1,294 @@
+"""Every turn under every template of ../shared, beside what transformers gives a model for it.
+
+Shared by test_chat_template.py and check_templates.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from mlxtune.backend.tokenizer import ModelTokenizer, load_tokenizer
+from mlxtune.config import DataConfig
+from mlxtune.core.encode import Example
+from mlxtune.dataset import Dataset, Reader, load_dataset
+
+Row = dict[str, Any]
+
+# The control tokens of Gemma 3 and 4, which are not in Qwen's vocabulary.
+GEMMA_TOKENS = (
+    *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "<|think|>"),
+    *("<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", '<|"|>'),
+)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template file, and what the model's documentation says of its turns.
+
+    `calls` is how it writes tool calls, empty where it leaves them out; `in_content` and `in_field`
+    how it writes thinking that the data has between tags or in a field; `unthought` what an answer
+    without thinking begins with where thinking is on, `unthought_after_tool` likewise when a tool
+    has answered.
+    """
+
+    file: str
+    end: str = "<|im_end|>"
+    trims: bool = False
+    calls: str = "json"
+    asks_for_thinking: bool = False
+    in_content: str = "<think>\n{}\n</think>\n\n"
+    in_field: str = ""
+    unthought: str = ""
+    unthought_after_tool: str = ""
+
+    @property
+    def is_gemma(self) -> bool:
+        return "gemma" in self.file
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What --thinking may be."""
+        return ("auto", "on", "off") if self.asks_for_thinking else ("auto",)
+
+
+_EMPTY_BLOCK = "<think>\n\n</think>\n\n"
+TEMPLATES = {
+    template.file: template
+    for template in (
+        Template("qwen2_5.jinja"),
+        Template(
+            "qwen3.jinja",
+            asks_for_thinking=True,
+            in_field="<think>\n{}\n</think>\n\n",
+            unthought=_EMPTY_BLOCK,
+            unthought_after_tool=_EMPTY_BLOCK,
+        ),
+        Template("qwen3_instruct_2507.jinja"),
+        Template(
+            "qwen3_5_think.jinja",
+            trims=True,
+            calls="xml",
+            asks_for_thinking=True,
+            # Its generation prompt begins the block.
+            in_content="{}\n</think>\n\n",
+            in_field="{}\n</think>\n\n",
+            unthought="\n</think>\n\n",
+            unthought_after_tool="\n</think>\n\n",
+        ),
+        Template("gemma.jinja", "<end_of_turn>", trims=True, calls=""),
+        Template("gemma3.jinja", "<end_of_turn>", trims=True, calls=""),
+        Template(
+            "diffusion_gemma.jinja",
+            "<turn|>",
+            trims=True,
+            calls="gemma",
+            asks_for_thinking=True,
+            in_content="<|channel>thought\n{}\n<channel|>",
+            in_field="<|channel>thought\n{}\n<channel|>",
+            # Only behind a tool's answer does its generation prompt open the channel.
+            unthought_after_tool="\n<channel|>",
+        ),
+    )
+}
+
+
+def special_tokens(template: Template) -> dict[str, str]:
+    return {"bos_token": "<bos>"} if template.is_gemma else {}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model folder without a model: the real vocabulary, and one of the templates.
+
+    `ours` is its tokenizer as mlxtune reads it, `theirs` as transformers does.
+    """
+
+    path: Path
+    template: Template
+    ours: ModelTokenizer
+    theirs: Any
+
+    def encode(self, data: Path, **options: Any) -> Dataset:
+        """Encode a file as `train` and `inspect` do, nothing cut and nothing held out."""
+        defaults = {"max_seq_len": 10**9, "val_split": 0, "no_cache": True}
+        config = DataConfig(str(self.path), str(data), **defaults | options)
+        reader = Reader(config, self.path)
+        reader.tokenizer = self.ours  # loading one takes seconds
+        return load_dataset(config, reader)
+
+    def prompt(self, messages: Sequence[Row], **options: Any) -> list[int]:
+        """Return the tokens that transformers gives a model for its next turn."""
+        ids = self.theirs.apply_chat_template(
+            list(messages),
+            chat_template=(self.path / "chat_template.jinja").read_text(encoding="utf-8"),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+        return list(ids)
+
+
+def write_folders(shared: Path, parent: Path) -> dict[str, Folder]:
+    """Write a folder for each template, below `parent`."""
+    qwen, gemma = shared / "tokenizers" / "qwen3", parent / "gemma-tokenizer"
+    _write_gemma_tokenizer(qwen, gemma)
+    tokenizers = {
+        source: (load_tokenizer(source), AutoTokenizer.from_pretrained(source))
+        for source in (qwen, gemma)
+    }
+    folders = {}
+    for template in TEMPLATES.values():
+        source, path = gemma if template.is_gemma else qwen, parent / template.file
+        shutil.copytree(source, path)
+        shutil.copy(shared / "templates" / template.file, path / "chat_template.jinja")
+        folders[template.file] = Folder(path, template, *tokenizers[source])
+    return folders
+
+
+def _write_gemma_tokenizer(qwen: Path, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(GEMMA_TOKENS)})
+    tokenizer.bos_token, tokenizer.eos_token = "<bos>", "<eos>"
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    # As Gemma's folders have it: what ends a turn is no eos_token.
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in ("<eos>", "<end_of_turn>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
+def turns_of(examples: Iterable[Example]) -> Iterator[tuple[list[int], list[int]]]:
+    """The tokens before each stretch of supervised ones, and those of the stretch."""
+    for example in examples:
+        ids, mask = example.tokens.tolist(), example.assistant_mask.tolist()
+        end = 0
+        while 1 in mask[end:]:
+            start = mask.index(1, end)
+            end = mask.index(0, start) if 0 in mask[start:] else len(mask)
+            yield ids[:start], ids[start:end]
+
+
+def calls_of(message: Row) -> list[Row]:
+    return [call["function"] for call in message.get("tool_calls") or ()]
+
+
+def _gemma_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_gemma_value(value[k])}" for k in _sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma_value, value)) + "]"
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _xml_value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=str.lower)
+
+
+def _written_calls(template: Template, message: Row) -> str:
+    blocks = []
+    for call in calls_of(message):
+        name, arguments = call["name"], call["arguments"]
+        if template.calls == "gemma":
+            blocks.append(f"<|tool_call>call:{name}{_gemma_value(arguments)}<tool_call|>")
+        elif template.calls == "xml":
+            parameters = "".join(
+                f"<parameter={key}>\n{_xml_value(value)}\n</parameter>\n"
+                for key, value in arguments.items()
+            )
+            blocks.append(f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+        else:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+            block = f'{{"name": "{name}", "arguments": {arguments}}}'
+            blocks.append(f"<tool_call>\n{block}\n</tool_call>")
+    return ("" if template.calls == "gemma" else "\n").join(blocks)
+
+
+def answer(template: Template, mode: str, messages: Sequence[Row], position: int) -> str:
+    """What the documentation of the model says that a turn holds; `mode` is on or off."""
+    message = messages[position]
+    _, has_block, text = message["content"].rpartition("</think>")
+    if has_block or template.trims:
+        text = text.strip()
+    thinking = _thinking(message)
+    before = ""
+    if thinking and (mode == "on" or not template.asks_for_thinking):
+        before = (template.in_content if has_block else template.in_field).format(thinking)
+    elif mode == "on" and template.asks_for_thinking:
+        after_tool = messages[position - 1]["role"] == "tool"
+        before = template.unthought_after_tool if after_tool else template.unthought
+    calls = _written_calls(template, message)
+    if template.calls == "gemma":
+        # A call comes first, and is not closed: the model waits for the tool.
+        return before + calls + text + ("<|tool_response>" if calls else template.end)
+    between = ("\n\n" if template.calls == "xml" else "\n") if text and calls else ""
+    return before + text + between + calls + template.end
+
+
+def _thinking(message: Row) -> str:
+    block = message["content"].rpartition("</think>")[0].partition("<think>")[2]
+    return str(block.strip() or message.get("reasoning_content") or "")
+
+
+def compare(folder: Folder, mode: str, data: Path) -> Counter[str]:
+    """Compare every turn of a file with transformers' prompt and the documented answer.
+
+    Returns how much was seen. Raises AssertionError at the first difference.
+    """
+    template = folder.template
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    dataset = folder.encode(data, thinking=mode)
+    (ledger,) = dataset.ledgers
+    assert ledger.adds_up()
+    assert ledger.rows_read == len(rows)
+    examples: dict[int, list[Example]] = {}
+    for example in dataset.corpus:
+        examples.setdefault(example.row, []).append(example)
+    left_out = [
+        row
+        for row, content in enumerate(rows, start=1)
+        if not template.calls and any(map(calls_of, content["messages"]))
+    ]
+    assert set(examples) == set(range(1, len(rows) + 1)) - set(left_out)
+    refused = {"the model's template leaves out a tool call": len(left_out)} if left_out else {}
+    assert ledger.rows_skipped == refused
+    counts = Counter(rows=len(rows), refused=len(left_out), examples=ledger.examples)
+    for row, of_row in examples.items():
+        counts["turns"] += _compare_row(folder, mode, rows[row - 1], of_row, f"{data}:{row}")
+    return counts
+
+
+def _compare_row(
+    folder: Folder, mode: str, content: Row, examples: list[Example], where: str
+) -> int:
+    template, messages = folder.template, content["messages"]
+    if mode == "auto":
+        mode = "on" if any(map(_thinking, messages)) else "off"
+    options = {"enable_thinking": mode == "on"} if template.asks_for_thinking else {}
+    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = list(turns_of(examples))
+    assert len(turns) == len(positions), where
+    for position, (before, supervised) in zip(positions, turns, strict=True):
+        said = f"{template.file}, thinking {mode}: {where}, message {position + 1}"
+        prompt = folder.prompt(messages[:position], tools=content.get("tools"), **options)
+        assert before == prompt, said
+        written = folder.theirs.decode(supervised, clean_up_tokenization_spaces=False)
+        expected = answer(template, mode, messages, position)
+        assert written == expected, f"{said}: {written!r} is not {expected!r}"
+    return len(turns)

@@ -1,0 +1,54 @@
+"""A row of each format, and short ways to read rows, for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlxtune.core.conversation import Conversation, Document, SkippedRows
+from mlxtune.core.formats import read_rows
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello!"}
+CHAT = {"messages": [USER, ANSWER]}
+PROMPT = {"prompt": "Hi", "completion": "Hello!"}
+ALPACA = {"instruction": "Hi", "input": "", "output": "Hello!"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
+TEXT = {"text": "Hello!"}
+ROWS: dict[str, dict[str, Any]] = {
+    "chat": CHAT,
+    "prompt": PROMPT,
+    "alpaca": ALPACA,
+    "sharegpt": SHAREGPT,
+    "text": TEXT,
+}
+TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+WRAPPED = {"type": "function", "function": TOOL}
+
+
+def read(
+    folder: Path, *rows: Any, **options: Any
+) -> tuple[list[Conversation | Document], SkippedRows]:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    skipped = SkippedRows(path)
+    return list(read_rows(path, skipped, **options)), skipped
+
+
+def converted(folder: Path, row: Any, **options: Any) -> Conversation:
+    (one,), skipped = read(folder, row, **options)
+    assert skipped.total == 0
+    assert isinstance(one, Conversation)
+    return one
+
+
+def told(folder: Path, row: Any, **options: Any) -> list[tuple[str, str, bool]]:
+    """Each message as role, content and whether it is trained."""
+    return [(m.role, m.content, m.trained) for m in converted(folder, row, **options).messages]
+
+
+def reason(folder: Path, row: Any, **options: Any) -> str:
+    good, skipped = read(folder, row, **options)
+    assert not good
+    return skipped.first().removeprefix(f"{skipped.path}:1: ")

@@ -1,0 +1,427 @@
+"""Files of every kind to rows: how rows are numbered, what is bad, and what no file may be."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import gzip
+import json
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.conversation import BadRow
+from mlxtune.core.datafiles import (
+    counts_lines,
+    read_objects,
+)
+from mlxtune.errors import DataError
+
+ROW = {"text": "Hé"}
+GOOD = json.dumps(ROW).encode()
+BOM = b"\xef\xbb\xbf"
+NESTED = b"[" * 100_000 + b"]" * 100_000
+
+
+def write(folder: Path, content: bytes, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def read(path: Path) -> list[tuple[int, Any]]:
+    """The rows, bad ones as their reason in text."""
+    return [(row, str(r) if isinstance(r, BadRow) else r) for row, r in read_objects(path)]
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+# JSON lines
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("bom", [b"", BOM], ids=["no_BOM", "BOM"])
+@pytest.mark.parametrize("ending", [True, False], ids=["ended", "unended"])
+def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_no_rows(
+    tmp_path: Path, pack: Callable[[bytes], bytes], newline: bytes, bom: bytes, ending: bool
+) -> None:
+    lines = [b"# made by hand", GOOD, b"", b"  \t", b"  # indented", GOOD, b"oops", GOOD]
+    path = write(tmp_path, pack(bom + newline.join(lines) + newline * ending))
+
+    bad = "not valid JSON (Expecting value at column 1)"
+    assert read(path) == [(2, ROW), (6, ROW), (7, bad), (8, ROW)]
+    assert counts_lines(path)
+
+
+def test_byte_order_mark_before_the_first_row_is_dropped(tmp_path: Path) -> None:
+    assert read(write(tmp_path, BOM + GOOD)) == [(1, ROW)]
+
+
+BAD_LINES: list[tuple[str, bytes, str, str]] = [
+    # name, line, the kind that is counted, what else the reason says
+    ("half_an_object", b'{"messages": [', "not valid JSON", "column 15"),
+    ("two_objects", GOOD + GOOD, "not valid JSON", f"column {len(GOOD) + 1}"),
+    ("latin_1", b'{"messages": "caf\xe9"}', "not UTF-8", "byte 18"),
+    ("utf_8_surrogate", b'{"text": "\xed\xa0\x80"}', "not UTF-8", "byte 11"),
+    ("number_of_5000_digits", b"9" * 5000, "not valid JSON", "5000 digits"),
+    ("nested_without_end", b"[" * 100_000, "JSON nested too deeply", ""),
+    ("nested_to_an_end", b'{"a": %s}' % NESTED, "JSON nested too deeply", ""),
+    ("list", b"[1]", "not a JSON object", "a list"),
+    ("text", b'"messages"', "not a JSON object", "text"),
+    ("null", b"null", "not a JSON object", "null"),
+    ("nan", b"NaN", "not a JSON object", "a number"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "detail"),
+    [case[1:] for case in BAD_LINES],
+    ids=[case[0] for case in BAD_LINES],
+)
+def test_bad_line_is_a_row_with_its_reason(
+    tmp_path: Path, line: bytes, kind: str, detail: str
+) -> None:
+    rows = list(read_objects(write(tmp_path, b"\n".join([GOOD, b"", line, GOOD]))))
+
+    assert [row for row, _ in rows] == [1, 3, 4]
+    problem = rows[1][1]
+    assert isinstance(problem, BadRow)
+    assert problem.kind == kind
+    assert detail in str(problem)
+
+
+def test_line_of_20_megabytes_is_read_like_any_other(tmp_path: Path) -> None:
+    long = {"text": "lorem 🦙 " * 2_000_000}
+    content = json.dumps(long).encode() + b"\n" + GOOD
+    assert len(content) > 20_000_000
+
+    assert read(write(tmp_path, content)) == [(1, long), (2, ROW)]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"messages": [ROW]}, indent=2),
+        "\n\n" + json.dumps(ROW, indent=1) + "\n" + json.dumps(ROW, indent=1),
+        '{\n"text": "a"}',
+    ],
+    ids=["pretty", "two", "brace"],
+)
+def test_object_over_several_lines_is_an_error_that_says_what_is_expected(
+    tmp_path: Path, content: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = write(tmp_path, pack(content.encode()))
+
+    with pytest.raises(DataError) as raised:
+        read(path)
+
+    assert str(raised.value) == (
+        f"{path}: has a JSON object over several lines: write each on a line of its own, "
+        "or all of them as one JSON array"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": ', "Expecting value at column 9"),
+        (GOOD + b" junk", f"Extra data at column {len(GOOD) + 2}"),
+    ],
+)
+def test_first_line_that_is_not_valid_is_a_bad_row(tmp_path: Path, line: bytes, said: str) -> None:
+    rows = read(write(tmp_path, line + b"\n" + GOOD))
+
+    assert rows == [(1, f"not valid JSON ({said})"), (2, ROW)]
+
+
+# JSON arrays
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("before", [b"", BOM, b"\r\n \t", BOM + b"\n"])
+def test_rows_of_an_array_are_numbered_by_element(
+    tmp_path: Path, pack: Callable[[bytes], bytes], before: bytes
+) -> None:
+    elements = [ROW, {"a": None}, 3, [ROW], None, ROW]
+    path = write(tmp_path, pack(before + json.dumps(elements, indent=2).encode()))
+
+    assert read(path) == [
+        (1, ROW),
+        (2, {"a": None}),
+        (3, "not a JSON object (a number)"),
+        (4, "not a JSON object (a list)"),
+        (5, "not a JSON object (null)"),
+        (6, ROW),
+    ]
+    assert not counts_lines(path)
+
+
+def test_empty_array_has_no_rows(tmp_path: Path) -> None:
+    assert read(write(tmp_path, b"[]")) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'[\n{"a": 1}\n{"a": 2}\n]', ":3: not a valid JSON array: Expecting ',' delimiter at col"),
+        (b'[{"a": 1},\r\n', ":2: not a valid JSON array: Expecting value at column 1"),
+        (b"[1]\n" + GOOD, ":2: not a valid JSON array: Extra data at column 1"),
+        (b'[\n\n{"a": "\xe9"}]', ":3: not UTF-8"),
+        (NESTED, ": not a valid JSON array: JSON nested too deeply"),
+        (b"[" + b"9" * 5000 + b"]", ": not a valid JSON array: Exceeds the limit"),
+    ],
+    ids=["comma", "unended", "extra", "latin_1", "nested", "digits"],
+)
+def test_broken_array_is_an_error_that_names_its_line(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    path = write(tmp_path, content)
+
+    with pytest.raises(DataError) as raised:
+        read(path)
+
+    assert str(raised.value).startswith(f"{path}{said}")
+    assert str(raised.value).isprintable()
+
+
+# gzip
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (b"", "end-of-stream"),
+        # The header of a deflate block (RFC 1951, 3.2.3) of the reserved type 11.
+        (b"\x07", "invalid block type"),
+    ],
+)
+def test_rows_before_damage_are_read_and_then_it_is_an_error(
+    tmp_path: Path, then: bytes, said: str
+) -> None:
+    """So a gzip file is not held as a whole."""
+    rows = [{"text": str(i)} for i in range(5000)]
+    packer = zlib.compressobj(wbits=31)
+    packed = packer.compress("\n".join(map(json.dumps, rows)).encode() + b"\n")
+    packed += packer.flush(zlib.Z_FULL_FLUSH) + then
+    found = read_objects(write(tmp_path, packed))
+
+    assert [next(found) for _ in range(4000)] == list(enumerate(rows[:4000], start=1))
+    with pytest.raises(DataError, match=rf"is a damaged gzip file \(.*{said}"):
+        list(found)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda packed: packed[:5],
+        lambda packed: packed[:-8],
+        lambda packed: packed[:-8] + b"\0" * 8,
+        lambda packed: packed[:20] + b"\xff" * 20 + packed[40:],
+        lambda packed: packed + b"rubbish",
+    ],
+    ids=["header", "unended", "checksum", "middle", "behind"],
+)
+@pytest.mark.parametrize("content", [GOOD * 2 + b"\n" + GOOD, b"[" + GOOD + b"]"])
+def test_damaged_gzip_is_an_error_that_names_the_file(
+    tmp_path: Path, damage: Callable[[bytes], bytes], content: bytes
+) -> None:
+    path = write(tmp_path, damage(gzip.compress(content)), "data.jsonl.gz")
+
+    with pytest.raises(DataError, match=r"is a damaged gzip file \(.+\): .+ again$") as raised:
+        read(path)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+# parquet
+
+
+def test_rows_of_parquet_are_numbered_and_plain(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    moment = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc)
+    columns = {
+        "text": pa.array(["a", None, "c"], pa.large_string()),
+        "category": pa.array(["x", "x", "y"]).dictionary_encode(),
+        "bytes": pa.array([b"caf\xc3\xa9", b"\xff", None]),
+        "half": pa.array([0.5, float("inf"), None], pa.float32()),
+        "moment": pa.array([moment, None, None], pa.timestamp("us", "UTC")),
+        "day": pa.array([moment.date(), None, None]),
+        "span": pa.array([datetime.timedelta(1), None, None]),
+        "price": pa.array([decimal.Decimal("1.50"), None, None]),
+        "map": pa.array([[("k", [1])], None, None], pa.map_(pa.string(), pa.list_(pa.int64()))),
+        "structs": pa.array([[{"a": 1, "b": None}, {"a": None, "b": {"c": None}}], None, [None]]),
+    }
+    path = write_parquet(tmp_path / "named.jsonl", columns)
+
+    assert read(path) == [
+        (
+            1,
+            {
+                "text": "a",
+                "category": "x",
+                "bytes": "café",
+                "half": 0.5,
+                "moment": "2024-02-29T12:30:00+00:00",
+                "day": "2024-02-29",
+                "span": "1 day, 0:00:00",
+                "price": "1.50",
+                "map": {"k": [1]},
+                "structs": [{"a": 1}, {"b": {}}],
+            },
+        ),
+        (2, {"category": "x", "bytes": "\udcff", "half": float("inf")}),
+        (3, {"text": "c", "category": "y", "structs": [None]}),
+    ]
+    assert not counts_lines(path)
+
+
+def test_row_whose_text_is_not_utf_8_is_bad_and_its_neighbours_are_not(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    texts = pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string())
+
+    rows = read(write_parquet(tmp_path / "data.parquet", {"text": texts}))
+
+    assert rows[0::2] == [(1, {"text": "a"}), (3, {"text": "c"})]
+    assert rows[1][0] == 2
+    assert rows[1][1].startswith("not UTF-8 (")
+
+
+def test_times_that_python_cannot_hold_spoil_no_row(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    times = pa.array([1, 2], pa.timestamp("ns"))
+    spans = pa.array([1, 2**60], pa.duration("s"))
+
+    path = write_parquet(tmp_path / "a.parquet", {"t": times, "text": ["a", "b"], "s": spans})
+    assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
+    alone = read(write_parquet(tmp_path / "b.parquet", {"t": times}))
+    assert [row for row, _ in alone] == [1, 2]
+    assert all(reason.startswith("a value cannot be read") for _, reason in alone)
+
+
+def test_parquet_without_rows_has_none(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+
+    assert read(write_parquet(tmp_path / "a.parquet", {"text": pa.array([], pa.string())})) == []
+    assert read(write_parquet(tmp_path / "b.parquet", {})) == []
+
+
+def test_rows_of_all_row_groups_and_batches_are_numbered_on(tmp_path: Path) -> None:
+    texts = [str(i) for i in range(1000)]
+    path = write_parquet(tmp_path / "data.parquet", {"text": texts}, row_group_size=300)
+
+    assert read(path) == [(i, {"text": text}) for i, text in enumerate(texts, start=1)]
+
+
+def test_parquet_is_not_held_as_a_whole(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    texts = [os.urandom(512).hex() for _ in range(20_000)]
+    path = write_parquet(tmp_path / "data.parquet", {"text": texts}, row_group_size=1000)
+    before = pa.total_allocated_bytes()
+
+    held = max(pa.total_allocated_bytes() - before for _ in read_objects(path))
+
+    assert held < path.stat().st_size / 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:4],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:4] + b"\xff" * 60 + content[64:],
+        lambda content: content[:-40] + b"\xff" * 32 + content[-8:],
+    ],
+    ids=["magic", "half", "pages", "footer"],
+)
+def test_damaged_parquet_is_an_error_that_names_the_file(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = write_parquet(tmp_path / "data.parquet", {"text": ["a" * 50, "b" * 50]})
+    path.write_bytes(damage(path.read_bytes()))
+
+    with pytest.raises(DataError, match=r"is a damaged parquet file \(.+\): .+ again$") as raised:
+        read(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert str(raised.value).isprintable()
+
+
+def test_parquet_without_pyarrow_is_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, b"PAR1", "data.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    with pytest.raises(DataError) as raised:
+        read(path)
+    assert str(raised.value) == f"{path}: needs pyarrow: pip install 'mlxtune[parquet]'"
+
+
+# Any bytes
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+    max_leaves=5,
+)
+LINES = st.one_of(
+    st.just(GOOD),
+    JSON_VALUES.map(lambda value: json.dumps(value).encode()),
+    JSON_VALUES.map(lambda value: json.dumps(value, indent=1).encode()),
+    st.binary(),
+    st.sampled_from([b"", b"#", b" ", BOM, b"\r", b"\xff", b"\x0b\x0c", b'{"a": "\\ud800"}']),
+)
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(LINES, max_size=8),
+    newline=st.sampled_from([b"\n", b"\r\n"]),
+    bom=st.booleans(),
+    zipped=st.booleans(),
+)
+def test_each_row_is_an_object_or_a_reason_whatever_the_bytes(
+    lines: list[bytes], newline: bytes, bom: bool, zipped: bool
+) -> None:
+    content = BOM * bom + newline.join(lines)
+    stripped = [line.strip() for line in content.removeprefix(BOM).split(b"\n")]
+    expected = [i for i, line in enumerate(stripped, start=1) if line and not line.startswith(b"#")]
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder), gzip.compress(content) if zipped else content)
+        try:
+            rows = list(read_objects(path))
+        except DataError as error:
+            said = str(error)
+            assert said.startswith(str(path))
+            first = content.removeprefix(BOM).lstrip()[:1]
+            assert (
+                (not content and "is empty" in said)
+                or (b"\0" in content and "is a binary file" in said)
+                or (first == b"[" and ("array" in said or "not UTF-8" in said))
+                or (first == b"{" and "over several lines" in said)
+                or (content.startswith(b"PAR1") and "parquet" in said)
+                or (content.startswith(b"\x1f\x8b") and "gzip" in said)
+            )
+            return
+
+    for _, row in rows:
+        assert isinstance(row, dict | BadRow)
+    if content.removeprefix(BOM).lstrip().startswith(b"["):
+        assert len(rows) == len(json.loads(content.removeprefix(BOM)))
+    else:
+        assert [number for number, _ in rows] == expected

@@ -1,0 +1,187 @@
+"""Files that are no data, and folders in the layout of mlx-lm."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.datafiles import (
+    DataFiles,
+    check_data_file,
+    counts_lines,
+    resolve,
+)
+from mlxtune.errors import DataError
+from tests.core.test_datafiles import BOM, GOOD, read, write
+
+# Files that are no data
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (gzip.compress(b""), "is empty"),
+        (b"\x1f\x8b", "is a damaged gzip file"),
+        (b"\x1f\x8b\x08\x00 no gzip", "is a damaged gzip file"),
+        (gzip.compress(gzip.compress(GOOD)), "is a binary file"),
+        (gzip.compress(b"PAR1"), "is gzipped parquet"),
+        (GOOD.decode().encode("utf-16"), "is a binary file"),
+        (b"PK\x03\x04\x14\x00\x00", "is a binary file"),
+    ],
+    ids=["empty", "gzip_of_nothing", "magic", "gzip", "twice", "parquet", "utf_16", "zip"],
+)
+def test_file_that_is_no_data_is_an_error_that_names_it(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = write(tmp_path, content)
+
+    for refuse in (check_data_file, read, counts_lines):
+        with pytest.raises(DataError, match=reason) as raised:
+            refuse(path)
+        assert str(raised.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    "content", [GOOD, BOM + b"\n [" + GOOD + b"]", gzip.compress(GOOD), b"PAR1", b"oops", b" "]
+)
+def test_file_that_looks_like_data_passes_the_check(tmp_path: Path, content: bytes) -> None:
+    check_data_file(write(tmp_path, content))
+
+
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_missing_file_is_an_error_that_names_it_and_its_option(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "none.jsonl"
+
+    for refuse in (check_data_file, lambda path, option: resolve([path], option)):
+        with pytest.raises(DataError) as raised:
+            refuse(path, option)
+        assert str(raised.value) == f"{path}: no such file: check {option}"
+
+
+def test_folder_is_no_file_to_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as raised:
+        read(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: is a folder: name a file in it"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_path_that_the_system_refuses_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+
+    for refuse in (read, check_data_file, lambda path: resolve([path])):
+        with pytest.raises(DataError) as raised:
+            refuse(path)
+        assert str(path) in str(raised.value)
+
+
+# Folders
+
+
+def test_file_stands_for_itself(tmp_path: Path) -> None:
+    paths = [write(tmp_path, GOOD, name) for name in ("b.jsonl", "a.json", "valid.jsonl")]
+
+    assert resolve(paths) == DataFiles(tuple(paths), ())
+    assert resolve([]) == DataFiles((), ())
+
+
+@pytest.mark.parametrize("train", ["train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"])
+@pytest.mark.parametrize("valid", ["valid.jsonl", "valid.json", "valid.parquet", None])
+def test_folder_stands_for_the_files_of_mlx_lm_in_it(
+    tmp_path: Path, train: str, valid: str | None
+) -> None:
+    for name in (train, valid, "test.jsonl", "validation.jsonl", "notes.txt"):
+        if name is not None:
+            write(tmp_path, GOOD, name)
+    other = write(tmp_path, GOOD, "other.jsonl")
+
+    found = resolve([other, tmp_path])
+
+    assert found.train == (other, tmp_path / train)
+    assert found.validation == (() if valid is None else (tmp_path / valid,))
+    check_data_file(tmp_path)
+
+
+def test_folder_without_a_train_file_says_what_was_looked_for_and_what_is_there(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.jsonl").mkdir()
+    write(tmp_path, GOOD, "valid.jsonl")
+    write(tmp_path, GOOD, "a\nb")
+
+    for refuse in (check_data_file, lambda path: resolve([path])):
+        with pytest.raises(DataError) as raised:
+            refuse(tmp_path)
+        said = str(raised.value)
+        assert said.startswith(f"{tmp_path}: is a folder without a file to train on: looked for ")
+        for name in ("train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"):
+            assert name in said
+        assert said.endswith("it holds 'a\\nb', 'train.jsonl/', 'valid.jsonl'")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"it holds nothing$"):
+        resolve([tmp_path / "empty"])
+
+
+def test_folder_of_many_files_is_told_in_one_short_line(tmp_path: Path) -> None:
+    for i in range(100):
+        write(tmp_path, GOOD, f"{i:03}{'x' * 200}")
+
+    with pytest.raises(DataError) as raised:
+        resolve([tmp_path])
+    assert str(raised.value).endswith(", …")
+    assert len(str(raised.value)) < len(str(tmp_path)) + 800
+
+
+def test_two_train_files_in_a_folder_are_an_error_rather_than_a_choice(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "train.jsonl")
+    write(tmp_path, gzip.compress(GOOD), "train.jsonl.gz")
+
+    with pytest.raises(DataError, match=r"is a folder with train\.jsonl and train\.jsonl\.gz: "):
+        resolve([tmp_path])
+
+
+def test_folder_is_taken_for_data_only(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "train.jsonl")
+
+    for refuse in (check_data_file, lambda path, option: resolve([path], option)):
+        with pytest.raises(DataError) as raised:
+            refuse(tmp_path, "--val-data")
+        assert str(raised.value) == f"{tmp_path}: is a folder: name a file in it"
+
+
+def test_check_of_a_folder_looks_into_its_files(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "train.jsonl")
+    valid = write(tmp_path, b"", "valid.jsonl")
+
+    with pytest.raises(DataError) as raised:
+        check_data_file(tmp_path)
+    assert str(raised.value).startswith(f"{valid}: is empty")
+
+
+def test_file_given_twice_is_an_error_under_whatever_name(tmp_path: Path) -> None:
+    train = write(tmp_path, GOOD, "train.jsonl")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(train)
+    dotted = tmp_path / "folder" / ".." / "train.jsonl"
+    (tmp_path / "folder").mkdir()
+
+    for paths in ([train, train], [train, link], [dotted, train], [tmp_path, train]):
+        with pytest.raises(DataError, match="is given twice") as raised:
+            resolve(paths)
+        assert str(paths[-1]) in str(raised.value)
+
+
+def test_file_to_train_and_to_validate_on_is_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "valid.jsonl").symlink_to(write(tmp_path, GOOD, "train.jsonl"))
+
+    with pytest.raises(DataError, match="is given twice, as"):
+        resolve([tmp_path])
+
+
+def test_link_to_nothing_in_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").symlink_to(tmp_path / "gone")
+
+    with pytest.raises(DataError, match=r"train\.jsonl: no such file"):
+        resolve([tmp_path])
