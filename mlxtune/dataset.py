@@ -5,6 +5,7 @@ What it needs is imported in the functions, as in train.py.
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,10 @@ class Reader:
 
         return read_chat_template(self._folder) if self._config.template == "auto" else {}
 
+    @property
+    def _writes_date(self) -> bool:
+        return any("strftime_now" in source for source in self.template_source.values())
+
     @cached_property
     def _built_in(self) -> str:
         from mlxtune.backend.model import read_config
@@ -176,6 +181,7 @@ class Reader:
                     "data": file_hash(path),
                     "options": {name: getattr(config, name) for name in options},
                     "model": self._model_hashes,
+                    "date": str(datetime.date.today()) if self._writes_date else "",
                     "code": _code_hashes(),
                 }
             )
@@ -194,8 +200,8 @@ class Reader:
         from mlxtune.core.cache import file_hash
 
         return {
-            file.name: file_hash(file)
-            for file in sorted(self._folder.iterdir())
+            str(file.relative_to(self._folder)): file_hash(file)
+            for file in sorted([*self._folder.iterdir(), *self._folder.glob("*/*.jinja")])
             if file.is_file()
             and file.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
         }
@@ -259,7 +265,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         validation = Corpus([file.arrays for file in files[count:]], config.max_seq_len)
         for ledger in ledgers[count:]:
             ledger.hold_out(ledger.rows_train)
-    check_corpus(config, reader, corpus, validation)
+    check_corpus(config, reader, corpus, validation, files)
     return Dataset(
         template=reader.describe(),
         corpus=corpus,
@@ -268,7 +274,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         ledgers=ledgers,
         findings=[
             *findings.find(files, corpus, validation),
-            *findings.without_effect("".join(reader.template_source.values()), config.thinking),
+            *findings.of_template("".join(reader.template_source.values()), config.thinking),
         ],
     )
 
@@ -291,14 +297,21 @@ def check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
 
 
 def check_corpus(
-    config: DataConfig, reader: Reader, corpus: Corpus, validation: Corpus | None
+    config: DataConfig,
+    reader: Reader,
+    corpus: Corpus,
+    validation: Corpus | None,
+    files: Sequence[EncodedFile],
 ) -> None:
     """Raise DataError or ModelError for what would train nonsense, or nothing."""
     if validation is None and (corpus.identities == corpus.identities[0]).all():
+        skipped = [file.skipped for file in files if file.skipped.total]
+        others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
         raise DataError(
             f"{', '.join(config.data)}: "
             f"{'one row' if corpus.num_rows == 1 else 'rows that are all the same'} cannot be both "
             "trained on and held out: add rows or set --val-split 0"
+            f"{others + skipped[0].first() if skipped else ''}"
         )
     known = reader.vocab_size
     largest = max(part.largest_token() for part in (corpus, validation) if part is not None)

@@ -51,13 +51,19 @@ def show(config: InspectConfig) -> None:
     """Print what `inspect` finds. Raises DataError for what `train` refuses."""
     from rich.console import Console
 
+    from mlxtune.console import RunConsole
+    from mlxtune.core import report
     from mlxtune.inspect_console import show_inspection
 
     found = inspect(config)
     if config.json:
         json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
-    elif not config.quiet:
+    elif config.quiet:
+        console = RunConsole(quiet=True)
+        for finding in found.findings:
+            console.warn(report.finding_line(finding))
+    else:
         every = found.shown if config.row is not None else None
         show_inspection(found, Console(highlight=False), examples=every)
     if found.errors:
@@ -88,7 +94,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection
         max_seq_len=config.max_seq_len,
         batch_size=config.batch_size,
         files=tuple(ledger.as_dict() for ledger in dataset.ledgers),
-        examples=len(examples),
+        examples=examples.total,
         tokens=inspection.Distribution.of(examples.lengths),
         supervised=inspection.Distribution.of(examples.supervised),
         limits=inspection.limits(dataset.files, config.max_seq_len),

@@ -247,7 +247,7 @@ class _View:
         self.line(
             (f"{finding.level}: ", style),
             (finding.kind, "bold"),
-            f" ({count(finding.rows, 'row')})",
+            f" ({count(finding.rows, 'row')})" if finding.rows else "",
             indent=2,
         )
         self.line(finding.advice, indent=4)

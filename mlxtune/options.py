@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any
 
@@ -243,6 +243,8 @@ def _convert_names(value: Any) -> tuple[Any, str | None]:
 
 
 def _convert_items(value: Any) -> tuple[Any, str | None]:
+    if isinstance(value, Mapping):  # in a config file, as one would write it there
+        value = [f"{name}={key}" for name, key in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):
         return None, f"must be text, or several texts, not {value!r}"

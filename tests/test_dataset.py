@@ -277,7 +277,7 @@ def test_system_message_is_merged_when_asked(tmp_path: Path) -> None:
     refused = both(folder, file, tmp_path)
     assert texts(refused) == [chatml("q", "a")]
     assert refused.files[0]["rows_skipped"] == {"the model's template refuses it": 1}
-    assert refused.findings[-1].places[0].detail == "no system"
+    assert refused.findings[-1].places[0].detail == "no system: try --merge-system"
     merged = both(folder, file, tmp_path, merge_system=True)
     assert texts(merged) == [chatml("Be kind.\n\nq", "a"), chatml("q", "a")]
     assert merged.files[0]["notes"] == {"system message merged into the first user turn": 1}

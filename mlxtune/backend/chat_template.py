@@ -63,23 +63,31 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:
-    """Return the templates in a folder's chat_template.jinja or tokenizer_config.json, by name.
+    """Return the templates of a folder, by name: those of its *.jinja files, which come first, or
+    those in its tokenizer_config.json.
 
     Raises ModelError when they cannot be read.
     """
     jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
+        sources = {
+            path.stem: path.read_text(encoding="utf-8")
+            for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
+        }
         if jinja.is_file():
-            return {_DEFAULT: jinja.read_text(encoding="utf-8")}
+            return sources | {_DEFAULT: jinja.read_text(encoding="utf-8")}
         read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
         template = read.get("chat_template")
-        if isinstance(template, str):
-            return {_DEFAULT: template}
-        sources = {entry["name"]: entry["template"] for entry in template or ()}
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
+        sources |= {_DEFAULT: template} if isinstance(template, str) else dict(template or {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{folder}: its chat template cannot be read: {one_line(error)}: download it again"
+            f"{folder}: its chat template, in chat_template.jinja or tokenizer_config.json, cannot "
+            f"be read: {one_line(error)}: download it again"
         ) from error
+    if not all(isinstance(source, str) for source in sources.values()):
+        raise ModelError(f"{folder}: has a chat template that is no text: download it again")
     if sources and _DEFAULT not in sources:
         raise ModelError(f"{folder}: has chat templates, but none by the name of {_DEFAULT}")
     return sources

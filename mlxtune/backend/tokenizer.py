@@ -93,16 +93,24 @@ class SentencePieceTokenizer:
         self.eos_id = eos_id if eos_id >= 0 else None
         control = filter(self._processor.is_control, range(len(self._processor)))
         self._ids_of_control = {self._processor.id_to_piece(token): token for token in control}
-        self.control_ids = frozenset(self._ids_of_control.values())
-        self.control_tokens = tuple(self._ids_of_control)
         self._control = re.compile(f"({'|'.join(map(re.escape, self._ids_of_control)) or '(?!)'})")
         known = [token for token in (*eos_ids, eos_id) if 0 <= token < len(self._processor)]
+        # Gemma's turns stand between symbols that are no control tokens by their type.
+        symbols = filter(self._is_symbol, range(len(self._processor)))
+        self.control_ids = frozenset([*self._ids_of_control.values(), *known, *symbols])
+        self.control_tokens = tuple(map(self._processor.id_to_piece, sorted(self.control_ids)))
         self.end_tokens = tuple(dict.fromkeys(map(self._processor.id_to_piece, known)))
         self.special_tokens: dict[str, Any] = {}
         if self.bos_id is not None:
             self.special_tokens["bos_token"] = self._processor.id_to_piece(self.bos_id)
         if self.eos_id is not None:
             self.special_tokens["eos_token"] = self._processor.id_to_piece(self.eos_id)
+
+    def _is_symbol(self, token: int) -> bool:
+        piece = self._processor.id_to_piece(token)
+        if not re.fullmatch(r"<\|.+\|>|<\w*_\w*>", piece) or self._processor.is_byte(token):
+            return False
+        return token in self._processor.encode(piece)
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
         """Encode texts, control tokens parsed and none added."""

@@ -175,6 +175,8 @@ def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -
         trained = _trained(message, where)
         thinking = _thinking_field(fields, where)
         calls = tuple(map(_plain_call, objects(fields, "tool_calls")))
+        # Some templates take an empty list for calls.
+        fields.pop("tool_calls", None)
         if calls:
             fields["tool_calls"] = list(calls)
         if content is None and (calls or thinking):

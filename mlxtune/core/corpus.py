@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 20
 _COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
 
 
-_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u8"))
+_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i8", "u8"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +196,8 @@ class Corpus(Sequence[Example]):
         self.files = files
         self._max_seq_len = max_seq_len
         columns = [self._columns_of(i, arrays) for i, arrays in enumerate(files)] or [_NO_COLUMNS]
-        self._file, self._start, self._length, self._uncut, self._rows, identities = (
-            np.concatenate([each[i] for each in columns]) for i in range(6)
+        self._file, self._start, self._length, self._rows, identities = (
+            np.concatenate([each[i] for each in columns]) for i in range(5)
         )
         # Line numbers repeat from file to file.
         keys = self._rows + (self._file.astype(np.int64) << 40)
@@ -213,13 +213,13 @@ class Corpus(Sequence[Example]):
         return cls([ExampleArrays.of(group) for group in files])
 
     def _columns_of(self, file: int, arrays: ExampleArrays) -> tuple[npt.NDArray[Any], ...]:
-        """Return file, start, length, the same uncut, row and identity of what is kept, (E',)."""
+        """Return file, start, length, row and row identity of each example that is kept, (E',)."""
         kept = np.flatnonzero(arrays.supervised_within(self._max_seq_len))
         uncut = arrays.lengths[kept]
         lengths = uncut if self._max_seq_len is None else np.minimum(uncut, self._max_seq_len)
         identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
         files = np.full(len(kept), file, dtype=np.int32)
-        return files, arrays.starts[kept], lengths, uncut, arrays.rows[kept], identities
+        return files, arrays.starts[kept], lengths, arrays.rows[kept], identities
 
     def __len__(self) -> int:
         return len(self._start)
@@ -257,15 +257,21 @@ class Corpus(Sequence[Example]):
         first = self._first_of_row[index]
         return int(self._file[first]), int(self._rows[first])
 
+    def part_of_row(self, index: int) -> tuple[int, int, int]:
+        """Return which part of its row an example is, from 1, of how many, and its uncut length.
+
+        Parts that a cut takes away count.
+        """
+        arrays = self.files[int(self._file[index])]
+        own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
+        row = int(np.searchsorted(arrays.first_of_row, own, side="right")) - 1
+        first, end = arrays.first_of_row[row : row + 2].tolist()
+        return own - first + 1, end - first, int(arrays.lengths[own])
+
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
         """int32 (E,): the tokens of each example, after the cut."""
         return self._length
-
-    @property
-    def uncut_lengths(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the tokens of each example, before the cut."""
-        return self._uncut
 
     @property
     def row_numbers(self) -> npt.NDArray[np.int64]:
@@ -280,19 +286,8 @@ class Corpus(Sequence[Example]):
     @property
     def supervised(self) -> npt.NDArray[np.int32]:
         """int32 (E,): the supervised tokens of each example, after the cut."""
-        return self._supervised(self._max_seq_len)
-
-    @property
-    def uncut_supervised(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the supervised tokens of each example, before the cut."""
-        return self._supervised(None)
-
-    def _supervised(self, within: int | None) -> npt.NDArray[np.int32]:
-        counts = [
-            arrays.supervised_within(within)[arrays.supervised_within(self._max_seq_len) > 0]
-            for arrays in self.files
-        ]
-        return np.concatenate([np.zeros(0, dtype=np.int32), *counts])
+        counts = [arrays.supervised_within(self._max_seq_len) for arrays in self.files]
+        return np.concatenate([np.zeros(0, dtype=np.int32), *(each[each > 0] for each in counts)])
 
     def largest_token(self) -> int:
         """Return the largest token id in the files."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core import notes
-from mlxtune.core.conversation import BadRow, Conversation, Document, SkippedRows
+from mlxtune.core.conversation import BadRow, Conversation, Document, SkippedRows, to_json
 from mlxtune.core.notes import Note, Notes
 from mlxtune.core.template import Rendered, Rendering, Template
 
@@ -125,6 +125,17 @@ class Tokenized:
         return tokens, mask
 
 
+def _texts(conversation: Conversation) -> Iterator[str]:
+    """Yield all that a person has written in a conversation."""
+    for message in conversation.messages:
+        yield message.content
+        yield message.thinking
+        if message.tool_calls:
+            yield to_json(message.tool_calls)
+    if conversation.tools:
+        yield to_json(conversation.tools)
+
+
 # Rows, by their number, each with its examples.
 EncodedRows = list[tuple[int, list[Tokenized]]]
 
@@ -176,7 +187,7 @@ class Encoder:
             yield row.row, rendering
 
     def _notes_on(self, row: Conversation | Document, control: re.Pattern[str]) -> Iterator[Note]:
-        texts = [row.text] if isinstance(row, Document) else [m.content for m in row.messages]
+        texts = [row.text] if isinstance(row, Document) else list(_texts(row))
         written = next(filter(None, map(control.search, texts)), None)
         if written is not None:
             yield Note(notes.CONTROL_TOKEN, written.group())

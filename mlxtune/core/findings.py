@@ -27,8 +27,14 @@ def find(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus | None
     return sorted(_noted(files), key=lambda finding: finding.level != "error")
 
 
-def without_effect(source: str, thinking: str) -> Iterator[Finding]:
-    """Yield a finding when --thinking is given to a template, by its text, that asks for none."""
+def of_template(source: str, thinking: str) -> Iterator[Finding]:
+    """Yield what a template, by its text, makes worth a look, whatever the rows.
+
+    --thinking means nothing to one that does not ask for it; and one may write the date.
+    """
+    if "strftime_now" in source:
+        advice = "the same rows give other tokens on another day, at inference too"
+        yield Finding("warning", "the template writes today's date", 0, advice)
     if thinking != "auto" and "enable_thinking" not in source:
         advice = "the template has no thinking mode: leave the option out"
         yield Finding("warning", f"--thinking {thinking} changes nothing", 0, advice)

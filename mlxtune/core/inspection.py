@@ -185,10 +185,17 @@ class Examples:
         validates += [np.ones(len(part), dtype=bool) for part in self._parts[1:]]
         self._validates = np.concatenate(validates)
         self._rows = rows
-        self.lengths = np.concatenate([part.uncut_lengths for part in self._parts])
-        self.supervised = np.concatenate([part.uncut_supervised for part in self._parts])
+        # Before any cut, so of those too that a cut takes away.
+        uncut = [file.arrays for file in files]
+        self.lengths = np.concatenate([arrays.lengths for arrays in uncut])
+        self.supervised = np.concatenate([arrays.supervised_within(None) for arrays in uncut])
 
     def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def total(self) -> int:
+        """How many examples there are before any cut."""
         return len(self.lengths)
 
     def cost(self, batch_size: int) -> Cost:
@@ -234,17 +241,17 @@ class Examples:
     ) -> ShownExample:
         """Return an example as the model sees it."""
         path, row, example, at = self._place(index)
-        rows = self._rows[0] if index < len(self._rows[0]) else self._rows[1]
-        same = np.flatnonzero(rows == rows[at])
+        corpus = self._parts[0] if index < len(self._parts[0]) else self._parts[1]
+        part, parts, uncut = corpus.part_of_row(at)
         return ShownExample(
             path=path,
             row=row,
-            part=at - int(same[0]) + 1,
-            parts=len(same),
+            part=part,
+            parts=parts,
             split="validation" if self._validates[index] else "train",
             tokens=len(example),
             supervised=example.supervised,
-            cut=int(self.lengths[index]) - len(example),
+            cut=uncut - len(example),
             pieces=tuple(pieces(example, tokenizer)),
             kinds=tuple(
                 finding.kind
@@ -282,7 +289,11 @@ def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...
     while size // 2 < longest:
         sizes.add(size)
         size *= 2
-    return tuple(_limit(files, size) for size in sorted(sizes))
+    every = [_limit(files, size) for size in sorted(sizes)]
+    # Of limits that cut the same rows, the shortest tells enough.
+    first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
+    told = {current, every[-1].max_seq_len, *first.values()}
+    return tuple(limit for limit in every if limit.max_seq_len in told)
 
 
 def _limit(files: Sequence[EncodedFile], size: int) -> LengthLimit:

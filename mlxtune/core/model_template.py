@@ -30,6 +30,8 @@ _END_THINK = "</think>"
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 # The fields that files have thinking in, and templates read it from.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# End tokens that a reason names.
+_SHOWN = 4
 _PROBE = "mlxtune asks whether this is shown"
 
 
@@ -125,7 +127,12 @@ class ModelTemplate:
         prepared = self._prepared(conversation, told)
         # A message that was merged into another still counts for the person.
         first = 1 + len(conversation.messages) - len(prepared.messages)
-        turns = list(self._turns(prepared, told, first))
+        try:
+            turns = list(self._turns(prepared, told, first))
+        except BadRow as problem:
+            if prepared.messages[0].role != "system" or self.has_place_for_system:
+                raise
+            raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
         whole = turns[-1].text
         if all(whole.startswith(turn.prompt + turn.answer) for turn in turns):
             spans = tuple(turn.span for turn in turns)
@@ -180,8 +187,20 @@ class ModelTemplate:
             if position == 0:
                 raise BadRow("the conversation is an assistant turn without a prompt before it")
             message, where = conversation.messages[position], f"message {position + first}"
-            turn = self._turn(conversation, position, thinks, where)
-            if message.thinking and message.thinking not in turn.answer:
+            try:
+                turn = self._turn(conversation, position, thinks, where)
+            except BadRow:
+                asked = {one.role for one in conversation.messages[:position]} & {"user", "tool"}
+                if asked or position == chosen[-1]:
+                    raise
+                told.append(Note(notes.NO_PROMPT))
+                continue
+            said = message.content.rpartition(_END_THINK)[2].strip()
+            # Without what is said, in which the thinking may stand too; it comes last.
+            parts = turn.answer.rpartition(said) if said else (turn.answer, said, "")
+            if message.tool_calls and said and not parts[1]:
+                told.append(Note(notes.DROPPED_CONTENT, where))
+            if message.thinking and message.thinking not in "\0".join((parts[0], parts[2])):
                 told.append(Note(notes.DROPPED_THINKING, where))
             yield turn
         if conversation.tools and _is_left_out(conversation.tools[0], turn.prompt):
@@ -198,7 +217,7 @@ class ModelTemplate:
         prompt = self._render(conversation, before, thinks, add_generation_prompt=True)
         text = self._render(conversation, (*before, message), thinks)
         if not text.startswith(prompt):
-            text = _continue_thinking(prompt, text, message, header)
+            text = _continue_thinking(prompt, text, message, header, where)
         rest = text[len(prompt) :]
         if not prompt.endswith(header):
             rest = rest.removeprefix(header)
@@ -234,9 +253,10 @@ class ModelTemplate:
                 last = last if within else 0
                 found = rest.rfind(content, 0, stop - 1)
         if not last:
-            raise BadRow(
-                "no end-of-turn token", f"looked for {', '.join(self.end_tokens) or 'none'}"
-            )
+            looked_for = ", ".join(self.end_tokens[:_SHOWN]) or "none"
+            more = len(self.end_tokens) - _SHOWN
+            others = f" and {more} other control tokens" if more > 0 else ""
+            raise BadRow("no end-of-turn token", f"looked for {looked_for}{others}")
         return last
 
     def _render(
@@ -289,7 +309,7 @@ def _without_thinking(message: Message) -> Message:
     return _with_content(message, content, **dict.fromkeys(present))
 
 
-def _continue_thinking(prompt: str, text: str, message: Message, header: str) -> str:
+def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:
     """Return the turn as it goes on from a prompt that has opened the thinking.
 
     Some templates (DeepSeek-R1's) open it in the generation prompt and leave it out of the turns.
@@ -303,7 +323,7 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str) ->
             if rest.lstrip().startswith(opening):
                 return prompt + rest.lstrip()[len(opening) :].lstrip("\n")
             return prompt + message.thinking + closing + rest.lstrip("\n")
-    raise BadRow("the template's generation prompt is not how it begins the turn")
+    raise BadRow("the template's generation prompt is not how it begins the turn", where)
 
 
 def _is_left_out(call: Mapping[str, Any], text: str) -> bool:

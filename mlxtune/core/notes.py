@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
+DROPPED_CONTENT = "what is said beside a tool call left out by the template"
 DROPPED_SYSTEM = "system message left out by the template"
 DROPPED_THINKING = "thinking left out by the template"
 DROPPED_TOOLS = "tools left out by the template"
@@ -15,13 +16,14 @@ DUPLICATE = "duplicate row"
 LEAK = "validation row that is also trained on"
 MERGED_SYSTEM = "system message merged into the first user turn"
 NO_END_OF_TURN = "end-of-turn is no token of this tokenizer"
-NO_PROMPT = "first turn is the assistant's"
+NO_PROMPT = "assistant's turn before any question"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 
 # What to do about each.
 ADVICE = {
     CONTROL_TOKEN: "the model reads it as a real control token: take it out of the text",
     DOUBLE_BOS: "the model's template writes it twice: mend the template",
+    DROPPED_CONTENT: "it is not trained on: take it out, or split the turn in two",
     DROPPED_SYSTEM: "neither training nor inference shows it to the model: try --merge-system",
     DROPPED_THINKING: "it is not trained on: leave --thinking at auto, or use a model that thinks",
     DROPPED_TOOLS: "neither training nor inference shows them to the model: use one that has tools",

@@ -151,7 +151,7 @@ def _finding(finding: Finding, ids: dict[tuple[str, int], int], searchable: bool
     return (
         f'<li class="finding {level}"><header><span class="level">{sign}</span>'
         f"<h3>{_html(finding.kind)}</h3> "
-        f'<span class="rows">{count(finding.rows, "row")}</span></header>'
+        f'<span class="rows">{count(finding.rows, "row") if finding.rows else ""}</span></header>'
         f'<p>{_html(finding.advice)}</p><ul class="places">{"".join(places)}</ul></li>'
     )
 

@@ -155,12 +155,21 @@ def test_template_that_fails_in_any_way_refuses_the_row(source: str) -> None:
             },
             {"default": "a", "tool_use": "t"},
         ),
+        (
+            {"tokenizer_config.json": '{"chat_template": {"default": "a", "rag": "r"}}'},
+            {"default": "a", "rag": "r"},
+        ),
+        (
+            {"chat_template.jinja": "b", "additional_chat_templates/tool_use.jinja": "t"},
+            {"default": "b", "tool_use": "t"},
+        ),
     ],
 )
 def test_template_is_read_from_where_transformers_reads_it(
     tmp_path: Path, files: dict[str, str], sources: dict[str, str]
 ) -> None:
     for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert read_chat_template(tmp_path) == sources
 
@@ -169,7 +178,7 @@ def test_template_is_read_from_where_transformers_reads_it(
     "text",
     [
         *("{", "[1]", '{"chat_template": 3}', '{"chat_template": [3]}', "[" * 100_000),
-        *('{"chat_template": [{"name": "default"}]}', '{"chat_template": {"default": "a"}}'),
+        *('{"chat_template": [{"name": "default"}]}', '{"chat_template": {"default": 3}}'),
         '{"chat_template": [{"name": "rag", "template": "a"}]}',
     ],
 )

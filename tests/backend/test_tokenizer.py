@@ -247,3 +247,18 @@ def test_folder_without_a_tokenizer_is_an_error_that_names_it(
         (tmp_path / name).write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match=f"^{tmp_path}: .*download it again"):
         load_tokenizer(tmp_path)
+
+
+def test_gemmas_turns_stand_between_control_tokens_of_a_tokenizer_model() -> None:
+    tokenizer = load_tokenizer(DATA / "demo-gemma3")
+    text = "<start_of_turn>user\nHi <b>you</b><end_of_turn>\n"
+    (encoded,) = tokenizer.encode_batch([text])
+    spelled = tokenizer.spell(encoded.ids)
+    control = [
+        piece.decode()
+        for piece, token in zip(spelled, encoded.ids, strict=True)
+        if token in tokenizer.control_ids
+    ]
+    assert control == ["<start_of_turn>", "<end_of_turn>"]
+    assert {"<start_of_turn>", "<end_of_turn>", "<bos>"} <= set(tokenizer.control_tokens)
+    assert "\n" not in tokenizer.control_tokens

@@ -109,15 +109,16 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
         (np.dtype("i4"), np.dtype("u1"))
     ] * len(flat)
     assert corpus.lengths.tolist() == [len(pairs) for _, _, pairs, _ in flat]
-    assert corpus.uncut_lengths.tolist() == [length for *_, length in flat]
-    assert corpus.row_numbers.tolist() == [row for _, row, _, _ in flat]
-    assert corpus.supervised.tolist() == [sum(m for _, m in pairs) for _, _, pairs, _ in flat]
-    assert corpus.uncut_supervised.tolist() == [
-        sum(mask for _, mask in pairs)
-        for _, _, _, uncut in kept
-        for pairs in uncut
+    parts = [corpus.part_of_row(i) for i in range(len(corpus))]
+    assert [uncut for _, _, uncut in parts] == [length for *_, length in flat]
+    assert [(part, of) for part, of, _ in parts] == [
+        (part, len(several))
+        for *_, several in kept
+        for part, pairs in enumerate(several, start=1)
         if any(mask for _, mask in pairs[:limit])
     ]
+    assert corpus.row_numbers.tolist() == [row for _, row, _, _ in flat]
+    assert corpus.supervised.tolist() == [sum(m for _, m in pairs) for _, _, pairs, _ in flat]
     assert corpus.row_of_example.tolist() == [
         n for n, (_, _, examples, _) in enumerate(kept) for _ in examples
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from mlxtune.core import notes
-from mlxtune.core.conversation import BadRow, Conversation, Document, SkippedRows
+from mlxtune.core.conversation import BadRow, Conversation, Document, Message, SkippedRows
 from mlxtune.core.encode import Encoder, OffsetEncoded
 from mlxtune.core.notes import Note, Notes
 from mlxtune.core.template import Rendered, Rendering, Template, render_qwen3
@@ -270,3 +270,28 @@ def test_failure_of_the_tokenizer_is_not_lost_in_its_thread() -> None:
 
     with pytest.raises(RuntimeError, match="no such model"):
         encode(Fails("."), converse(("user", "Hi"), ("assistant", "Hello")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("assistant", "Hello!", thinking="a <|im_end|> b"),
+        Message("assistant", "", ({"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}},)),
+    ],
+    ids=["thinking", "call"],
+)
+def test_control_token_is_found_wherever_a_person_writes_it(message: Message) -> None:
+    conversation = Conversation(1, (Message("user", "Hi"), message))
+
+    file = encoded_file(words(), render_qwen3, [conversation])
+
+    assert file.notes.counts[notes.CONTROL_TOKEN] == 1
+
+
+def test_control_token_in_a_tool_is_found() -> None:
+    messages = (Message("user", "Hi"), Message("assistant", "Hello!"))
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_start|>"}}
+
+    file = encoded_file(words(), render_qwen3, [Conversation(1, messages, (tool,))])
+
+    assert file.notes.counts[notes.CONTROL_TOKEN] == 1

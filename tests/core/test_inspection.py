@@ -108,10 +108,21 @@ def test_limit_cuts_what_a_loop_over_rows_would_cut(
 def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
     longest: int, current: int, sizes: list[int]
 ) -> None:
-    found = limits([encoded([(1, [[1] * longest])]), encoded([(1, [[1]])])], current)
+    # Each limit cuts other rows than the one before it.
+    lengths = [size + 1 for size in sizes if size < longest]
+    rows = [(i, [[1] * min(length, longest)]) for i, length in enumerate([*lengths, longest], 1)]
+    found = limits([encoded(rows), encoded([(1, [[1]])])], current)
 
     assert [one.max_seq_len for one in found] == sizes
-    assert all(one.rows_cut == (one.max_seq_len < longest) for one in found)
+    for one in found:
+        assert one.rows_cut == sum(len(mask) > one.max_seq_len for _, (mask,) in rows)
+
+
+def test_of_limits_that_cut_the_same_rows_the_shortest_and_the_current_one_are_told() -> None:
+    found = limits([encoded([(1, [[1] * 5000]), (2, [[1] * 200])])], 1024)
+
+    assert [one.max_seq_len for one in found] == [128, 256, 1024, 8192]
+    assert [one.rows_cut for one in found] == [2, 1, 1, 0]
 
 
 def test_limits_of_no_files_are_the_current_one() -> None:
@@ -137,8 +148,9 @@ def test_lengths_and_supervised_tokens_are_before_the_cut() -> None:
     found = examples()
 
     assert len(found) == 5
-    assert found.lengths.tolist() == [2, 3, 1, 6, 2]
-    assert found.supervised.tolist() == [1, 2, 1, 3, 1]
+    assert found.total == 6
+    assert found.lengths.tolist() == [2, 3, 4, 1, 6, 2]
+    assert found.supervised.tolist() == [1, 2, 1, 1, 3, 1]
 
 
 def test_cost_counts_the_rows_that_train_and_the_tokens_after_the_cut() -> None:
@@ -179,7 +191,8 @@ def test_row_is_found_by_its_number_in_every_file() -> None:
     shown = [found.show(i, ByteTokenizer(narrow=False), ()) for i in range(5)]
     assert [(one.path, one.row, one.split, one.cut, one.part, one.parts) for one in shown] == [
         ("a.jsonl", 1, "train", 0, 1, 1),
-        ("a.jsonl", 4, "train", 0, 1, 1),
+        # The second part is lost to the cut.
+        ("a.jsonl", 4, "train", 0, 1, 2),
         ("b.jsonl", 4, "train", 0, 1, 1),
         ("v.jsonl", 4, "validation", 3, 1, 1),
         ("v.jsonl", 9, "validation", 0, 1, 1),

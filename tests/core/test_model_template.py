@@ -244,7 +244,8 @@ def system_then(content: str = "Be brief.") -> Any:
 def test_row_that_the_template_refuses_is_a_bad_row_with_its_own_reason() -> None:
     with pytest.raises(BadRow) as raised:
         render(refuses_system, system_then())
-    assert (raised.value.kind, raised.value.detail) == (REFUSED, "System role not supported")
+    detail = "System role not supported: try --merge-system"
+    assert (raised.value.kind, raised.value.detail) == (REFUSED, detail)
 
 
 def test_system_message_that_the_template_drops_is_noted() -> None:
