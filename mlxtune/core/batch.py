@@ -6,11 +6,15 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.encode import Example
+
+# Rows of lengths that differ by so much, as a share, may change places when sorted by length.
+_LENGTH_NOISE = 0.1
 
 
 def split_rows(
@@ -54,6 +58,32 @@ def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
     return _permutation(rows, f"{seed}/epoch/{epoch}")
 
 
+def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return the rows of each step of an epoch: `epoch_order`, the last step what is left."""
+    order = epoch_order(rows, seed, epoch)
+    return [order[start : start + batch_size] for start in range(0, rows, batch_size)]
+
+
+def steps_by_length(
+    lengths: Sequence[int] | npt.NDArray[np.int64], batch_size: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Return the rows of each step of an epoch, which are of about one length; steps shuffled.
+
+    `lengths` are tokens by row. One step, anywhere, has the rows that do not fill a batch. A
+    function of the arguments alone.
+    """
+    draw = random.Random(f"{seed}/length/{epoch}")
+    # Lengthened a little by chance, so that the same rows do not meet in every epoch.
+    drawn = [int(length) * (1 + _LENGTH_NOISE * draw.random()) for length in lengths]
+    order = sorted(range(len(drawn)), key=drawn.__getitem__)
+    whole, left = divmod(len(order), batch_size)
+    short = draw.randrange(whole + 1) * batch_size
+    edges = [*range(0, short + 1, batch_size), *range(short + left, len(order) + 1, batch_size)]
+    steps = [order[start:end] for start, end in pairwise(edges) if start < end]
+    draw.shuffle(steps)
+    return steps
+
+
 def _permutation(n: int, key: str) -> list[int]:
     # Seeded with text, Python's generator gives the same order on every platform and version.
     order = list(range(n))
@@ -61,53 +91,59 @@ def _permutation(n: int, key: str) -> list[int]:
     return order
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group examples of a step by length, each group within `max_tokens` tokens after padding.
-
-    Returns indices into `lengths`; each stands in exactly one group. An example longer than
-    `max_tokens` stands alone.
-    """
-    groups: list[list[int]] = []
-    longest = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups and longest * (len(groups[-1]) + 1) <= max_tokens:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-            longest = lengths[i]
-    return groups
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Examples padded on the right to one length, after the shift.
+    """Examples padded on the right to one width, after the shift.
 
-    `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1
-    where the target carries loss. `rows` names the example in each line, for its randomness.
+    `prefix` is int32 of shape (P,): the tokens that all lines begin with, which run before
+    `inputs` and carry no loss; empty for none. `inputs` and `targets` are int32 of shape (B, T),
+    `mask` is float32 of shape (B, T) and 1 where the target carries loss. `rows` names the example
+    in each line, for its randomness.
     """
 
+    prefix: npt.NDArray[np.int32]
     inputs: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
     mask: npt.NDArray[np.float32]
     rows: tuple[int, ...]
 
 
-def collate(examples: Sequence[Example]) -> MicroBatch:
+def run_length(example: Example) -> int:
+    """Return how many tokens of an example are run: those before its last supervised token.
+
+    What comes after these predicts nothing that carries loss. At least 1.
+    """
+    supervised = example.assistant_mask[:0:-1]
+    return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
+
+
+def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = None) -> MicroBatch:
     """Pad examples and shift them: each position predicts the token after it.
 
-        tokens           a b c d      inputs   a b c
-        assistant_mask   0 0 1 1      targets  b c d
-                                      mask     0 1 1
+        tokens           a b c d e      inputs   a b c
+        assistant_mask   0 0 1 1 0      targets  b c d
+                                        mask     0 1 1
 
-    This is the only shift. Padding is token 0 with mask 0; under causal attention no token
-    before it can see it.
+    This is the only shift. The first `prefix` tokens are taken off as what all share; the rest is
+    padded to `width`, by default that of the widest, with token 0 and mask 0. Under causal
+    attention no token before the padding can see it.
+
+    Raises ValueError when the examples do not share the prefix, when a token that it predicts
+    carries loss, or when a rest is empty or wider than `width`.
     """
-    shape = (len(examples), max(map(len, examples)))
-    tokens = np.zeros(shape, dtype=np.int32)
+    runs = [run_length(example) for example in examples]
+    shared = examples[0].tokens[:prefix]
+    for example, run in zip(examples, runs, strict=True):
+        if run <= prefix or not np.array_equal(example.tokens[:prefix], shared):
+            raise ValueError(f"row {example.row} does not begin with the prefix of its group")
+        if example.assistant_mask[1 : prefix + 1].any():
+            raise ValueError(f"row {example.row} has a supervised token in its prefix")
+    shape = (len(examples), max(runs) - prefix if width is None else width)
+    inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
     mask = np.zeros(shape, dtype=np.float32)
-    for i, example in enumerate(examples):
-        tokens[i, : len(example)] = example.tokens
-        mask[i, : len(example)] = example.assistant_mask
-    return MicroBatch(
-        tokens[:, :-1], tokens[:, 1:], mask[:, 1:], tuple(example.key for example in examples)
-    )
+    for i, (example, run) in enumerate(zip(examples, runs, strict=True)):
+        after = slice(prefix + 1, min(run + 1, len(example)))  # a lone token predicts none
+        inputs[i, : run - prefix] = example.tokens[prefix:run]
+        targets[i, : after.stop - after.start] = example.tokens[after]
+        mask[i, : after.stop - after.start] = example.assistant_mask[after]
+    return MicroBatch(shared, inputs, targets, mask, tuple(example.key for example in examples))

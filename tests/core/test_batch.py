@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxtune
-from mlxtune.core.batch import collate, epoch_order, plan_micro_batches, split_rows
+from mlxtune.core.batch import (
+    collate,
+    epoch_order,
+    run_length,
+    shuffled_steps,
+    split_rows,
+    steps_by_length,
+)
 from mlxtune.core.encode import Example
 
 
@@ -150,10 +158,14 @@ def test_epoch_order_differs_by_epoch_by_seed_and_from_the_file() -> None:
     assert tuple(range(30)) not in orders
 
 
+LENGTHS = [i * 7 % 20 + 1 for i in range(20)]
+
+
 def test_orders_and_split_are_the_same_in_another_process() -> None:
     program = (
         "from mlxtune.core import batch\n"
         "print(batch.epoch_order(20, 42, 3))\n"
+        "print(batch.steps_by_length([i * 7 % 20 + 1 for i in range(20)], 3, 42, 3))\n"
         "print(batch.split_rows([i // 3 for i in range(20)], 0.25, 42, 1000))\n"
     )
     package = str(Path(mlxtune.__file__).parents[1])
@@ -169,47 +181,116 @@ def test_orders_and_split_are_the_same_in_another_process() -> None:
     }
 
     split = split_rows([i // 3 for i in range(20)], 0.25, 42, 1000)
-    assert outputs == {f"{epoch_order(20, 42, 3)}\n{split}\n"}
+    steps = steps_by_length(LENGTHS, 3, 42, 3)
+    assert outputs == {f"{epoch_order(20, 42, 3)}\n{steps}\n{split}\n"}
 
 
 def test_orders_and_split_are_those_of_earlier_versions() -> None:
     # Written down when they were made: a change here changes every run that anyone has made.
     assert epoch_order(10, 42, 1) == [0, 1, 4, 7, 3, 2, 9, 8, 6, 5]
     assert epoch_order(10, 42, 2) == [8, 5, 4, 9, 3, 6, 0, 7, 1, 2]
+    assert shuffled_steps(10, 4, 42, 1) == [[0, 1, 4, 7], [3, 2, 9, 8], [6, 5]]
+    assert steps_by_length(LENGTHS[:10], 4, 42, 1) == [[5, 8], [1, 4, 7, 2], [0, 3, 6, 9]]
+    assert steps_by_length(LENGTHS[:10], 4, 42, 2) == [[0, 3, 6, 9], [1, 4], [7, 2, 5, 8]]
     # As indices; the rows of these were the 3rd, 5th and 7th.
     assert split_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
 
 
+# Steps by length
+
+
 @settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 600), max_size=40), max_tokens=st.integers(1, 2000))
-def test_micro_batches_hold_each_example_once_within_the_budget(
-    lengths: list[int], max_tokens: int
+@given(
+    lengths=st.lists(st.integers(1, 600), max_size=60),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**70),
+    epoch=st.integers(1, 1000),
+)
+def test_steps_by_length_hold_each_row_once_and_are_all_full_but_one(
+    lengths: list[int], batch_size: int, seed: int, epoch: int
 ) -> None:
-    plan = plan_micro_batches(lengths, max_tokens)
+    steps = steps_by_length(lengths, batch_size, seed, epoch)
 
-    assert sorted(i for group in plan for i in group) == list(range(len(lengths)))
-    for group in plan:
-        padded = len(group) * max(lengths[i] for i in group)
-        assert padded <= max_tokens or len(group) == 1
+    assert sorted(row for step in steps for row in step) == list(range(len(lengths)))
+    left = len(lengths) % batch_size
+    sizes = [batch_size] * (len(lengths) // batch_size) + [left] * (left > 0)
+    assert sorted(map(len, steps), reverse=True) == sizes
+    assert steps_by_length(np.array(lengths, dtype=np.int64), batch_size, seed, epoch) == steps
 
 
-def test_micro_batches_group_examples_of_similar_length() -> None:
-    assert plan_micro_batches([5, 90, 4, 100, 6], 200) == [[3, 1], [4, 0, 2]]
-    assert plan_micro_batches([300, 10, 10], 200) == [[0], [1, 2]]
-    assert plan_micro_batches([], 200) == []
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=60),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_steps_by_length_hold_neighbours_but_for_a_tenth(
+    lengths: list[int], batch_size: int, seed: int
+) -> None:
+    steps = [[lengths[i] for i in s] for s in steps_by_length(lengths, batch_size, seed, 1)]
+
+    for shorter, longer in pairwise(sorted(steps, key=lambda step: sum(step) / len(step))):
+        assert max(shorter) <= 1.1 * min(longer)
+
+
+def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> None:
+    lengths = [100 + i % 50 for i in range(402)]
+    epochs = [steps_by_length(lengths, 4, 42, epoch) for epoch in range(1, 21)]
+
+    met = [{frozenset(step) for step in steps} for steps in epochs]
+    assert all(len(a & b) < 10 for a, b in combinations(met, 2))
+    # The step that is not full comes anywhere, and of any length.
+    places = [next(i for i, step in enumerate(steps) if len(step) == 2) for steps in epochs]
+    assert len(set(places)) > 10
+    short = [lengths[steps[at][0]] for steps, at in zip(epochs, places, strict=True)]
+    assert min(short) < 115 < 135 < max(short)
+    # Long and short steps come in turn.
+    for steps in epochs:
+        tokens = [sum(lengths[row] for row in step) / len(step) for step in steps]
+        assert abs(float(np.corrcoef(tokens, range(len(tokens)))[0, 1])) < 0.4
 
 
 def test_collated_targets_are_the_next_tokens_as_in_the_picture() -> None:
-    a, b, c, d, e, f = range(11, 17)
+    a, b, c, d, e, f, g = range(11, 18)
 
-    batch = collate([example(7, [a, b, c, d], [0, 0, 1, 1]), example(9, [e, f], [0, 1])])
+    batch = collate([example(7, [a, b, c, d, e], [0, 0, 1, 1, 0]), example(9, [f, g], [0, 1])])
 
-    assert batch.inputs.tolist() == [[a, b, c], [e, f, 0]]
-    assert batch.targets.tolist() == [[b, c, d], [f, 0, 0]]
+    assert batch.prefix.tolist() == []
+    assert batch.inputs.tolist() == [[a, b, c], [f, 0, 0]]
+    assert batch.targets.tolist() == [[b, c, d], [g, 0, 0]]
     assert batch.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert batch.rows == (7, 9)
-    assert (batch.inputs.dtype, batch.targets.dtype) == (np.int32, np.int32)
-    assert batch.mask.dtype == np.float32
+    kinds = [array.dtype for array in (batch.prefix, batch.inputs, batch.targets, batch.mask)]
+    assert kinds == [np.int32, np.int32, np.int32, np.float32]
+
+
+def test_prefix_is_taken_off_every_line_and_lines_are_as_wide_as_asked_for() -> None:
+    s, t, a, b, c, d = range(11, 17)
+
+    batch = collate([example(1, [s, t, a, b, c]), example(1, [s, t, d, a])], prefix=2, width=4)
+
+    assert batch.prefix.tolist() == [s, t]
+    assert batch.inputs.tolist() == [[a, b, 0, 0], [d, 0, 0, 0]]
+    assert batch.targets.tolist() == [[b, c, 0, 0], [a, 0, 0, 0]]
+    assert batch.mask.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("second", "mask", "width", "problem"),
+    [
+        ([1, 9, 3, 4], [0, 0, 0, 1], None, "row 2 does not begin with the prefix"),
+        ([1, 2, 3, 4], [0, 1, 0, 1], None, "row 2 has a supervised token in its prefix"),
+        # Nor may the prefix predict what carries loss, for it runs once and not once a line.
+        ([1, 2, 3, 4], [0, 0, 1, 1], None, "row 2 has a supervised token in its prefix"),
+        ([1, 2, 3], [0, 0, 1], None, "row 2 does not begin with the prefix"),
+        ([1, 2, 3, 4], [0, 0, 0, 1], 1, "broadcast"),
+    ],
+)
+def test_what_cannot_stand_in_one_micro_batch_is_refused(
+    second: list[int], mask: list[int], width: int | None, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        collate([example(1, [1, 2, 3, 4, 5]), example(2, second, mask)], prefix=2, width=width)
 
 
 def test_rows_of_several_files_have_names_of_their_own() -> None:
@@ -228,12 +309,12 @@ def test_rows_of_several_files_have_names_of_their_own() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.lists(st.tuples(st.integers(1, 2**31 - 1), st.integers(0, 1)), min_size=2, max_size=12),
+        st.lists(st.tuples(st.integers(1, 2**31 - 1), st.integers(0, 1)), min_size=1, max_size=12),
         min_size=1,
         max_size=6,
     )
 )
-def test_collating_loses_no_token_and_masks_all_padding(
+def test_collating_loses_no_supervised_token_and_masks_all_padding(
     pairs: list[list[tuple[int, int]]],
 ) -> None:
     examples = [
@@ -243,14 +324,14 @@ def test_collating_loses_no_token_and_masks_all_padding(
 
     batch = collate(examples)
 
-    longest = max(len(row) for row in pairs)
+    runs = [max([k for k in range(1, len(row)) if row[k][1]], default=1) for row in pairs]
+    assert [run_length(one) for one in examples] == runs
     assert batch.inputs.shape == batch.targets.shape == batch.mask.shape
-    assert batch.inputs.shape == (len(pairs), longest - 1)
-    for i, row in enumerate(pairs):
-        width = len(row) - 1
-        assert [(int(t), int(m)) for t, m in zip(batch.targets[i], batch.mask[i], strict=True)][
-            :width
-        ] == row[1:]
-        assert batch.inputs[i, :width].tolist() == [token for token, _ in row[:-1]]
-        assert not batch.mask[i, width:].any()
-        assert not batch.targets[i, width:].any()
+    assert batch.inputs.shape == (len(pairs), max(runs))
+    for i, (row, run) in enumerate(zip(pairs, runs, strict=True)):
+        predicted = list(zip(batch.targets[i].tolist(), batch.mask[i].tolist(), strict=True))
+        assert predicted[: len(row) - 1][:run] == row[1 : run + 1]
+        assert batch.inputs[i, :run].tolist() == [token for token, _ in row[:run]]
+        assert batch.mask[i].sum() == sum(one for _, one in row[1:])
+        assert not batch.inputs[i, run:].any()
+        assert not batch.targets[i, run:].any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,36 @@ def test_training_order_differs_by_epoch_and_validation_never_does(tmp_path: Pat
     assert len({tuple(sorted(order)) for order in orders}) == 1
     assert [step for step, _ in pipeline.validations] == [0, 1, 2, 3]
     assert len({tuple(found) for _, found in pipeline.validations}) == 1
+
+
+def test_rows_are_shuffled_unless_told_otherwise(tmp_path: Path) -> None:
+    pipeline = FakePipeline()
+    train(tmp_path, pipeline, rows(*range(1, 11)), validation=[], batch_size=4, seed=42, epochs=1)
+
+    # As of earlier versions: rows count from 1 here.
+    assert pipeline.batches == [[1, 2, 5, 8], [4, 3, 10, 9], [7, 6]]
+
+
+@pytest.mark.parametrize("val_split", [0.0, 0.2])
+def test_steps_by_length_hold_rows_of_one_length_and_each_row_once(
+    tmp_path: Path, val_split: float
+) -> None:
+    pipeline = FakePipeline()
+    # By their number, rows have 1 to 3 examples of 2 to 6 tokens each.
+    corpus = rows(*(row for row in range(1, 61) for _ in range(row % 3 + 1)))
+    split: dict[str, Any] = {"val_split": val_split} if val_split else {"validation": []}
+    train(tmp_path, pipeline, corpus, batch_size=3, epochs=2, order="length", **split)
+
+    half = len(pipeline.batches) // 2
+    first, second = ([set(step) for step in pipeline.batches[at:][:half]] for at in (0, half))
+    assert sorted(map(len, first)) == sorted(map(len, second)) == [3] * half
+    assert set.union(*first) == set.union(*second)
+    assert len(set.union(*first)) == 60 * (1 - val_split)
+    assert first != second
+    for steps in (first, second):
+        lengths = [[(row % 3 + 1) * (2 + row % 5) for row in step] for step in steps]
+        for shorter, longer in pairwise(sorted(lengths, key=sum)):
+            assert max(shorter) <= 1.1 * min(longer)
 
 
 def test_order_and_split_are_functions_of_the_seed(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""How much padding runs when real chat data is trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtune.config import InspectConfig
+from mlxtune.core.batch import run_length, shuffled_steps, steps_by_length
+from mlxtune.core.corpus import Corpus
+from mlxtune.core.plan import StepCost, padding_share, plan_step
+from mlxtune.dataset import Reader, load_dataset
+
+BATCH_SIZE, LONGEST, MAX_TOKENS, STEPS = 4, 512, 512, 300
+NAMES = [
+    *("fastchat_dummy", "gsm8k_train", "lf_alpaca_en_demo", "lf_glaive_toolcall_en"),
+    *("lf_identity", "wikisql_train", "wikisql_valid"),
+]
+
+
+def padding(corpus: Corpus, steps: list[list[int]]) -> float:
+    """Return which share of the tokens that run in some steps is padding."""
+    padded = total = 0.0
+    for step in steps:
+        examples = [example for row in step for example in corpus.row(row)]
+        plan = plan_step(examples, MAX_TOKENS, StepCost(fixed=32))
+        tokens = sum(group.tokens for group in plan)
+        padded += tokens * padding_share(plan, [run_length(one) for one in examples])
+        total += tokens
+    return padded / total
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_little_of_what_runs_is_padding(shared: Path, name: str) -> None:
+    folder = shared / "tokenizers" / "qwen3"
+    config = InspectConfig(
+        str(folder), str(shared / "chat" / f"{name}.jsonl"), max_seq_len=LONGEST, val_split=0
+    )
+    corpus = load_dataset(config, Reader(config, folder)).corpus
+    lengths = [sum(map(len, corpus.row(row))) for row in range(corpus.num_rows)]
+
+    by_length = padding(corpus, steps_by_length(lengths, BATCH_SIZE, 42, 1)[:STEPS])
+    shuffled = padding(corpus, shuffled_steps(len(lengths), BATCH_SIZE, 42, 1)[:STEPS])
+
+    assert by_length < 0.05
+    # Short rows are padded more, for their padding takes less than another pass would.
+    long = corpus.lengths.mean() > 150
+    assert shuffled < (0.05 if long else 0.15)
+
+
+def test_every_file_of_real_chat_data_is_looked_at(shared: Path) -> None:
+    assert sorted(path.stem for path in (shared / "chat").glob("*.jsonl")) == NAMES
