@@ -25,12 +25,13 @@ _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 class DropoutKeys:
     """Where LoRA layers find the randomness of the forward pass under way.
 
-    `rows` is uint32 (B,), one number for each line of the micro-batch, or None for no dropout. A
-    token's mask depends on its row, position and layer alone, so that neither padding nor the
-    split into micro-batches changes it.
+    `rows` is uint32 (B,), one number for each line of the micro-batch, or None for no dropout;
+    `offset` is the position of the first token. A token's mask depends on its row, position and
+    layer alone, so that neither padding nor the split into micro-batches changes it.
     """
 
     rows: mx.array | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,18 +103,24 @@ class LoRALinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)
-        z = (self._drop(x) @ self.lora_a.astype(x.dtype)) @ self.lora_b.astype(x.dtype)
-        return y + self.scale * z
+        # The scale goes where the array is smallest.
+        low = (self._drop(x) @ self.lora_a.astype(x.dtype)) * self.scale
+        return y + low @ self.lora_b.astype(x.dtype)
+
+    def drops(self) -> bool:
+        """Tell whether the forward pass under way drops entries of its input."""
+        return self._dropout_keys.rows is not None and self._dropout != 0
 
     def _drop(self, x: mx.array) -> mx.array:
         """Zero entries of x (B, T, in) with probability p and scale the rest by 1 / (1 - p)."""
         rows = self._dropout_keys.rows
-        if rows is None or self._dropout == 0:
+        if rows is None or not self.drops():
             return x
         if x.ndim != 3 or x.shape[0] != rows.shape[0]:
             raise ModelError("--dropout is not possible with this architecture: set it to 0")
         batch, length, width = x.shape
-        positions = mx.arange(length, dtype=mx.uint32)
+        first = self._dropout_keys.offset
+        positions = mx.arange(first, first + length, dtype=mx.uint32)
         # One counter-based generator for each token, keyed by (row ^ layer, position).
         keys = mx.stack(
             [

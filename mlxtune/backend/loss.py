@@ -1,9 +1,14 @@
-"""Masked cross-entropy: the plain reference."""
+"""Masked cross-entropy: the plain reference, and the one that holds few logits at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
+
+from mlxtune.backend.autograd import differentiable
 
 
 def cross_entropy_sum(
@@ -17,3 +22,52 @@ def cross_entropy_sum(
     logits_BxTxV = model(inputs).astype(mx.float32)
     losses = nn.losses.cross_entropy(logits_BxTxV, targets)
     return (losses * mask).sum()
+
+
+Losses = Callable[[mx.array, mx.array], mx.array]
+
+
+def fused_losses(logits: mx.array, targets: mx.array) -> mx.array:
+    """Return each position's cross-entropy; on Metal and CUDA without logits in float32."""
+    return mx.fast.cross_entropy(logits, targets)
+
+
+def head_loss_sum(
+    logits: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    weights: mx.array,
+    chunk: int,
+    losses: Losses,
+) -> mx.array:
+    """Return the summed cross-entropy of hidden states, in nats, as a float32 scalar.
+
+    `hidden` is (P, H), `targets` int32 (P,), `weights` float32 (P,) with 0 for what does not count;
+    `logits` takes (p, H) to (p, V), `losses` these and targets (p,) to float32 (p,). No more than
+    `chunk` positions have logits at once: loss and gradient with respect to the hidden states are
+    made in one pass, in the forward pass.
+    """
+
+    def of_chunk(rows: mx.array, wanted: mx.array, counted: mx.array) -> mx.array:
+        return (losses(logits(rows), wanted) * counted).sum()
+
+    both = mx.value_and_grad(of_chunk)
+
+    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        gradients: list[mx.array] = []
+        total = mx.array(0.0)
+        for start in range(0, hidden.shape[0], chunk):
+            at = slice(start, start + chunk)
+            rows = hidden[at]
+            if gradients:
+                # One chunk after the other: logits of all at once are what this is to avoid.
+                rows = mx.depends(rows, gradients[-1])
+            loss, gradient = both(rows, targets[at], weights[at])
+            total = total + loss
+            gradients.append(gradient)
+        return total, mx.concatenate(gradients)
+
+    def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0].astype(outputs[1].dtype) * outputs[1]
+
+    return differentiable(summed, scaled)(hidden)[0]

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
+from mlxtune.backend.cpu.stored import embed_in_float32, stored_weights
 from mlxtune.backend.memory import on_cpu
 from mlxtune.core.report import short_number
 from mlxtune.errors import ModelError, one_line
@@ -26,7 +27,10 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A loaded model and what is said of it. `dtype` is what it computes in."""
+    """A model and what is said of it. `dtype` is what it computes in.
+
+    `text_config` is what config.json says of the language model.
+    """
 
     model: nn.Module
     folder: Path
@@ -37,6 +41,7 @@ class BaseModel:
     quantization: str | None
     vocab_size: int
     hidden_size: int
+    text_config: Mapping[str, Any]
 
     def describe(self) -> str:
         """Say in one line what was loaded."""
@@ -114,6 +119,16 @@ def load_base(folder: Path, dtype: str) -> BaseModel:
 
     Raises ModelError when the folder is incomplete or broken.
     """
+    base = open_base(folder, dtype)
+    read_weights(base)
+    return base
+
+
+def open_base(folder: Path, dtype: str) -> BaseModel:
+    """Return what `load_base` does, with shapes and dtypes known and no weights read yet.
+
+    Raises ModelError when the folder is incomplete or broken.
+    """
     config = read_config(folder)
     if not list(folder.glob("model*.safetensors")):
         raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
@@ -121,12 +136,8 @@ def load_base(folder: Path, dtype: str) -> BaseModel:
         model, config = mlx_lm_utils.load_model(folder, lazy=True)
         chosen = _choose_dtype(model, dtype)
         _cast(model, chosen)
-        mx.eval(model.parameters())
     except Exception as error:
-        raise ModelError(
-            f"{folder}: cannot be loaded: {one_line(error)}: "
-            "its config.json or weights are broken or do not belong together: download it again"
-        ) from error
+        raise _broken(folder, error) from error
     text_config = config.get("text_config") or config
     return BaseModel(
         model=model,
@@ -138,6 +149,22 @@ def load_base(folder: Path, dtype: str) -> BaseModel:
         quantization=_quantization(config.get("quantization")),
         vocab_size=int(text_config.get("vocab_size") or config.get("vocab_size") or 0),
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
+        text_config=text_config,
+    )
+
+
+def read_weights(base: BaseModel) -> None:
+    """Read the weights of a model that was opened. Raises ModelError when they are broken."""
+    try:
+        mx.eval(base.model.parameters())
+    except Exception as error:
+        raise _broken(base.folder, error) from error
+
+
+def _broken(folder: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder}: cannot be loaded: {one_line(error)}: "
+        "its config.json or weights are broken or do not belong together: download it again"
     )
 
 
@@ -158,15 +185,24 @@ def _own_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Have a model compute in the dtype.
+
+    Where a wider dtype than that of the file is computed in on the CPU, big matrices stay as they
+    are: each use casts them, which is exact and a few percent of its work, and they take half the
+    memory.
+    """
     keeps = getattr(model, "cast_predicate", None)
+    stored = stored_weights(model) if on_cpu() and dtype == mx.float32 else set()
 
     def cast(path: str, parameter: mx.array) -> mx.array:
         # Some architectures need a few parameters in float32 whatever the rest is in.
         castable = mx.issubdtype(parameter.dtype, mx.floating) and (keeps is None or keeps(path))
-        return parameter.astype(dtype) if castable else parameter
+        return parameter.astype(dtype) if castable and path not in stored else parameter
 
     parameters = tree_flatten(model.parameters())
     model.load_weights([(path, cast(path, value)) for path, value in parameters], strict=False)
+    if stored:
+        embed_in_float32(model)
 
 
 def _quantization(quantization: Mapping[str, Any] | None) -> str | None:

@@ -1,0 +1,271 @@
+"""Loops over float32 rows, compiled by numba for the processor at hand and cached on disk.
+
+MLX's CPU operations run on one thread, and `exp` and what contains it take some 12 to 25 ns an
+element on x86; here it takes below 1. Arrays are rows (m, n), contiguous; `start` and `end` are the
+rows that a call works on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+# Sums may be taken in any order, which is what lets them be vectorised; infinities and NaN count.
+_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
+_kernel = numba.njit(nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
+_inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
+
+_f = np.float32
+_ZERO, _HALF, _ONE, _TWO = _f(0), _f(0.5), _f(1), _f(2)
+_LOWEST, _HIGHEST = _f(-87), _f(88)
+_LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4)
+_P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
+_P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
+_GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
+
+
+@intrinsic
+def _power_of_two(_: Any, x: Any) -> Any:
+    """Return 2 to a whole number, both float32, by writing its exponent."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        word = ir.IntType(32)
+        exponent = builder.add(builder.fptosi(values[0], word), ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(exponent, ir.Constant(word, 23)), ir.FloatType())
+
+    return types.float32(types.float32), generate
+
+
+@_inline
+def _exp(x):  # type: ignore[no-untyped-def]
+    """Return e to the x within 2e-7; the polynomial is that of Cephes' expf."""
+    x = min(max(x, _LOWEST), _HIGHEST)
+    whole = np.floor(x * _LOG2_E + _HALF)
+    r = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
+    return (p * r * r + r + _ONE) * _power_of_two(whole)  # type: ignore[call-arg]
+
+
+@_inline
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    return _ONE / (_ONE + _exp(-x))
+
+
+@_inline
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return _ONE - _TWO / (_ONE + _exp(_TWO * x))
+
+
+@_kernel
+def swiglu(start, end, gate, x, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(gate.shape[1]):
+            g = gate[i, j]
+            out[i, j] = g * _sigmoid(g) * x[i, j]
+
+
+@_kernel
+def swiglu_gradient(start, end, gate, x, d, d_gate, d_x):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(gate.shape[1]):
+            g = gate[i, j]
+            s = _sigmoid(g)
+            d_x[i, j] = d[i, j] * g * s
+            d_gate[i, j] = d[i, j] * x[i, j] * s * (_ONE + g * (_ONE - s))
+
+
+@_kernel
+def silu(start, end, x, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            out[i, j] = x[i, j] * _sigmoid(x[i, j])
+
+
+@_kernel
+def silu_gradient(start, end, x, d, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            s = _sigmoid(x[i, j])
+            out[i, j] = d[i, j] * s * (_ONE + x[i, j] * (_ONE - s))
+
+
+@_kernel
+def gelu(start, end, x, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            v = x[i, j]
+            t = _tanh(_GELU_SCALE * v * (_ONE + _GELU_CUBE * v * v))
+            out[i, j] = _HALF * v * (_ONE + t)
+
+
+@_kernel
+def gelu_gradient(start, end, x, d, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            v = x[i, j]
+            t = _tanh(_GELU_SCALE * v * (_ONE + _GELU_CUBE * v * v))
+            inner = _GELU_SCALE * (_ONE + _f(3) * _GELU_CUBE * v * v)
+            out[i, j] = d[i, j] * _HALF * (_ONE + t + v * (_ONE - t * t) * inner)
+
+
+@_kernel
+def tanh(start, end, x, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            out[i, j] = _tanh(x[i, j])
+
+
+@_kernel
+def tanh_gradient(start, end, x, d, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            t = _tanh(x[i, j])
+            out[i, j] = d[i, j] * (_ONE - t * t)
+
+
+@_kernel
+def rms_norm(start, end, x, gain, eps, out):  # type: ignore[no-untyped-def]
+    width = x.shape[1]
+    for i in range(start, end):
+        squares = _ZERO
+        for j in range(width):
+            squares += x[i, j] * x[i, j]
+        r = _ONE / np.sqrt(squares / _f(width) + eps)
+        for j in range(width):
+            out[i, j] = x[i, j] * r * gain[j]
+
+
+@_kernel
+def rms_norm_gradient(start, end, x, gain, eps, d, out):  # type: ignore[no-untyped-def]
+    width = x.shape[1]
+    for i in range(start, end):
+        squares, dot = _ZERO, _ZERO
+        for j in range(width):
+            squares += x[i, j] * x[i, j]
+            dot += d[i, j] * gain[j] * x[i, j]
+        r = _ONE / np.sqrt(squares / _f(width) + eps)
+        c = dot * r * r / _f(width)
+        for j in range(width):
+            out[i, j] = r * (d[i, j] * gain[j] - x[i, j] * c)
+
+
+@_inline
+def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
+    """Return how many keys the query of a row sees; queries are aligned to the end of the keys."""
+    return keys - queries + row % queries + 1 if causal else keys
+
+
+@_inline
+def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
+    """Replace the scores that are seen by exp(score - highest), others by 0; return both."""
+    highest, total = _f(-np.inf), _ZERO
+    for j in range(seen):
+        highest = max(highest, x[i, j])
+    for j in range(seen):
+        e = _exp(x[i, j] - highest)
+        x[i, j] = e
+        total += e
+    for j in range(seen, x.shape[1]):
+        x[i, j] = _ZERO
+    return highest, total
+
+
+@_kernel
+def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
+    """Replace scores by their softmax, in place."""
+    for i in range(start, end):
+        seen = _seen(i, x.shape[1], queries, causal)
+        _, total = _softmax_row(x, i, seen)
+        r = _ONE / total
+        for j in range(seen):
+            x[i, j] *= r
+
+
+@_kernel
+def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-untyped-def]
+    """Replace scores by their softmax, and its gradient by that of the scores, in place."""
+    for i in range(start, end):
+        seen = _seen(i, x.shape[1], queries, causal)
+        _, total = _softmax_row(x, i, seen)
+        r, dot = _ONE / total, _ZERO
+        for j in range(seen):
+            x[i, j] *= r
+            dot += x[i, j] * d[i, j]
+        for j in range(seen):
+            d[i, j] = x[i, j] * (d[i, j] - dot)
+        for j in range(seen, x.shape[1]):
+            d[i, j] = _ZERO
+
+
+@_kernel
+def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[no-untyped-def]
+    """Take in one more block of logits: replace them by exp(logit - the highest so far).
+
+    `highest` and `total` (m,) are of the blocks so far; `correction` (m,) is what the earlier ones
+    are to be multiplied by.
+    """
+    for i in range(start, end):
+        top = highest[i]
+        for j in range(x.shape[1]):
+            top = max(top, x[i, j])
+        added = _ZERO
+        for j in range(x.shape[1]):
+            e = _exp(x[i, j] - top)
+            x[i, j] = e
+            added += e
+        correction[i] = np.exp(highest[i] - top)
+        total[i] = total[i] * correction[i] + added
+        highest[i] = top
+
+
+@_kernel
+def turn(start, end, x, cosines, sines, out):  # type: ignore[no-untyped-def]
+    """Turn pairs of entries of x (B, T, H, D) by the angles of T; out is (B, H, T, D)."""
+    half = cosines.shape[1]
+    for row in range(start, end):
+        b, t = row // x.shape[1], row % x.shape[1]
+        for h in range(x.shape[2]):
+            for j in range(half):
+                first, second = x[b, t, h, j], x[b, t, h, half + j]
+                out[b, h, t, j] = first * cosines[t, j] - second * sines[t, j]
+                out[b, h, t, half + j] = second * cosines[t, j] + first * sines[t, j]
+            for j in range(2 * half, x.shape[3]):
+                out[b, h, t, j] = x[b, t, h, j]
+
+
+@_kernel
+def turn_back(start, end, d, cosines, sines, out):  # type: ignore[no-untyped-def]
+    """Turn pairs of entries of d (B, H, T, D) back; out is (B, T, H, D)."""
+    half = cosines.shape[1]
+    for row in range(start, end):
+        b, t = row // out.shape[1], row % out.shape[1]
+        for h in range(out.shape[2]):
+            for j in range(half):
+                first, second = d[b, h, t, j], d[b, h, t, half + j]
+                out[b, t, h, j] = first * cosines[t, j] + second * sines[t, j]
+                out[b, t, h, half + j] = second * cosines[t, j] - first * sines[t, j]
+            for j in range(2 * half, out.shape[3]):
+                out[b, t, h, j] = d[b, h, t, j]
+
+
+@_kernel
+def widen(start, end, x, out):  # type: ignore[no-untyped-def]
+    """Write bfloat16 rows, given as uint16, as the uint32 of the same float32."""
+    for i in range(start, end):
+        for j in range(x.shape[1]):
+            out[i, j] = np.uint32(x[i, j]) << np.uint32(16)
+
+
+@_kernel
+def add_product_(start, end, out, low, update):  # type: ignore[no-untyped-def]
+    """Add low (m, r) times update (r, n) to out (m, n), in place, for a small r."""
+    for i in range(start, end):
+        for k in range(low.shape[1]):
+            c = low[i, k]
+            for j in range(out.shape[1]):
+                out[i, j] += c * update[k, j]

@@ -1,0 +1,225 @@
+"""Has a model compute with this room's functions: that instance alone, no class is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations
+from mlx_lm.models import base as mlx_lm_base
+
+from mlxtune.backend.autograd import differentiable
+from mlxtune.backend.cpu import attention, elementwise, products, rotary, stored
+from mlxtune.backend.cpu.arrays import computes
+from mlxtune.backend.cpu.kept import in_use, values_needed
+from mlxtune.backend.lora import LoRALinear
+
+
+def _product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
+    """Return x times the transpose of a frozen weight, whose gradient is never asked for."""
+    kept = in_use()
+
+    def run(x: mx.array) -> mx.array:
+        if kept is None:
+            return products.forward(x, weight())
+        return kept.product(lambda: products.forward(x, weight()))
+
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
+        return products.backward(cotangent, weight())
+
+    return differentiable(run, gradient)(x)
+
+
+def _product_with_update(
+    x: mx.array, weight: Callable[[], mx.array], a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """Return x W^T + scale * (x A) B, with gradients for x, A and B."""
+    kept = in_use()
+
+    def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        def make() -> mx.array:
+            y = products.forward(x, weight())
+            products.add_update(y, x, a, b, scale)
+            return y
+
+        return make() if kept is None else kept.product(make)
+
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
+        x, a, b = primals
+        return products.update_gradients(x, a, b, cotangent, weight(), scale)
+
+    return differentiable(run, gradient)(x, a, b)
+
+
+class _Embedding(nn.Embedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _product(x, lambda: self["weight"]) if computes(x) else super().as_linear(x)
+
+
+class _StoredEmbedding(_Embedding, stored.Embedding):
+    pass
+
+
+class _Linear(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        if not computes(x):
+            return super().__call__(x)
+        y = _product(x, self.frozen_weight)
+        return y + self["bias"] if "bias" in self else y
+
+    def frozen_weight(self) -> mx.array:
+        """Return the weight (out, in) as it is stored."""
+        return self["weight"]
+
+
+class _LoRALinear(LoRALinear):
+    """The base's product and the update's, in one."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not computes(x) or self.drops() or type(self.linear) not in (_Linear, _QuantizedLinear):
+            return super().__call__(x)
+        y = _product_with_update(x, self.linear.frozen_weight, self.lora_a, self.lora_b, self.scale)
+        return y + self.linear["bias"] if "bias" in self.linear else y
+
+
+class _QuantizedLinear(nn.QuantizedLinear):
+    """Unpacks the weight for each use: MLX's quantised products are some 30 times slower."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not computes(x):
+            return super().__call__(x)
+        y = _product(x, self.frozen_weight)
+        return y + self["bias"] if "bias" in self else y
+
+    def frozen_weight(self) -> mx.array:
+        """Return the weight (out, in), unpacked."""
+        scales, biases = self["scales"], self.get("biases")
+        packed = (self["weight"], scales, biases, self.group_size, self.bits)
+        return mx.dequantize(*packed, mode=self.mode)
+
+
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    if computes(gate, x) and gate.shape == x.shape:
+        return elementwise.swiglu(gate, x, needed=values_needed())
+    return activations.swiglu(gate, x)
+
+
+def _attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    # A mask that is added may carry a gradient, as in DeepSeek's attention.
+    constant = not isinstance(mask, mx.array) or mask.dtype == mx.bool_
+    fast = constant and sinks is None and not hasattr(cache, "bits")
+    if fast and computes(queries, keys, values):
+        needed = values_needed()
+        return attention.attention(queries, keys, values, scale, mask, needed=needed)
+    return mlx_lm_base.scaled_dot_product_attention(
+        queries, keys, values, cache, scale, mask, sinks
+    )
+
+
+def _unary(fast: Callable[[mx.array], mx.array], plain: Any) -> Callable[..., mx.array]:
+    def run(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        if args or options or not computes(x):
+            return plain(x, *args, **options)
+        return fast(x)
+
+    return run
+
+
+def _softmax(x: mx.array, axis: Any = None, **options: Any) -> mx.array:
+    if axis == -1 and computes(x):
+        return elementwise.softmax(x)
+    return mx.softmax(x, axis, **options)
+
+
+class _Instead:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, module: ModuleType, functions: dict[str, Any]) -> None:
+        self._module = module
+        self.replaced = functions.keys()
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    if computes(x):
+        return elementwise.rms_norm(x, weight, eps)
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+_REPLACED: dict[int, Any] = {
+    id(mlx_lm_base.scaled_dot_product_attention): _attention,
+    id(activations.swiglu): _swiglu,
+    id(mx): _Instead(
+        mx,
+        {
+            "softmax": _softmax,
+            "tanh": _unary(elementwise.tanh, mx.tanh),
+            "fast": _Instead(mx.fast, {"rms_norm": _rms_norm, "rope": rotary.rope}),
+        },
+    ),
+    id(nn): _Instead(
+        nn,
+        {
+            "silu": _unary(elementwise.silu, nn.silu),
+            "gelu_approx": _unary(elementwise.gelu_approx, nn.gelu_approx),
+        },
+    ),
+}
+
+
+def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
+    return not isinstance(replacement, _Instead) or not replacement.replaced.isdisjoint(names)
+
+
+@cache
+def _fast_kind(kind: type) -> type | None:
+    """Return a child of a module class whose call uses this room's functions, if it has any use."""
+    if kind is nn.Linear:
+        return _Linear
+    if kind is nn.QuantizedLinear:
+        return _QuantizedLinear
+    if kind is nn.Embedding:
+        return _Embedding
+    if kind is stored.Embedding:
+        return _StoredEmbedding
+    if kind is LoRALinear:
+        return _LoRALinear
+    call = kind.__dict__.get("__call__")
+    if not isinstance(call, FunctionType):
+        return None
+    replaced = {
+        name: _REPLACED[id(value)]
+        for name in call.__code__.co_names
+        if id(value := call.__globals__.get(name)) in _REPLACED
+        and _serves(_REPLACED[id(value)], call.__code__.co_names)
+    }
+    if not replaced:
+        return None
+    own = {**call.__globals__, **replaced}
+    fast = FunctionType(call.__code__, own, call.__name__, call.__defaults__, call.__closure__)
+    fast.__kwdefaults__ = call.__kwdefaults__
+    return type(kind.__name__, (kind,), {"__call__": fast, "__module__": kind.__module__})
+
+
+def make_fast(module: nn.Module) -> None:
+    """Have a module and those in it compute with this room's functions."""
+    for _, part in module.named_modules():
+        kind: Any = type(part)
+        fast = _fast_kind(kind)
+        if fast is not None:
+            part.__class__ = fast

@@ -1,0 +1,162 @@
+"""Products with frozen weights on the CPU, by numpy's BLAS, and the cross-entropy of a linear head.
+
+The weights may be stored in bfloat16 or float16, which halves them: each use casts one matrix to
+float32, which is exact and takes a few percent of the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.backend.autograd import differentiable
+from mlxtune.backend.cpu import kernels
+from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, matrix, view
+
+# Rows of the vocabulary that are worked on at once.
+_VOCABULARY = 4096
+# Elements of a weight that is cast whole.
+_LARGEST = 1 << 26
+
+
+# Where weights are cast to, one at a time: new memory for each would have to be faulted in.
+_scratch: dict[str, npt.NDArray[np.uint32]] = {}
+
+
+def in_float32(weight: mx.array) -> Floats:
+    """Return a weight (m, n) as float32, for numpy, until the next is asked for."""
+    if weight.dtype == mx.float32:
+        return view(weight)
+    if weight.dtype != mx.bfloat16:
+        return view(weight.astype(mx.float32))
+    narrow = np.array(weight.view(mx.uint16), copy=False)
+    if "weight" not in _scratch or _scratch["weight"].size < narrow.size:
+        _scratch["weight"] = np.empty(narrow.size, dtype=np.uint32)
+    wide = _scratch["weight"][: narrow.size].reshape(narrow.shape)
+    by_rows(kernels.widen, len(narrow), narrow.size, narrow, wide)
+    return wide.view(np.float32)
+
+
+def forward(x: mx.array, weight: mx.array) -> mx.array:
+    """Return x (..., in) times the transpose of weight (out, in)."""
+    made, out = empty(*x.shape[:-1], weight.shape[0])
+    rows, outs = matrix(x), out.reshape(-1, weight.shape[0])
+    if weight.size <= _LARGEST:
+        np.matmul(rows, in_float32(weight).T, out=outs)
+        return made
+    for start in range(0, weight.shape[0], _VOCABULARY):
+        at = slice(start, start + _VOCABULARY)
+        outs[:, at] = rows @ in_float32(weight[at]).T
+    return made
+
+
+def backward(cotangent: mx.array, weight: mx.array) -> mx.array:
+    """Return the gradient with respect to x (..., in) of `forward`."""
+    made, out = empty(*cotangent.shape[:-1], weight.shape[1])
+    rows, outs = matrix(cotangent), out.reshape(-1, weight.shape[1])
+    if weight.size <= _LARGEST:
+        np.matmul(rows, in_float32(weight), out=outs)
+        return made
+    for start in range(0, weight.shape[0], _VOCABULARY):
+        at = slice(start, start + _VOCABULARY)
+        outs += rows[:, at] @ in_float32(weight[at])
+    return made
+
+
+def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float) -> None:
+    """Add scale * (x A) B to y (..., out), in place; A is (in, r), B (r, out)."""
+    rows = matrix(y)
+    low = matrix(x) @ view(a)
+    low *= np.float32(scale)
+    by_rows(kernels.add_product_, len(rows), rows.size, rows, low, view(b))
+
+
+def update_gradients(
+    x: mx.array, a: mx.array, b: mx.array, cotangent: mx.array, weight: mx.array, scale: float
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the gradients with respect to x, A and B of x W^T + scale * (x A) B."""
+    rows, d, down, up = matrix(x), matrix(cotangent), view(a), view(b)
+    d_x = backward(cotangent, weight)
+    d_low = d @ up.T
+    d_low *= np.float32(scale)
+    into = matrix(d_x)
+    back = np.ascontiguousarray(down.T)
+    by_rows(kernels.add_product_, len(into), into.size, into, d_low, back)
+    low = rows @ down
+    low *= np.float32(scale)
+    return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
+
+
+def head_loss_sum(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
+    """Return the summed cross-entropy, in nats, of a head that is one product.
+
+    weight is (V, H), hidden float32 (P, H), targets int32 (P,). Loss and gradient with respect to
+    the hidden states are made in one pass over blocks of the vocabulary, with an online softmax
+    (arXiv:1805.02867): the logits of a block are all that is held.
+    """
+
+    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        loss, gradient = _loss_and_gradient(weight, view(hidden), targets)
+        return mx.array(loss, dtype=mx.float32), mx.array(gradient)
+
+    def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0] * outputs[1]
+
+    return differentiable(summed, scaled)(hidden)[0]
+
+
+def losses(logits: mx.array, targets: mx.array) -> mx.array:
+    """Return the cross-entropy (P,), in nats, of float32 logits (P, V) against targets (P,)."""
+    wanted = np.array(targets)
+    at = np.arange(len(wanted))
+
+    def run(logits: mx.array) -> mx.array:
+        rows = np.array(matrix(logits))
+        right = rows[at, wanted]
+        highest, total = _online(rows)
+        return mx.array(highest + np.log(total) - right)
+
+    def gradient(logits: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        scale = view(cotangent)[:, None]
+        made, out = empty(*logits.shape)
+        out[...] = matrix(logits)
+        by_rows(kernels.softmax_, len(out), out.size, out, 1, False)
+        out[at, wanted] -= 1
+        out *= scale
+        return made
+
+    return differentiable(run, gradient)(logits)
+
+
+def _online(rows: Floats) -> tuple[Floats, Floats]:
+    """Return the highest logit of each row and the sum of exp(logit - highest); rows are lost."""
+    highest = np.full(len(rows), -np.inf, dtype=np.float32)
+    total, correction = np.zeros((2, len(rows)), dtype=np.float32)
+    given = (rows, highest, total, correction)
+    by_rows(kernels.online_softmax_, len(rows), rows.size, *given)
+    return highest, total
+
+
+def _loss_and_gradient(weight: mx.array, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
+    count = len(hidden)
+    highest = np.full(count, -np.inf, dtype=np.float32)
+    total, correction = np.zeros((2, count), dtype=np.float32)
+    expected = np.zeros_like(hidden)
+    logits = np.empty(count * _VOCABULARY, dtype=np.float32)
+    for start in range(0, weight.shape[0], _VOCABULARY):
+        block = in_float32(weight[start : start + _VOCABULARY])
+        z = logits[: count * len(block)].reshape(count, -1)
+        np.matmul(hidden, block.T, out=z)
+        by_rows(kernels.online_softmax_, count, z.size, z, highest, total, correction)
+        if start and (correction != 1).any():
+            expected *= correction[:, None]
+        expected += z @ block
+    rows = in_float32(weight[targets])
+    right = np.einsum("ph,ph->p", hidden, rows)
+    loss = float((highest + np.log(total)).sum(dtype=np.float64) - right.sum(dtype=np.float64))
+    expected /= total[:, None]
+    expected -= rows
+    return loss, expected

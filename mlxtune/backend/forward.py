@@ -1,0 +1,154 @@
+"""The loss of a micro-batch, on the shortest way that is exact for the model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxtune.backend.head import SplitModel
+from mlxtune.backend.layerwise import Layerwise
+from mlxtune.backend.lora import DropoutKeys
+from mlxtune.backend.loss import cross_entropy_sum, fused_losses, head_loss_sum
+from mlxtune.backend.memory import on_cpu
+from mlxtune.backend.prefix import PrefixCache
+from mlxtune.core.batch import MicroBatch
+
+# Supervised positions are padded to a multiple of it where shapes are compiled.
+_POSITIONS_MULTIPLE = 64
+# Parameters from which on the CPU's kernels gain more than it takes to call them.
+_LARGE_MODEL = 10_000_000
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a step is computed. Nothing here changes its loss or gradient beyond float rounding.
+
+    `split_head`: run the head on supervised positions alone, `loss_chunk` of them at a time.
+    `share_prefixes`: run what examples begin with once. `recompute`: keep only the input of each
+    layer and run it again in the backward pass. `cpu_kernels`: use the CPU's own room, in float32.
+    `compile`: have MLX compile the graph of a micro-batch.
+    """
+
+    split_head: bool = True
+    share_prefixes: bool = True
+    recompute: bool = False
+    cpu_kernels: bool = False
+    compile: bool = False
+    loss_chunk: int = 256
+
+    @classmethod
+    def plain(cls) -> Execution:
+        """Return the reference: the model as mlx-lm runs it, with all logits."""
+        return cls(split_head=False, share_prefixes=False)
+
+    @classmethod
+    def best(cls, parameters: int) -> Execution:
+        """Return what measured best on the device in use, for a model with so many parameters."""
+        if not on_cpu():
+            return cls(compile=True)
+        # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
+        kernels = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
+        return cls(cpu_kernels=kernels)
+
+
+class Forward:
+    """Computes losses of one model, which has its LoRA already.
+
+    Raises nothing of its own: what a model does not allow is not used, see `how`.
+    """
+
+    def __init__(self, model: nn.Module, dropout: DropoutKeys, how: Execution) -> None:
+        self.model = model
+        self._dropout = dropout
+        if how.cpu_kernels:
+            # Imported here: numba, which it needs, is a dependency on Linux alone.
+            from mlxtune.backend.cpu import model as cpu_model
+            from mlxtune.backend.cpu import products
+
+            cpu_model.make_fast(model)
+            self._head_loss_sum, self._losses = products.head_loss_sum, products.losses
+        self._split = SplitModel(model)
+        # The CPU's functions take float32 alone.
+        eager = how.cpu_kernels and self._split.dtype is not None
+        eager = eager and self._split.dtype == mx.float32
+        self._layerwise: Layerwise | None = None
+        if eager or how.recompute:
+            layers, keeps = list(model.layers), eager and not how.recompute
+            self._layerwise = Layerwise(layers, dropout, eager=eager, keep_products=keeps)
+        splits = how.split_head and self._split.splits
+        self.how = replace(
+            how, cpu_kernels=eager, split_head=splits, share_prefixes=how.share_prefixes and splits
+        )
+        self._shares: bool | None = None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Tell whether prefixes may be run apart, found out when first asked."""
+        if self._shares is None:
+            self._shares = self.how.share_prefixes and self._split.shares_prefixes()
+        return self._shares
+
+    def arrays(self, batch: MicroBatch, keys: mx.array | None) -> dict[str, mx.array]:
+        """Return a micro-batch as `loss_sum` takes it.
+
+        `keys` are the dropout keys of its lines, uint32 (B,), or None for no dropout.
+        """
+        arrays = {"inputs": mx.array(batch.inputs)}
+        if keys is not None:
+            arrays["keys"] = keys
+        if batch.prefix.size:
+            arrays["prefix"] = mx.array(batch.prefix[None])
+        if not self.how.split_head:
+            return {**arrays, "targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
+        positions = np.flatnonzero(batch.mask)
+        targets = batch.targets.reshape(-1)[positions]
+        weights = np.ones(len(positions), dtype=np.float32)
+        if self.how.compile:
+            # Few shapes: each is compiled anew.
+            padding = (0, -len(positions) % _POSITIONS_MULTIPLE)
+            positions, targets = np.pad(positions, padding), np.pad(targets, padding)
+            weights = np.pad(weights, padding)
+        return {
+            **arrays,
+            "positions": mx.array(positions.astype(np.int32)),
+            "targets": mx.array(targets),
+            "weights": mx.array(weights),
+        }
+
+    def loss_sum(self, arrays: Mapping[str, mx.array], *, backward: bool) -> mx.array:
+        """Return the summed cross-entropy of a micro-batch, in nats, as a float32 scalar.
+
+        `backward` tells whether a gradient will be asked for.
+        """
+        if self._layerwise is None or not backward:
+            return self._loss_sum(arrays)
+        with self._layerwise.running():
+            return self._loss_sum(arrays)
+
+    def _loss_sum(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        keys, prefix = arrays.get("keys"), arrays.get("prefix")
+        caches = None if prefix is None else self._run_prefix(prefix, keys)
+        self._dropout.rows = keys
+        self._dropout.offset = 0 if prefix is None else prefix.shape[1]
+        inputs, targets = arrays["inputs"], arrays["targets"]
+        if not self.how.split_head:
+            return cross_entropy_sum(self.model, inputs, targets, arrays["mask"])
+        hidden = self._split.hidden(inputs, caches)
+        rows = hidden.reshape(-1, hidden.shape[-1])[arrays["positions"]]
+        if self.how.cpu_kernels and self._split.weight is not None:
+            return self._head_loss_sum(self._split.weight, rows, targets)
+        losses = self._losses if self.how.cpu_kernels else fused_losses
+        chunk, weights = self.how.loss_chunk, arrays["weights"]
+        return head_loss_sum(self._split.logits, rows, targets, weights, chunk, losses)
+
+    def _run_prefix(self, prefix: mx.array, keys: mx.array | None) -> list[PrefixCache]:
+        # Those who share a prefix under dropout are of one row, with one key.
+        self._dropout.rows, self._dropout.offset = None if keys is None else keys[:1], 0
+        recorders = [PrefixCache() for _ in self._split.layers]
+        self._split.hidden(prefix, recorders)
+        return [PrefixCache(recorder.recorded) for recorder in recorders]

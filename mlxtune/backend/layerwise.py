@@ -1,0 +1,143 @@
+"""The backward pass layer by layer: what is kept of each layer's forward pass, and what is redone.
+
+A layer keeps its input, and on the CPU its products, which take most of the time; what lies between
+is computed again when the backward pass comes to the layer, and freed when it leaves. Selective
+recomputation as in arXiv:2205.05198, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxtune.backend.autograd import differentiable
+from mlxtune.backend.cpu.arrays import detached
+from mlxtune.backend.cpu.kept import KeptProducts
+from mlxtune.backend.lora import DropoutKeys
+from mlxtune.backend.prefix import PrefixCache
+
+# Projections of what is before the attention.
+_FIRST = ("q_", "k_", "v_", "qkv")
+Run = Callable[..., list[mx.array]]
+
+
+class Layerwise:
+    """Has the layers of one model run this way, within `running()`.
+
+    Only these instances change, by a child of their class: other models in the process keep theirs.
+    `eager` evaluates each layer where it is called, as the CPU's functions do.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        dropout: DropoutKeys,
+        *,
+        eager: bool,
+        keep_products: bool,
+    ) -> None:
+        self.eager = eager
+        self.keep_products = keep_products
+        self._dropout = dropout
+        self._running = False
+        trained = [bool(tree_flatten(layer.trainable_parameters())) for layer in layers]
+        # Below the first that is trained there is no backward pass.
+        for layer in layers[trained.index(True) :]:
+            _intercept(layer, self._call)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have the forward passes in here prepare for their backward passes this way."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _call(self, layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if not self._running:
+            return plain(*args, **options)
+        cache = next((c for c in (*args, *options.values()) if isinstance(c, PrefixCache)), None)
+        trained = tree_flatten(layer.trainable_parameters())
+        names = [name for name, _ in trained]
+        given = _floating((args, options))
+        keys = replace(self._dropout)
+        made: list[Any] = []
+
+        def run(*inputs: mx.array) -> list[mx.array]:
+            # By the backward pass, another pass through the model may have set its own.
+            self._dropout.rows, self._dropout.offset = keys.rows, keys.offset
+            own = inputs[len(given) : len(given) + len(names)]
+            layer.update(tree_unflatten(list(zip(names, own, strict=True))))
+            args_, options_ = _filled((args, options), inputs)
+            with cache.standing_in(inputs[len(given) + len(names) :]) if cache else nullcontext():
+                y = plain(*args_, **options_)
+                # Of what a layer gives, the arrays alone are kept: by the function's outputs.
+                made[:] = [tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, y)]
+                return [*_floating(y), *(cache.recorded if cache and not cache.given else ())]
+
+        values = [value for _, value in trained]
+        reads_needed = not all(name.split(".")[-2:][0].startswith(_FIRST) for name in names)
+        whole = [*given, *values, *(cache.given if cache else ())]
+        outputs = self._whole(run, whole, reads_needed)
+        layer.update(tree_unflatten(trained))
+        if cache is not None and not cache.given:
+            cache.recorded = outputs[len(_floating(made[0])) :]
+        return _filled(made[0], outputs)
+
+    def _whole(self, run: Run, given: list[mx.array], reads_needed: bool) -> list[mx.array]:
+        """Run a layer as one function, with its backward pass."""
+        kept = KeptProducts(reads_needed=reads_needed) if self.keep_products else None
+
+        def cut(arrays: Sequence[mx.array]) -> list[mx.array]:
+            return [detached(x) for x in arrays] if self.eager else list(arrays)
+
+        def whole(*inputs: mx.array) -> list[mx.array]:
+            with kept.recording() if kept else nullcontext():
+                return cut(run(*cut(inputs)))
+
+        def gradient(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+            # A lone array stands by itself: a layer that nothing in is trained has no other.
+            primals = [primals] if isinstance(primals, mx.array) else primals
+            with kept.replaying() if kept else nullcontext():
+                _, gradients = mx.vjp(run, cut(primals), list(cotangents))
+                return cut(gradients)
+
+        return list(differentiable(whole, gradient)(*given))
+
+
+# Stands where an array was, in what a layer takes or gives.
+_ARRAY = mx.array(0.0)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
+
+
+def _floating(tree: Any) -> list[mx.array]:
+    """Return the arrays in a tree that a gradient may flow through, in order."""
+    found: list[mx.array] = []
+    tree_map(lambda leaf: found.append(leaf) if _is_floating(leaf) else None, tree)
+    return found
+
+
+def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
+    """Return a tree with these in the place of such arrays."""
+    left = iter(arrays)
+    return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)
+
+
+def _intercept(module: nn.Module, call: Callable[..., Any]) -> None:
+    kind = type(module)
+
+    def instead(self: nn.Module, *args: Any, **options: Any) -> Any:
+        return call(self, lambda *a, **o: kind.__call__(self, *a, **o), *args, **options)
+
+    own = {"__call__": instead, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    module.__class__ = type(kind.__name__, (kind,), own)

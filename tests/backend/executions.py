@@ -1,0 +1,184 @@
+"""Pipelines over one tiny model that compute a step in different ways, and steps to compare."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.forward import Execution
+from mlxtune.backend.model import load_base
+from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.encode import Example
+from mlxtune.core.plan import StepCost
+from tests.backend.conftest import fill_lora_b
+from tests.models import VOCAB_SIZE, write_model
+
+PLAIN = Execution.plain()
+SPLIT = replace(PLAIN, split_head=True)
+WAYS: dict[str, Execution] = {
+    "split head": SPLIT,
+    "split head in small chunks": replace(SPLIT, loss_chunk=3),
+    "shared prefixes": replace(SPLIT, share_prefixes=True),
+    "recompute": replace(PLAIN, recompute=True),
+    "recompute with shared prefixes": replace(SPLIT, recompute=True, share_prefixes=True),
+    "cpu kernels": replace(PLAIN, cpu_kernels=True),
+    "cpu kernels with recompute": replace(PLAIN, cpu_kernels=True, recompute=True),
+    "cpu kernels with split head": replace(SPLIT, cpu_kernels=True, loss_chunk=3),
+    "cpu kernels with shared prefixes": replace(SPLIT, cpu_kernels=True, share_prefixes=True),
+    "all": Execution(cpu_kernels=True, recompute=True, loss_chunk=3),
+}
+# Prefixes are shared wherever that saves a token.
+EAGER = StepCost(fixed=0)
+
+Gradients = dict[str, npt.NDArray[Any]]
+
+
+@cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mlxtune-executions-")
+
+
+@cache
+def model_folder(
+    model_type: str,
+    quantize: int | None = None,
+    dtype: str = "float32",
+    overrides: tuple[tuple[str, Any], ...] = (),
+) -> Path:
+    """Return the folder of a tiny model with seeded weights, written when first asked for."""
+    count = len(list(Path(_root().name).iterdir()))
+    folder = Path(_root().name) / f"{count}-{model_type}"
+    return write_model(folder, model_type, quantize=quantize, dtype=dtype, **dict(overrides))
+
+
+@cache
+def pipeline(
+    model_type: str,
+    how: Execution = PLAIN,
+    *,
+    tokens: int = 1,
+    cost: StepCost = EAGER,
+    quantize: int | None = None,
+    overrides: tuple[tuple[str, Any], ...] = (),
+    **config: Any,
+) -> InstructPipeline:
+    """Return a pipeline with random LoRA matrices; by default the plain one, an example a pass.
+
+    It is kept: those who change it make their own by `fresh`.
+    """
+    folder = model_folder(model_type, quantize, "float32", overrides)
+    return fresh(folder, how, tokens, cost, **config)
+
+
+def fresh(
+    folder: Path,
+    how: Execution = PLAIN,
+    tokens: int = 1,
+    cost: StepCost = EAGER,
+    **config: Any,
+) -> InstructPipeline:
+    """Return a new pipeline over the model of a folder, with random LoRA matrices."""
+    settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, "targets": ("all",), **config})
+    made = InstructPipeline(
+        load_base(folder, "float32").model,
+        settings,
+        micro_batch_tokens=tokens,
+        how=how,
+        cost=cost,
+    )
+    fill_lora_b(made)
+    return made
+
+
+def gradients_of(found: Mapping[str, Any]) -> Gradients:
+    """Return gradients by name, for numpy."""
+    return {name: np.array(value) for name, value in tree_flatten(found)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step gives."""
+
+    loss: float
+    gradients: Gradients
+    tokens: int
+
+
+def computed(by: InstructPipeline, examples: list[Example]) -> Step:
+    """Return loss and gradients of a step."""
+    loss, found, tokens = by.loss_and_gradients(examples, step=3)
+    return Step(loss, gradients_of(found), tokens)
+
+
+def assert_same(found: Step, expected: Step) -> None:
+    """Check loss to 1e-5 and gradients to 1e-4 of the largest entry."""
+    assert found.tokens == expected.tokens
+    assert abs(found.loss - expected.loss) <= 1e-5 * abs(expected.loss)
+    assert_same_gradients(found.gradients, expected.gradients)
+
+
+def assert_same_gradients(found: Gradients, expected: Gradients) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    assert largest > 1e-4
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
+    # Both halves of LoRA have a gradient, so that neither is compared in vain.
+    for half in ("lora_a", "lora_b"):
+        assert max(np.abs(v).max() for k, v in expected.items() if k.endswith(half)) > 1e-6
+
+
+def family(
+    row: int, prefix: list[int], rests: list[int], rng: np.random.Generator, *, one_row: bool
+) -> list[Example]:
+    """Return examples that begin with a prefix, each with so many random tokens after it."""
+    examples = []
+    for i, length in enumerate(rests):
+        tokens = np.array([*prefix, *rng.integers(0, VOCAB_SIZE, length)], dtype=np.int32)
+        mask = np.zeros(len(tokens), dtype=np.uint8)
+        mask[len(prefix) :] = rng.integers(0, 2, length)
+        mask[-1] = 1
+        examples.append(Example(row if one_row else row + i, tokens, mask))
+    return examples
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, longest: int = 24) -> list[Example]:
+    """Draw the examples of a step: families of random prefixes, rests and masks, duplicates too."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    examples: list[Example] = []
+    for number in range(draw(st.integers(1, 2))):
+        prefix = rng.integers(0, VOCAB_SIZE, draw(st.integers(1, longest))).tolist()
+        rests = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+        one_row = draw(st.booleans())
+        members = family(10 * number + 1, prefix, rests, rng, one_row=one_row)
+        if draw(st.booleans()):
+            members.append(replace(members[0], row=members[0].row if one_row else 10 * number + 9))
+        examples += members
+    return examples
+
+
+def fixed_step() -> list[Example]:
+    """Return a step with what is rare: a long prefix, single tokens after it, a row twice."""
+    rng = np.random.default_rng(5)
+    system = rng.integers(0, VOCAB_SIZE, 21).tolist()
+    other = rng.integers(0, VOCAB_SIZE, 6).tolist()
+    long = family(1, system, [1, 9], rng, one_row=False)
+    turns = family(7, [*system, *other], [2, 11], rng, one_row=True)
+    return [*long, *turns, *family(11, other, [1, 4], rng, one_row=True), long[1]]
+
+
+@cache
+def plain_step(model_type: str, quantize: int | None = None, **config: Any) -> Step:
+    """Return what the plain path gives for the fixed step."""
+    return computed(pipeline(model_type, quantize=quantize, **config), fixed_step())
