@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mlxtune.errors import (
         ConfigError,
         DataError,
+        MemoryLimitError,
         MlxTuneError,
         ModelError,
         NonFiniteLossError,
@@ -51,6 +52,7 @@ __all__ = [
     "InstructTrainResult",
     "InstructTrainer",
     "InstructTrainingConfig",
+    "MemoryLimitError",
     "MlxTuneError",
     "ModelError",
     "NonFiniteLossError",
@@ -76,6 +78,7 @@ _ROOMS = {
     "mlxtune.errors": (
         "ConfigError",
         "DataError",
+        "MemoryLimitError",
         "MlxTuneError",
         "ModelError",
         "NonFiniteLossError",

@@ -5,6 +5,7 @@ MlxTuneError
 ├── ModelError             a model folder                      (also ValueError)
 ├── DataError              a data file                         (also ValueError)
 ├── OutputError            a file or folder to be written      (also OSError)
+├── MemoryLimitError       a run that does not fit             (also MemoryError)
 └── NonFiniteLossError     a loss that is not a number         (also FloatingPointError)
 
 Each message is one line that names the file, line or option and the remedy. Anything else that
@@ -41,6 +42,10 @@ class DataError(MlxTuneError, ValueError):
 
 class OutputError(MlxTuneError, OSError):
     """A file or folder cannot be written."""
+
+
+class MemoryLimitError(MlxTuneError, MemoryError):
+    """Even one example at a time takes more memory than there is."""
 
 
 class NonFiniteLossError(MlxTuneError, FloatingPointError):

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from mlxtune.config import TrainConfig
 from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
 from mlxtune.errors import DataError, OutputError
+from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
 
 if TYPE_CHECKING:
     from mlxtune.backend.model import BaseModel
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.console import RunConsole
     from mlxtune.core.ledger import Ledger
+    from mlxtune.core.memory_plan import MemoryPlan, Work
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
@@ -63,8 +65,13 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
     say_findings(dataset, console)
 
-    base = load_model(config, folder, console)
-    pipeline = build_pipeline(config, base, console)
+    # Then what it takes: what does not fit is known before the weights are read.
+    base = open_model(config, folder, console)
+    limit = memory.find_limits(config.memory_limit).memory
+    work = work_of(config, first_steps(config, dataset), dataset)
+    plan = choose_plan(config, base, work, limit)
+    load_model(base, console)
+    pipeline, confirmed = build_pipeline(config, base, work, plan, console)
 
     with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
         trainer = InstructTrainer(
@@ -78,7 +85,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
         )
         if dataset.validation is None:
             dataset.hold_out(trainer.val_rows.indices)
-        say_plan(config, dataset, trainer, console)
+        say_plan(config, dataset, trainer, confirmed, console)
         result = None
         if not dry_run:
             result = trainer.train({LEDGER: [ledger.as_dict() for ledger in dataset.ledgers]})
@@ -87,7 +94,9 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
         if result.best_epoch is not None:
             pipeline.load(trainer.best_folder)
         pipeline.write(config.output_path)
-        for line in report.summary_lines(result, config, memory.peak_gb()):
+        keep_speed_of(config, plan, base.dtype, result.steps)
+        predicted = confirmed.peak.total / memory.GB
+        for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
             console.say("Done", line)
         console.say("Try it", report.usage_line(result, config), copyable=True)
     return TrainResult(
@@ -118,37 +127,44 @@ def check_paths(config: TrainConfig) -> Path:
     return folder
 
 
-def load_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
-    """Set the memory limits, then load the model."""
+def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
+    """Set the memory limits, then open the model, whose weights are not read yet."""
     from mlxtune.backend import memory, model
 
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = model.load_base(folder, config.dtype)
+    return model.open_base(folder, config.dtype)
+
+
+def load_model(base: BaseModel, console: RunConsole) -> None:
+    """Read the weights."""
+    from mlxtune.backend import model
+
+    model.read_weights(base)
     console.say("Model", base.describe())
-    if memory.over_limit():
-        console.warn("the model alone takes more than --memory-limit: training may be slow or fail")
-    return base
 
 
-def build_pipeline(config: TrainConfig, base: BaseModel, console: RunConsole) -> InstructPipeline:
-    """Apply LoRA and set up the optimizer."""
-    from mlxtune.backend import memory
+def build_pipeline(
+    config: TrainConfig, base: BaseModel, work: Work, plan: MemoryPlan, console: RunConsole
+) -> tuple[InstructPipeline, MemoryPlan]:
+    """Apply LoRA and set up the optimizer, to run as planned.
+
+    Returns the plan too, made again if the model is run otherwise than its shapes say.
+    """
     from mlxtune.backend.pipeline import InstructPipeline
 
     pipeline = InstructPipeline(
         base.model,
         config.pipeline(),
-        micro_batch_tokens=memory.micro_batch_tokens(
-            vocab_size=base.vocab_size,
-            hidden_size=base.hidden_size,
-            num_layers=base.num_layers,
-        ),
+        micro_batch_tokens=plan.way.micro_batch_tokens,
+        how=execution(config, base.parameters, plan.way),
         base_model=config.model_path,
         provenance={"model_type": base.model_type, "dtype": base.dtype, "versions": versions()},
+        warn=console.warn,
     )
     console.say("LoRA", pipeline.lora.describe())
-    console.say("", f"micro-batches of up to {pipeline.micro_batch_tokens:,} tokens")
-    return pipeline
+    confirmed = confirm(config, pipeline, work, plan)
+    pipeline.micro_batch_tokens = confirmed.way.micro_batch_tokens
+    return pipeline, confirmed
 
 
 def say_findings(dataset: Dataset, console: RunConsole) -> None:
@@ -165,16 +181,22 @@ def say_findings(dataset: Dataset, console: RunConsole) -> None:
 
 
 def say_plan(
-    config: TrainConfig, dataset: Dataset, trainer: InstructTrainer, console: RunConsole
+    config: TrainConfig,
+    dataset: Dataset,
+    trainer: InstructTrainer,
+    plan: MemoryPlan,
+    console: RunConsole,
 ) -> None:
     """Say where the rows and tokens went, and what will be done with them."""
-    from mlxtune.core import report
+    from mlxtune.core import report, run_plan
 
     for ledger in dataset.ledgers:
         console.say("Data", report.rows_line(ledger))
         console.say("", report.tokens_line(ledger))
     console.say("Template", report.template_line(dataset.template, config))
     console.say("Plan", report.plan_line(trainer))
+    console.say("", run_plan.micro_batches_line(plan))
+    console.say("", run_plan.peak_line(plan))
 
 
 def versions() -> dict[str, str]:

@@ -26,16 +26,17 @@ def test_loss_that_is_not_finite_stops_and_names_step_and_learning_rate(
 def test_last_good_checkpoint_stays_and_is_named_when_the_loss_is_not_finite(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.backend import pipeline
+    from mlxtune.backend.forward import Forward
 
-    sound = pipeline.cross_entropy_sum
+    sound = Forward.loss_sum
     calls = SimpleNamespace(training=0)
 
-    def fails_in_the_third_epoch(model: Any, *arrays: Any) -> Any:
-        calls.training += model.training
-        return sound(model, *arrays) * (float("nan") if calls.training > 9 else 1.0)
+    def fails_in_the_third_epoch(self: Forward, arrays: Any, *, backward: bool) -> Any:
+        calls.training += backward
+        loss = sound(self, arrays, backward=backward)
+        return loss * (float("nan") if calls.training > 9 else 1.0)
 
-    monkeypatch.setattr(pipeline, "cross_entropy_sum", fails_in_the_third_epoch)
+    monkeypatch.setattr(Forward, "loss_sum", fails_in_the_third_epoch)
     error = train("--epochs", 4).error
     checkpoints = output.parent / "checkpoints"
     assert re.match(r"step 10: the loss is nan at learning rate \S+", error)

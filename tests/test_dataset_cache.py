@@ -186,13 +186,22 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     )
     used = {name.removeprefix("mlxtune.").replace(".", "/") for name in process.stdout.split()}
     carries = {
-        *("backend", "backend/cpu", "backend/memory", "backend/model", "core", "core/cache"),
+        *(
+            "backend",
+            "backend/cpu",
+            "backend/cpu/blas",
+            "backend/memory",
+            "backend/model",
+            "core",
+            "core/cache",
+        ),
         *(
             "config",
             "dataset",
             "errors",
             "inspect",
             "options",
+            "plan",
             "train",
             "core/ledger",
             "core/report",

@@ -19,6 +19,7 @@ TREE = {
     "ModelError": ValueError,
     "DataError": ValueError,
     "OutputError": OSError,
+    "MemoryLimitError": MemoryError,
     "NonFiniteLossError": FloatingPointError,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,11 +11,14 @@ GB = 10**9
 # Of the limit: what MLX may keep of freed buffers, and the use above which it gives them back.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
-# Copies of a float32 array that one forward and backward pass holds at its peak, as measured.
-_LOGITS_COPIES = 6
-_HIDDEN_COPIES = 40
-# Wider micro-batches are no faster on the CPU, and pad and hold more.
-_CPU_TOKENS = 512
+# As MLX says it on the CPU, Metal and CUDA, and numpy.
+_RAN_OUT = re.compile(
+    r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
+    r"|resource limit|memory allocation",
+    re.IGNORECASE,
+)
+# The highest peak before MLX's own count was last reset.
+_highest = [0]
 
 
 @dataclass(frozen=True)
@@ -38,24 +42,32 @@ class MemoryLimits:
         )
 
 
-def set_limits(memory_limit_gb: float) -> MemoryLimits:
-    """Limit the memory and the buffer cache of MLX, before a model is loaded.
-
-    The limit is capped at the working set that the device recommends, if it recommends one.
-    """
+def find_limits(memory_limit_gb: float) -> MemoryLimits:
+    """Return what `set_limits` sets."""
     info = mx.device_info()
     working_set = info.get("max_recommended_working_set_size")
     recommended = None if working_set is None else int(working_set)
     memory = int(memory_limit_gb * GB)
     if recommended is not None:
         memory = min(memory, recommended)
-    cache = int(memory * _CACHE_SHARE)
+    device = str(info.get("device_name", "unknown device"))
+    return MemoryLimits(memory, int(memory * _CACHE_SHARE), recommended, device)
+
+
+def set_limits(memory_limit_gb: float) -> MemoryLimits:
+    """Limit the memory and the buffer cache of MLX, before a model is loaded.
+
+    The limit is capped at the working set that the device recommends, if it recommends one.
+    """
+    limits = find_limits(memory_limit_gb)
+    memory, cache = limits.memory, limits.cache
     mx.set_memory_limit(memory)
     mx.set_cache_limit(cache)
+    _highest[0] = 0
     mx.reset_peak_memory()
     if mx.metal.is_available():
         mx.set_wired_limit(memory)
-    return MemoryLimits(memory, cache, recommended, str(info.get("device_name", "unknown device")))
+    return limits
 
 
 def relieve_pressure() -> None:
@@ -65,27 +77,41 @@ def relieve_pressure() -> None:
         mx.clear_cache()
 
 
-def over_limit() -> bool:
-    """Tell whether more is in use than the limit."""
-    return bool(mx.get_active_memory() > mx.get_memory_limit())
+def peak_bytes() -> int:
+    """Return the most memory that MLX has held at once, in bytes."""
+    return max(_highest[0], int(mx.get_peak_memory()))
 
 
 def peak_gb() -> float:
     """Return the most memory that MLX has held at once, in GB."""
+    return peak_bytes() / GB
+
+
+def last_peak_gb() -> float:
+    """Return the most memory that MLX has held at once since `start_peak`, in GB."""
     return float(mx.get_peak_memory()) / GB
 
 
-def micro_batch_tokens(*, vocab_size: int, hidden_size: int, num_layers: int) -> int:
-    """Return how many tokens may run through the model at once within half of what is free.
+def start_peak() -> None:
+    """Have the next peak be judged anew; `peak_bytes` stays what it was."""
+    _highest[0] = peak_bytes()
+    mx.reset_peak_memory()
 
-    An estimate from the shapes: float32 logits, and the activations that the backward pass keeps.
-    """
-    if not (vocab_size and hidden_size):
-        return _CPU_TOKENS
-    free = max(mx.get_memory_limit() - mx.get_active_memory(), 0)
-    per_token = 4 * (_LOGITS_COPIES * vocab_size + _HIDDEN_COPIES * num_layers * hidden_size)
-    tokens = max(int(free / 2 / per_token), 1)
-    return min(tokens, _CPU_TOKENS) if on_cpu() else tokens
+
+def over_limit() -> bool:
+    """Tell whether more has been in use since `start_peak` than the limit."""
+    return bool(mx.get_peak_memory() > mx.get_memory_limit())
+
+
+def ran_out(error: BaseException) -> bool:
+    """Tell whether an error says that memory could not be allocated."""
+    return isinstance(error, MemoryError) or bool(_RAN_OUT.search(str(error)))
+
+
+def device_name() -> str:
+    """Return what MLX computes on, in words."""
+    name = mx.device_info().get("device_name", "unknown device")
+    return f"{name} ({mx.default_device().type.name})"
 
 
 def on_cpu() -> bool:

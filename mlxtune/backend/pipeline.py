@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,14 +14,23 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend import adapters, memory
+from mlxtune.backend.cpu.arrays import quiet
+from mlxtune.backend.forward import Execution, Forward
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
-from mlxtune.backend.loss import cross_entropy_sum
 from mlxtune.config import InstructConfig
-from mlxtune.core.batch import MicroBatch, collate, plan_micro_batches
+from mlxtune.core.batch import MicroBatch, collate
 from mlxtune.core.checkpoint import ADAPTER, make_folder
 from mlxtune.core.encode import Example
 from mlxtune.core.metrics import InstructBatchResult, InstructStepResult, perplexity
-from mlxtune.errors import NonFiniteLossError
+from mlxtune.core.plan import Group, StepCost, plan_step
+from mlxtune.errors import MemoryLimitError, MlxTuneError, NonFiniteLossError
+
+_Result = TypeVar("_Result")
+
+
+def warn_python(message: str) -> None:
+    """Warn as Python does."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class InstructPipeline:
@@ -28,7 +38,9 @@ class InstructPipeline:
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `micro_batch_tokens`
     bounds the padded tokens that run through the model at once; it changes neither loss nor
-    gradient. `base_model` is named in the adapters that are written.
+    gradient, no more than `how` the step is computed does, and is halved when a step takes more
+    memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
+    written. `tokens_run` counts the tokens that the last step ran, padding included.
 
     Raises ModelError when a target matches nothing.
     """
@@ -39,13 +51,20 @@ class InstructPipeline:
         config: InstructConfig,
         *,
         micro_batch_tokens: int = 2048,
+        how: Execution | None = None,
+        cost: StepCost | None = None,
         base_model: str = "",
         provenance: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = warn_python,
     ) -> None:
         self.model = model
         self.config = config
         self.micro_batch_tokens = micro_batch_tokens
         self.lora: LoRASummary = apply_lora(model, config)
+        how = how or Execution.best(self.lora.total_parameters)
+        self.forward = Forward(model, self.lora.dropout_keys, how)
+        self.cost = cost or step_cost()
+        self.tokens_run = 0
         self._base_model = base_model
         self._provenance = dict(provenance or {})
         # Decoupled weight decay and bias correction as in AdamW, arXiv:1711.05101, algorithm 2.
@@ -57,8 +76,13 @@ class InstructPipeline:
             bias_correction=True,
         )
         self._optimizer.init(model.trainable_parameters())
-        self._loss_and_grad = nn.value_and_grad(model, self._scaled_loss)
+        gradients = mx.value_and_grad(self._scaled_loss)
+        self._gradients = mx.compile(gradients) if self.forward.how.compile else gradients
         self._steps = 0
+        self._warn = warn
+        self._warned_of_single = False
+        # What loading took is no measure of a step.
+        memory.start_peak()
 
     @property
     def learning_rate(self) -> float:
@@ -110,27 +134,48 @@ class InstructPipeline:
 
         `step` keys the dropout; nothing is updated.
         """
+        return self._within_memory(examples, lambda: self._accumulate(examples, step))
+
+    def _accumulate(
+        self, examples: Sequence[Example], step: int
+    ) -> tuple[float, dict[str, Any], int]:
         self.model.train()
+        parameters = self.model.trainable_parameters()
         tokens = sum(int(example.assistant_mask[1:].sum()) for example in examples)
-        loss, grads = 0.0, None
-        for batch in self._micro_batches(examples):
-            if self.config.dropout:
-                self.lora.dropout_keys.rows = step_keys(self.config.seed, step, batch.rows)
-            part, part_grads = self._loss_and_grad(*_arrays(batch), tokens)
-            grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
-            mx.eval(part, grads)
-            loss += float(part)
-            memory.relieve_pressure()
+        loss, grads = mx.array(0.0), None
+        self.tokens_run = 0
+        try:
+            for group, batch in self._micro_batches(examples):
+                keys = None
+                if self.config.dropout:
+                    keys = step_keys(self.config.seed, step, batch.rows)
+                arrays = self.forward.arrays(batch, keys)
+                with quiet():
+                    part, part_grads = self._gradients(parameters, arrays, mx.array(1 / tokens))
+                loss = loss + part
+                grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
+                # The device works on it while the next micro-batch is prepared.
+                mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
+                self.tokens_run += group.tokens
+                memory.relieve_pressure()
+            mx.eval(loss, grads)
+        finally:
+            # What was traced stands in the model until now.
+            self.model.update(parameters)
         assert grads is not None
-        return loss, grads, tokens
+        return float(loss), grads, tokens
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
+        return self._within_memory(examples, lambda: self._evaluate(examples))
+
+    def _evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         self.model.eval()
-        self.lora.dropout_keys.rows = None
         total, tokens = 0.0, 0
-        for batch in self._micro_batches(examples):
-            total += float(cross_entropy_sum(self.model, *_arrays(batch)))
+        for _, batch in self._micro_batches(examples):
+            arrays = self.forward.arrays(batch, None)
+            with quiet():
+                total += float(self.forward.loss_sum(arrays, backward=False))
             tokens += int(batch.mask.sum())
             memory.relieve_pressure()
         loss = total / tokens
@@ -160,6 +205,41 @@ class InstructPipeline:
             **self._provenance,
         }
 
+    def _within_memory(self, examples: Sequence[Example], run: Callable[[], _Result]) -> _Result:
+        """Run what takes memory: again in half as large micro-batches for as long as it runs out.
+
+        Raises MemoryLimitError when it runs out in micro-batches of one example.
+        """
+        while (result := _unless_out_of_memory(run)) is None:
+            mx.clear_cache()
+            if not self._halve(examples, "memory ran out"):
+                tokens = max(map(len, examples))
+                raise MemoryLimitError(
+                    f"memory ran out with one example of up to {tokens:,} tokens at a time: "
+                    "lower --max-seq-len, set --grad-checkpoint on, or use a quantised base or "
+                    "fewer --num-layers"
+                )
+        if memory.over_limit():
+            over = f"{memory.last_peak_gb():.2f} GB were in use"
+            memory.start_peak()
+            if not self._halve(examples, over) and not self._warned_of_single:
+                self._warned_of_single = True
+                self._warn(
+                    f"{over} with one example at a time, more than the memory limit: "
+                    "training goes on, but may be slow or fail"
+                )
+        return result
+
+    def _halve(self, examples: Sequence[Example], why: str) -> bool:
+        """Halve the micro-batches from the largest of the step; tell whether that was possible."""
+        groups = [group for group, _ in self._micro_batches(examples)]
+        if all(len(group.examples) == 1 for group in groups):
+            return False
+        several = max(group.tokens for group in groups if len(group.examples) > 1)
+        self.micro_batch_tokens = several // 2
+        self._warn(f"{why}: micro-batches of up to {several // 2:,} tokens from here on")
+        return True
+
     def _update(self, grads: dict[str, Any], step: int, rate: float) -> None:
         parameters = self.model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
@@ -177,20 +257,41 @@ class InstructPipeline:
             )
 
     def _scaled_loss(
-        self, inputs: mx.array, targets: mx.array, mask: mx.array, tokens: int
+        self, parameters: dict[str, Any], arrays: dict[str, mx.array], scale: mx.array
     ) -> mx.array:
-        # Divided by the count of the whole step before the backward pass, which keeps float16
+        self.model.update(parameters)
+        # Scaled by the count of the whole step before the backward pass, which keeps float16
         # gradients in range; the micro-batches then only add up.
-        return cross_entropy_sum(self.model, inputs, targets, mask) / tokens
+        return self.forward.loss_sum(arrays, backward=True) * scale
 
-    def _micro_batches(self, examples: Sequence[Example]) -> Iterator[MicroBatch]:
-        lengths = [len(example) for example in examples]
-        for group in plan_micro_batches(lengths, self.micro_batch_tokens):
-            yield collate([examples[i] for i in group])
+    def _micro_batches(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch]]:
+        groups = plan_step(
+            examples,
+            self.micro_batch_tokens,
+            self.cost,
+            share_prefixes=self.forward.how.share_prefixes,
+            keyed=self.config.dropout > 0,
+        )
+        if any(group.prefix for group in groups) and not self.forward.shares_prefixes:
+            groups = plan_step(examples, self.micro_batch_tokens, self.cost, share_prefixes=False)
+        for group in groups:
+            chosen = [examples[i] for i in group.examples]
+            yield group, collate(chosen, group.prefix, group.width)
 
 
-def _arrays(batch: MicroBatch) -> tuple[mx.array, mx.array, mx.array]:
-    return mx.array(batch.inputs), mx.array(batch.targets), mx.array(batch.mask)
+def _unless_out_of_memory(run: Callable[[], _Result]) -> _Result | None:
+    """Return what a function gives; None when memory ran out, what it held being freed."""
+    try:
+        return run()
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MlxTuneError) or not memory.ran_out(error):
+            raise
+        return None
+
+
+def step_cost() -> StepCost:
+    """Return what a micro-batch takes beyond its tokens on the device in use."""
+    return StepCost(fixed=80) if memory.on_cpu() else StepCost(fixed=512, width_multiple=32)
 
 
 def _clip(grads: dict[str, Any], max_norm: float) -> tuple[dict[str, Any], mx.array]:

@@ -154,16 +154,20 @@ def plan_line(trainer: InstructTrainer) -> str:
 
 
 def summary_lines(
-    result: InstructTrainResult, config: TrainConfig, peak_gb: float
+    result: InstructTrainResult,
+    config: TrainConfig,
+    peak_gb: float,
+    predicted_gb: float | None = None,
 ) -> Iterator[str]:
     """Yield the end of a run: speed and memory, losses, and what was written where."""
+    predicted = "" if predicted_gb is None else f" (predicted {memory(predicted_gb)})"
     seconds = max(sum(record.seconds for record in result.steps), 1e-9)
     tokens = sum(record.tokens for record in result.steps)
     rows = sum(record.rows for record in result.steps)
     yield (
         f"{count(len(result.steps), 'step')} in {duration(result.total_time_ms / 1000)}, "
         f"{rows / seconds:.1f} rows/s, {tokens / seconds:,.0f} tokens/s, "
-        f"peak memory {memory(peak_gb)}"
+        f"peak memory {memory(peak_gb)}{predicted}"
     )
     yield f"training loss {loss(result.epoch_metrics[-1].train_loss)} in the last epoch"
     yield from _validation_lines(result)

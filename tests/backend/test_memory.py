@@ -60,15 +60,34 @@ def test_cache_is_cleared_under_pressure_only(
     assert len(calls) == cleared
 
 
-def test_micro_batches_shrink_with_the_limit_and_the_vocabulary(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+def test_peak_stays_the_highest_when_it_is_judged_anew() -> None:
+    memory.set_limits(2)
+    mx.eval(mx.zeros(3_000_000))
+    highest = memory.peak_bytes()
+    memory.start_peak()
+    mx.eval(mx.zeros(1_000_000))
+    assert memory.last_peak_gb() * memory.GB < highest - 4_000_000
+    assert memory.peak_bytes() == highest
 
-    def tokens(gb: float, vocab_size: int) -> int:
-        memory.set_limits(gb)
-        return memory.micro_batch_tokens(vocab_size=vocab_size, hidden_size=1024, num_layers=28)
 
-    assert tokens(24, 151_936) < tokens(48, 151_936)
-    assert tokens(24, 151_936) < tokens(24, 32_000)
-    assert tokens(0.001, 151_936) == 1
+def test_only_what_was_used_since_the_start_is_judged() -> None:
+    memory.set_limits((mx.get_active_memory() + 10_000_000) / memory.GB)
+    mx.eval(mx.zeros(3_000_000))
+    assert memory.over_limit()
+    memory.start_peak()
+    assert not memory.over_limit()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[malloc] Unable to allocate 18 bytes.",
+        "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum",
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU)",
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+    ],
+)
+def test_failed_allocations_are_told_from_other_errors(message: str) -> None:
+    assert memory.ran_out(RuntimeError(message))
+    assert memory.ran_out(MemoryError())
+    assert not memory.ran_out(RuntimeError("[matmul] Last dimension of first input"))

@@ -1,0 +1,135 @@
+"""What a model's shapes say of the memory that training takes, before its weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxtune.backend import lora, memory
+from mlxtune.backend.forward import Execution
+from mlxtune.backend.model import BaseModel
+from mlxtune.config import InstructConfig
+from mlxtune.core.memory_prediction import ModelShapes, Way
+from mlxtune.errors import ModelError
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A linear layer: its widths, its entries, and whether these are cast for each use."""
+
+    inputs: int
+    outputs: int
+    copies: int
+    entries: int
+    cast: bool
+
+
+def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> ModelShapes:
+    """Return the shapes of a model that was opened; `kernels`: run by the CPU's own functions.
+
+    Raises ModelError when a target matches nothing.
+    """
+    dtype = getattr(mx, base.dtype)
+    layers = list(base.model.layers)
+    used = int(base.text_config.get("num_experts_per_tok") or 1)
+    trained, first = _trained(layers, config)
+    sizes = [
+        [_matrix(module, dtype, kernels) for module in lora.projections(layer).values()]
+        for layer in layers[first:]
+    ]
+    # Of the experts, each token goes through some.
+    products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
+    casts = [sum(m.entries for m in layer if m.cast) for layer in sizes]
+    every = [matrix for layer in sizes for matrix in layer]
+    parameters = [value for _, value in tree_flatten(base.model.parameters())]
+    return ModelShapes(
+        weights=sum(value.nbytes for value in parameters),
+        stored_itemsize=(
+            0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
+        ),
+        trainable=trained,
+        itemsize=dtype.size,
+        hidden=base.hidden_size,
+        vocab=base.vocab_size,
+        heads=int(base.text_config.get("num_attention_heads") or 1),
+        layers=len(sizes),
+        products=sum(products),
+        layer_products=max(products),
+        widest_product=max(m.outputs * min(m.copies, used) for m in every),
+        largest_matrix=max(m.entries for m in every),
+        cast=sum(casts),
+        layer_cast=max(casts),
+        head_cast=_head_cast(base, dtype, kernels),
+        plain_head=not base.quantization and not _caps(base, attention=False),
+    )
+
+
+def way_of(how: Execution, base: BaseModel) -> Way:
+    """Return what of an execution memory depends on."""
+    kernels = how.cpu_kernels and base.dtype == "float32"
+    return Way(
+        micro_batch_tokens=0,
+        recompute=how.recompute,
+        loss_chunk=how.loss_chunk,
+        kernels=kernels,
+        # Metal and CUDA have a lean attention, unless it is capped; MLX's on the CPU has not.
+        holds_scores=(memory.on_cpu() and not kernels) or _caps(base, attention=True),
+        split_head=how.split_head,
+    )
+
+
+def _trained(layers: list[nn.Module], config: InstructConfig) -> tuple[int, int]:
+    """Return how many LoRA parameters there will be, and the first layer that has some."""
+    if config.num_layers is not None and config.num_layers > len(layers):
+        raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
+    start = len(layers) - (config.num_layers or len(layers))
+    keys = lora._match_targets(layers[start:], config.targets)
+    total, first = 0, len(layers)
+    for i, layer in enumerate(layers[start:], start):
+        for key, module in lora.projections(layer).items():
+            if key in keys:
+                inputs, outputs, copies = _widths(module)
+                total += config.lora_rank * copies * (inputs + outputs)
+                first = min(first, i)
+    return total, first
+
+
+def _widths(module: nn.Module) -> tuple[int, int, int]:
+    """Return inputs and outputs of a linear layer, and of how many experts."""
+    *experts, outputs, inputs = module.weight.shape
+    if "scales" in module:
+        inputs = inputs * 32 // module.bits
+    return inputs, outputs, experts[0] if experts else 1
+
+
+def _matrix(module: nn.Module, dtype: mx.Dtype, kernels: bool) -> _Matrix:
+    inputs, outputs, copies = _widths(module)
+    cast = kernels if "scales" in module else module.weight.dtype != dtype
+    return _Matrix(inputs, outputs, copies, inputs * outputs * copies, cast)
+
+
+def _head_cast(base: BaseModel, dtype: mx.Dtype, kernels: bool) -> int:
+    text = getattr(base.model, "language_model", base.model)
+    head = getattr(text, "lm_head", None)
+    tied = head is None
+    head = getattr(getattr(text, "model", None), "embed_tokens", None) if tied else head
+    if head is None:
+        return 0
+    # Quantised products take the weight as it is, but for a linear layer's on the CPU.
+    cast = kernels and not tied if "scales" in head else head.weight.dtype != dtype
+    return base.vocab_size * base.hidden_size if cast else 0
+
+
+def _caps(base: BaseModel, *, attention: bool) -> bool:
+    """Tell whether the scores of attention, or else the logits, are capped or scaled."""
+    text = getattr(base.model, "language_model", base.model)
+    # What config.json leaves out has its default here.
+    options = {**base.text_config, **vars(getattr(text, "args", object))}
+    return any(
+        bool(value) and ("attn" in name) == attention
+        for name, value in options.items()
+        if "logit" in name
+    )

@@ -1,0 +1,30 @@
+"""Shapes small enough to count by hand, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxtune.core.memory_prediction import ModelShapes
+
+
+def shapes(**changes: Any) -> ModelShapes:
+    """Two layers of width 10 whose products are 100 wide, a vocabulary of 1000, nothing cast."""
+    given: dict[str, Any] = {
+        "weights": 50_000,
+        "stored_itemsize": 4,
+        "trainable": 100,
+        "itemsize": 4,
+        "hidden": 10,
+        "vocab": 1000,
+        "heads": 2,
+        "layers": 2,
+        "products": 200,
+        "layer_products": 100,
+        "widest_product": 30,
+        "largest_matrix": 300,
+        "cast": 0,
+        "layer_cast": 0,
+        "head_cast": 0,
+        "plain_head": True,
+    }
+    return ModelShapes(**given | changes)
