@@ -15,7 +15,14 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from mlxtune.config import DataConfig, InspectConfig, TrainConfig, load_config_file
+from mlxtune.config import (
+    BenchConfig,
+    DataConfig,
+    InspectConfig,
+    PlanConfig,
+    TrainConfig,
+    load_config_file,
+)
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted
 from mlxtune.options import OPTIONS, SECTIONS, field_types, flag
 
@@ -82,7 +89,7 @@ def config_options(config: type) -> list[click.Option]:
             multiple=OPTIONS[field.metadata["option"]].several,
             default=None,
             metavar=_metavar(field.name, types[field.name]),
-            help=OPTIONS[field.metadata["option"]].help + _default_text(field),
+            help=field.metadata["help"] + _default_text(field),
         )
         for field in dataclasses.fields(config)
     ]
@@ -99,7 +106,7 @@ def _metavar(name: str, annotation: Any) -> str | None:
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:
-    if OPTIONS[field.metadata["option"]].required:
+    if field.metadata["bounds"].required:
         return "  [required]"
     if field.default is None or field.default is False or field.default == ():
         return ""
@@ -144,6 +151,14 @@ class _InspectCommand(_ConfigCommand):
     config = InspectConfig
 
 
+class _BenchCommand(_ConfigCommand):
+    config = BenchConfig
+
+
+class _PlanCommand(_ConfigCommand):
+    config = PlanConfig
+
+
 def _merge(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
     options: dict[str, Any] = {}
@@ -184,5 +199,32 @@ def inspect(config: str | None, debug: bool, **options: Any) -> None:
     checked = _merge(InspectConfig, config, options)
 
     from mlxtune.inspect import show
+
+    show(checked)
+
+
+@command.command(
+    cls=_PlanCommand,
+    epilog="Example: mlxtune plan --model-path data/demo-qwen3 --data data/bookings.jsonl",
+)
+def plan(config: str | None, debug: bool, **options: Any) -> None:
+    """Say what training would take of memory, steps and time, with no weights read."""
+    checked = _merge(PlanConfig, config, options)
+
+    from mlxtune.plan import show
+
+    show(checked)
+
+
+@command.command(
+    cls=_BenchCommand,
+    epilog="Example: mlxtune bench --model-path data/demo-qwen3 --data data/bookings.jsonl "
+    "--against mlx-lm",
+)
+def bench(config: str | None, debug: bool, **options: Any) -> None:
+    """Time training steps and measure their memory, beside another trainer on the same work."""
+    checked = _merge(BenchConfig, config, options)
+
+    from mlxtune.bench import show
 
     show(checked)

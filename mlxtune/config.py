@@ -102,7 +102,10 @@ class TrainConfig(DataConfig):
     num_layers: int | None = option("num_layers", None)
     dropout: float = option("dropout", 0.0)
     max_steps: int | None = option("max_steps", None)
+    order: str = option("order", "shuffle")
     dtype: str = option("dtype", "auto")
+    grad_checkpoint: str = option("grad_checkpoint", "auto")
+    compile: str = option("compile", "auto")
     log_every: int = option("log_every", 10)
 
     def contradictions(self) -> list[str]:
@@ -157,6 +160,19 @@ class TrainConfig(DataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """Options of a plan: those of the run, which may be without data.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    data: tuple[str, ...] = option(
+        "data", (), "Data to plan for; without it, one example of --max-seq-len.", required=False
+    )
+    json: bool = option("json", False, "Print JSON for programs; docs/plan.md describes it.")
+
+
+@dataclasses.dataclass(frozen=True)
 class InspectConfig(DataConfig):
     """Options of a look at the data, for the command and for `mlxtune.inspect`.
 
@@ -187,6 +203,48 @@ class InspectConfig(DataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class BenchConfig(DataConfig):
+    """Options of a benchmark of training steps. Without `against`, only this package is measured.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    # What `train` holds out for validation would not be timed.
+    val_split: float = option("val_split", 0.0)
+    against: str | None = option("against", None)
+    steps: int = option("steps", 8)
+    repeats: int = option("repeats", 2)
+    json: str | None = option(
+        "json", None, "Write the report as JSON, - for stdout; docs/bench.md describes it."
+    )
+    rank: int = option("rank", 8)
+    alpha: float = option("alpha", 16.0)
+    lr: float = option("lr", 1e-4)
+    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
+    num_layers: int | None = option("num_layers", None)
+    order: str = option("order", "shuffle")
+    memory_limit: float = option("memory_limit", 24.0)
+    dtype: str = option("dtype", "auto")
+    grad_checkpoint: str = option("grad_checkpoint", "auto")
+    compile: str = option("compile", "auto")
+
+    @property
+    def json_path(self) -> Path | None:
+        """The file to write, if there is to be one."""
+        return None if self.json in (None, "-") else _path(str(self.json))
+
+    def training(self, dtype: str) -> TrainConfig:
+        """Return the options of the run whose steps are timed, computing in `dtype`.
+
+        Gradients are not clipped: other trainers do not clip them by default.
+        """
+        names = {field.name for field in dataclasses.fields(TrainConfig)}
+        shared = {name: value for name, value in vars(self).items() if name in names}
+        own = {"dtype": dtype, "schedule": "constant", "max_grad_norm": 0.0}
+        return TrainConfig(**shared | own)
+
+
+@dataclasses.dataclass(frozen=True)
 class InstructTrainingConfig(Checked):
     """Options of the trainer: epochs, split, validation, checkpoints, schedule.
 
@@ -205,6 +263,7 @@ class InstructTrainingConfig(Checked):
     batch_size: int = option("batch_size", 4)
     schedule: str = option("schedule", "warmup-cosine")
     max_steps: int | None = option("max_steps", None)
+    order: str = option("order", "shuffle")
     val_rows: int = option("val_rows", 1000)
 
     def contradictions(self) -> list[str]:
@@ -232,7 +291,7 @@ class InstructConfig(Checked):
 
 
 # The configs of the commands.
-CONFIGS: tuple[type, ...] = (TrainConfig, InspectConfig)
+CONFIGS: tuple[type, ...] = (TrainConfig, InspectConfig, BenchConfig, PlanConfig)
 
 
 def _path(text: str) -> Path:

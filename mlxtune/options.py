@@ -127,11 +127,15 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
     },
     "Inspect": {
         "row": Bounds("Show this row only, by its number in the file.", at_least=1, metavar="N"),
-        "json": Bounds("Print JSON for programs; docs/inspect.md describes it."),
         "html": Bounds("Write a page to look at in a browser.", metavar="FILE"),
         "dump": Bounds(
             "Write every example as a JSON line with its row, tokens and mask.", metavar="FILE"
         ),
+    },
+    "Bench": {
+        "against": Bounds("Measure another trainer on the same steps.", choices=("mlx-lm",)),
+        "steps": Bounds("Optimizer steps to time, the first of an epoch.", at_least=1),
+        "repeats": Bounds("Times to measure each side, each in a new process.", at_least=1),
     },
     "LoRA": {
         "rank": Bounds("Rank of the LoRA matrices.", at_least=1),
@@ -148,6 +152,10 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         "epochs": Bounds("Passes over the training rows.", at_least=1),
         "max_steps": Bounds("Stop after so many optimizer steps.", at_least=1),
         "batch_size": Bounds("Rows in an optimizer step.", at_least=1),
+        "order": Bounds(
+            "Which rows share a step: any with shuffle, those of about one length with length.",
+            choices=("shuffle", "length"),
+        ),
         "lr": Bounds("Peak learning rate of AdamW.", above=0),
         "schedule": Bounds(
             "Learning rate over the run.", choices=("warmup-cosine", "linear-warmup", "constant")
@@ -170,18 +178,38 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
+        "grad_checkpoint": Bounds(
+            "Compute activations again in the backward pass, which takes time and saves memory; "
+            "auto where it is needed.",
+            choices=("auto", "on", "off"),
+        ),
+        "compile": Bounds(
+            "Have MLX compile the step; auto on a GPU and not on the CPU.",
+            choices=("auto", "on", "off"),
+        ),
         "seed": Bounds("Seed of the split, the order, the LoRA matrices and dropout.", at_least=0),
         "save_every": Bounds("Epochs between checkpoints.", at_least=1),
         "log_every": Bounds("Steps between progress lines when stderr is no terminal.", at_least=1),
+        "json": Bounds("Print JSON for programs; docs/inspect.md describes it."),
         "quiet": Bounds("Print warnings and errors only."),
     },
 }
 OPTIONS = {name: bounds for section in SECTIONS.values() for name, bounds in section.items()}
 
 
-def option(name: str, default: Any) -> Any:
-    """Declare a dataclass field whose bounds and help are those of OPTIONS[name]."""
-    return dataclasses.field(default=default, metadata={"option": name})
+def option(
+    name: str, default: Any, help: str | None = None, *, required: bool | None = None
+) -> Any:
+    """Declare a dataclass field whose bounds are those of OPTIONS[name], as is its help by default.
+
+    `help` is what a config says of the option where it means something else by it; `required`
+    whether it asks for it, where it does not ask as others do.
+    """
+    bounds = OPTIONS[name]
+    if required is not None:
+        bounds = dataclasses.replace(bounds, required=required)
+    metadata = {"option": name, "help": help or bounds.help, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def flag(name: str) -> str:
@@ -196,7 +224,7 @@ class Checked:
         problems = []
         types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            bounds = OPTIONS[field.metadata["option"]]
+            bounds = field.metadata["bounds"]
             value = getattr(self, field.name)
             value, problem = convert(value, types[field.name], several=bounds.several)
             if problem is None and value is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config import DataConfig, InspectConfig, TrainConfig
+from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
 from mlxtune.options import flag
 from tests.command import Cli, Outcome, files_in, finish, start
@@ -38,7 +38,10 @@ def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
 # Help
 
 
-@pytest.mark.parametrize(("name", "config"), [("train", TrainConfig), ("inspect", InspectConfig)])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("train", TrainConfig), ("inspect", InspectConfig), ("bench", BenchConfig)],
+)
 def test_help_names_every_option_with_its_default(
     cli: Cli, name: str, config: type[DataConfig]
 ) -> None:
@@ -59,7 +62,8 @@ def test_help_shows_the_default_of_zero(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["inspect", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["train", "--help"], ["inspect", "--help"], ["bench", "--help"], ["--version"]],
 )
 def test_help_loads_neither_mlx_nor_transformers_nor_numpy(arguments: list[str]) -> None:
     code = (

@@ -43,7 +43,10 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "num_layers": None,
         "dropout": 0.0,
         "max_steps": None,
+        "order": "shuffle",
         "dtype": "auto",
+        "grad_checkpoint": "auto",
+        "compile": "auto",
         "format": "auto",
         "field": (),
         "template": "auto",
@@ -171,6 +174,7 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         num_layers=4,
         dropout=0.1,
         max_steps=13,
+        order="length",
         log_every=9,
     )
 
@@ -187,6 +191,7 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "batch_size": 5,
         "schedule": "constant",
         "max_steps": 13,
+        "order": "length",
         "val_rows": 17,
     }
     assert dataclasses.asdict(found.pipeline()) == {

@@ -98,6 +98,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         lambda names: tuple(dict.fromkeys(names))
     ),
     "schedule": st.sampled_from(["warmup-cosine", "linear-warmup", "constant"]),
+    "order": st.sampled_from(["shuffle", "length"]),
     "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
     "data": st.lists(PATHS, min_size=1, max_size=3).map(tuple),
     "field": st.just(("prompt=question", "completion=a,b")),
@@ -186,6 +187,7 @@ def test_all_problems_are_named_at_once() -> None:
         ("max_steps", 0, "must be at least 1, not 0"),
         ("log_every", 0, "must be at least 1, not 0"),
         ("schedule", "cosine", "must be one of warmup-cosine, linear-warmup, constant"),
+        ("order", "sorted", "must be one of shuffle, length, not 'sorted'"),
         ("dtype", "int8", "must be one of auto, float32, bfloat16, float16, not 'int8'"),
         ("template", "chatml", "must be one of auto, qwen3, gemma, not 'chatml'"),
     ],

@@ -1,0 +1,54 @@
+"""Benchmarks made of plain numbers, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mlxtune.core.benchmark import Benchmark, Run, Side, TimedStep
+from mlxtune.core.encode import Example
+
+
+def step(seconds: float = 1.0, loss: float = 2.0, **changes: Any) -> TimedStep:
+    fields = {
+        "tokens": 110,
+        "supervised_tokens": 50,
+        "tokens_run": 100,
+        "padding": 10,
+        "peak_memory": 3_000_000_000,
+    }
+    return TimedStep(seconds=seconds, loss=loss, **fields | changes)
+
+
+def run(*steps: TimedStep, **changes: Any) -> Run:
+    fields = {
+        "process_s": 3.0,
+        "weights_s": 1.0,
+        "startup_s": 0.5,
+        "warm_up_s": 1.0,
+        "peak_rss": 4_000_000_000,
+    }
+    return Run(steps=steps, **fields | changes)
+
+
+def benchmark(ours: Sequence[Run], theirs: Sequence[Run] | None, **changes: Any) -> Benchmark:
+    fields: dict[str, Any] = {
+        "model": "a/model",
+        "device": "a device (gpu)",
+        "dtype": "float32",
+        "rows": 8,
+        "examples": 9,
+        "batch_size": 4,
+        "options": {},
+        "versions": {},
+    }
+    peer = None if theirs is None else Side("mlx-lm", list(theirs))
+    return Benchmark(**fields | {"ours": Side("mlxtune", list(ours)), "theirs": peer} | changes)
+
+
+def example(mask: str, row: int = 1, file: int = 0) -> Example:
+    """An example of tokens 1, 2, 3, … supervised where the mask has a 1."""
+    supervised = np.array([int(digit) for digit in mask], dtype=np.uint8)
+    return Example(row, np.arange(1, len(mask) + 1, dtype=np.int32), supervised, file)
