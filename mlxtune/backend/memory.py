@@ -51,7 +51,10 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     if recommended is not None:
         memory = min(memory, recommended)
     device = str(info.get("device_name", "unknown device"))
-    return MemoryLimits(memory, int(memory * _CACHE_SHARE), recommended, device)
+    # On the CPU malloc keeps what is freed, for arrays of any size: MLX's cache, for those of about
+    # the same size alone, doubles the memory in use where sizes differ from step to step.
+    cache = 0 if on_cpu() else int(memory * _CACHE_SHARE)
+    return MemoryLimits(memory, cache, recommended, device)
 
 
 def set_limits(memory_limit_gb: float) -> MemoryLimits:
