@@ -60,7 +60,9 @@ class MlxLm:
     """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
 
     Its spans of supervised tokens run one beyond the end of a row, onto a token of padding. Here
-    they end at the last supervised token, so that both sides train on the same.
+    they end at the last supervised token, so that both sides train on the same. Where rows make
+    more examples than a batch holds, these are taken batch by batch, neighbours in length together,
+    and their gradients added up before the update.
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
@@ -98,41 +100,67 @@ class MlxLm:
         """Take the step, with mlx-lm's own spans, and take it back."""
         before = self._model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
-        loss = self._run(*self._batch(examples, beyond=1))
+        loss = self._run(examples, beyond=1)
         self._model.update(before)
         _put_back(self._optimizer.state, state)
         return loss if self.loss_function == "default" else None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
-        """Take a step on all examples as one batch."""
-        return self._run(*self._batch(examples))
+        """Take a step on all examples."""
+        return self._run(examples)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens of the batch after the shift, and which of these are padding."""
-        tokens, _ = padded(examples, self._config.max_seq_len)
-        run = tokens.shape[0] * (tokens.shape[1] - 1)
+        """Return the tokens of the batches after the shift, and which of these are padding."""
+        run = 0
+        for batch in self._batches(examples):
+            tokens, _ = padded(batch, self._config.max_seq_len)
+            run += tokens.shape[0] * (tokens.shape[1] - 1)
         return run, run - sum(map(run_length, examples))
 
-    def _make_step(self) -> Callable[..., mx.array]:
+    def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Return the examples of a step in batches, sorted by length as mlx-lm sorts them."""
+        by_length, size = sorted(examples, key=len), self._config.batch_size
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+
+    def _make_step(self) -> Callable[..., Any]:
         loss = default_loss if self.loss_function == "default" else masked_loss
         loss_and_grad = nn.value_and_grad(self._model, loss)
 
-        def step(tokens: mx.array, supervised: mx.array) -> mx.array:
+        def step(
+            tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
+        ) -> tuple[mx.array, Any]:
             (value, _), gradients = loss_and_grad(self._model, tokens, supervised)
-            self._optimizer.update(self._model, gradients)
-            return value
+            gradients = tree_map(lambda gradient: gradient * share, gradients)
+            if before is not None:
+                gradients = tree_map(mx.add, before, gradients)
+            if last:
+                self._optimizer.update(self._model, gradients)
+                gradients = None
+            return value * share, gradients
 
         # On the CPU compiling starts a C++ compiler and is no faster after.
         return step if on_cpu() else mx.compile(step, inputs=self._state, outputs=self._state)
 
-    def _run(self, tokens: mx.array, supervised: mx.array) -> float:
-        loss = self._step(tokens, supervised)
-        mx.eval(self._state, loss)
-        # As its train() does after each step, by default; older versions do not.
-        threshold = getattr(TrainingArgs(), "clear_cache_threshold", None)
-        if threshold is not None and mx.get_cache_memory() > threshold:
-            mx.clear_cache()
+    def _run(self, examples: Sequence[Example], beyond: int = 0) -> float:
+        batches = [self._batch(batch, beyond) for batch in self._batches(examples)]
+        counts = [self._supervised(supervised) for _, supervised in batches]
+        loss, gradients = mx.array(0.0), None
+        for i, ((tokens, supervised), count) in enumerate(zip(batches, counts, strict=True), 1):
+            share, last = mx.array(count / sum(counts)), i == len(batches)
+            part, gradients = self._step(tokens, supervised, share, gradients, last)
+            loss = loss + part
+            mx.eval(self._state, loss, gradients)
+            # As its train() does after each step, by default; older versions do not.
+            threshold = getattr(TrainingArgs(), "clear_cache_threshold", None)
+            if threshold is not None and mx.get_cache_memory() > threshold:
+                mx.clear_cache()
         return float(loss)
+
+    def _supervised(self, supervised: mx.array) -> int:
+        """Return how many tokens a batch supervises."""
+        if self.loss_function == "default":
+            return int((supervised[:, 1] - supervised[:, 0] + 1).sum())
+        return int(supervised.sum())
 
     def _batch(self, examples: Sequence[Example], beyond: int = 0) -> tuple[mx.array, mx.array]:
         """Return tokens (B, L) and what of them is supervised, as the loss takes it."""

@@ -21,7 +21,9 @@ from mlxtune.backend.lora import projections
 from mlxtune.backend.memory import on_cpu
 
 # A sample of a product lasts so long, by repeating it.
-_SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.01, 3, 64
+_SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.1, 3, 64
+# Entries that no cache holds.
+_BEYOND_CACHES, _MOST_COPIES = 1 << 25, 64
 # Larger products are timed on fewer rows.
 _LARGEST_FLOPS_CPU, _LARGEST_FLOPS_GPU = 6e10, 4e12
 
@@ -176,7 +178,8 @@ def _rounded(tokens: int) -> tuple[int, float]:
 class ProductTimer:
     """Times products as the fastest plain product that the device has, each shape once.
 
-    On the CPU that is MLX's or numpy's, the latter in float32 whatever the dtype.
+    On the CPU that is MLX's or numpy's, the latter in float32 whatever the dtype. The second matrix
+    is another one each time, as the weights of a step are: out of memory, not out of a cache.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -202,17 +205,24 @@ class ProductTimer:
 
     def _mlx(self, batch: int, m: int, k: int, n: int) -> Callable[[int], Any]:
         a = mx.random.uniform(-1, 1, (batch, m, k)).astype(self._dtype)
-        b = mx.random.uniform(-1, 1, (batch, k, n)).astype(self._dtype)
+        each = _copies(batch * k * n)
+        b = [mx.random.uniform(-1, 1, (batch, k, n)).astype(self._dtype) for _ in range(each)]
         mx.eval(a, b)
-        return lambda times: mx.eval([a @ b for _ in range(times)])
+        return lambda times: mx.eval([a @ b[i % each] for i in range(times)])
 
 
 def _numpy(batch: int, m: int, k: int, n: int) -> Callable[[int], Any]:
     random = np.random.default_rng(0)
     a = random.random((batch, m, k), dtype=np.float32)
-    b = random.random((batch, k, n), dtype=np.float32)
+    each = _copies(batch * k * n)
+    b = [random.random((batch, k, n), dtype=np.float32) for _ in range(each)]
     out = np.empty((batch, m, n), dtype=np.float32)
-    return lambda times: [np.matmul(a, b, out=out) for _ in range(times)]
+    return lambda times: [np.matmul(a, b[i % each], out=out) for i in range(times)]
+
+
+def _copies(entries: int) -> int:
+    """Return how many matrices of so many entries no cache holds, within reason."""
+    return min(-(-_BEYOND_CACHES // entries), _MOST_COPIES)
 
 
 def _time(run: Callable[[int], Any]) -> float:
