@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from mlxtune.bench_worker import OURS, Job
 from mlxtune.config import BenchConfig
 from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
 from mlxtune.errors import MlxTuneError
-from mlxtune.plan import choose_plan, work_of
+from mlxtune.plan import choose_plan, first_epoch, work_of
 from mlxtune.train import open_model, say_findings, versions
 
 if TYPE_CHECKING:
@@ -98,20 +98,7 @@ def show(config: BenchConfig) -> None:
 
 def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
     """Return the rows of each step, as the first epoch of `train` has them."""
-    from mlxtune.core import batch
-
-    corpus = dataset.corpus
-    chosen = None
-    if dataset.validation is None:
-        identities = corpus.identities
-        chosen, _ = batch.split_rows(identities, config.val_split, config.seed, config.val_rows)
-    rows = corpus.select(chosen)
-    if config.order == "length":
-        lengths = [sum(map(len, row)) for row in rows]
-        steps = batch.steps_by_length(lengths, config.batch_size, config.seed, 1)
-    else:
-        steps = batch.shuffled_steps(len(rows), config.batch_size, config.seed, 1)
-    return [[rows[i] for i in step] for step in steps[: config.steps]]
+    return list(islice(first_epoch(config, dataset), config.steps))
 
 
 def prepare(

@@ -52,7 +52,7 @@ class OurSide:
         self._config = config
         self._console = RunConsole(quiet=True)
         self._base = open_model(config, folder, self._console)
-        load_model(self._base, self._console)
+        load_model(config, self._base, self._console)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline as `train` does."""
@@ -82,15 +82,8 @@ class OurSide:
 
     def _stretches(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
         """Return the real tokens of what a step runs, each with those of its prefix."""
-        from mlxtune.core.batch import run_length
-
-        stretches = []
-        for group, _ in self._pipeline._micro_batches(examples):
-            if group.prefix:
-                stretches.append((group.prefix, 0))
-            lengths = [run_length(examples[i]) for i in group.examples]
-            stretches += [(length - group.prefix, group.prefix) for length in lengths]
-        return stretches
+        batches = self._pipeline.micro_batches(examples)
+        return [stretch for _, batch in batches for stretch in batch.stretches]
 
     def products(self, steps: Sequence[Sequence[Example]]) -> Iterator[dict[str, float]]:
         """Yield the seconds of the matrix products of each step, by kind."""

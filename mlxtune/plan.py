@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from mlxtune.config import PlanConfig, TrainConfig
+from mlxtune.config import BenchConfig, PlanConfig, TrainConfig
 from mlxtune.dataset import Dataset, Reader, load_dataset
 from mlxtune.errors import MemoryLimitError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlxtune.core.run_plan import RunPlan
 
 # On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
-_CPU_TOLERANCE = 0.1
+_CPU_TOLERANCE = 0.05
 
 
 def plan(config: PlanConfig) -> RunPlan:
@@ -98,7 +98,7 @@ def _with_data(found: RunPlan, config: TrainConfig, dataset: Dataset) -> RunPlan
     )
 
 
-def _training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
+def _training_rows(config: TrainConfig | BenchConfig, dataset: Dataset) -> list[int]:
     """Return the rows of the corpus that train, as the trainer chooses them."""
     from mlxtune.core import batch
 
@@ -109,27 +109,22 @@ def _training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
     return held_out[0]
 
 
+def first_epoch(
+    config: TrainConfig | BenchConfig, dataset: Dataset
+) -> Iterator[list[Sequence[Example]]]:
+    """Yield the rows of each step of the first epoch, as the trainer takes them."""
+    rows = dataset.corpus.select(_training_rows(config, dataset))
+    for step in rows.steps(config.batch_size, config.order, config.seed, 1):
+        yield [rows[i] for i in step]
+
+
 def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
     """Return as many of the first epoch's steps as are planned to choose how to run all."""
     from mlxtune.core.memory_plan import planned
 
-    return [] if dataset is None else planned(_steps(config, dataset))
-
-
-def _steps(config: TrainConfig, dataset: Dataset) -> Iterator[list[Example]]:
-    import numpy as np
-
-    from mlxtune.core import batch
-
-    corpus = dataset.corpus
-    chosen = _training_rows(config, dataset)
-    if config.order == "length":
-        lengths = np.bincount(corpus.row_of_example, weights=corpus.lengths)[chosen]
-        steps = batch.steps_by_length(lengths.astype(int), config.batch_size, config.seed, 1)
-    else:
-        steps = batch.shuffled_steps(len(chosen), config.batch_size, config.seed, 1)
-    for step in steps:
-        yield [example for i in step for example in corpus.row(chosen[i])]
+    if dataset is None:
+        return []
+    return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
 
 
 def work_of(
@@ -183,12 +178,14 @@ def confirm(
 ) -> MemoryPlan:
     """Return the plan, made again where the model turned out to be run otherwise.
 
-    Whether its head can be run apart is known only once its weights are read.
+    Whether its head can be run apart, and examples in one line, is known only once its weights are
+    read.
     """
     how = pipeline.forward.how
-    way = replace(plan.way, kernels=how.cpu_kernels, split_head=how.split_head)
+    found = {"kernels": how.cpu_kernels, "split_head": how.split_head}
+    way = replace(plan.way, **found, packs_up_to=pipeline.forward.packs_up_to)
     shapes = plan.shapes
-    plain = shapes.plain_head and pipeline.forward._split.weight is not None
+    plain = shapes.plain_head and pipeline.forward.plain_head
     if way == plan.way and plain == shapes.plain_head:
         return plan
     fixed = replace(config, grad_checkpoint="on" if way.recompute else "off")

@@ -70,7 +70,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
     plan = choose_plan(config, base, work, limit)
-    load_model(base, console)
+    load_model(config, base, console)
     pipeline, confirmed = build_pipeline(config, base, work, plan, console)
 
     with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
@@ -135,10 +135,11 @@ def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
     return model.open_base(folder, config.dtype)
 
 
-def load_model(base: BaseModel, console: RunConsole) -> None:
+def load_model(config: TrainConfig, base: BaseModel, console: RunConsole) -> None:
     """Read the weights."""
-    from mlxtune.backend import model
+    from mlxtune.backend import forward, model
 
+    forward.load_ahead(execution(config, base.parameters))
     model.read_weights(base)
     console.say("Model", base.describe())
 

@@ -310,7 +310,7 @@ def check(name: str, folder: Path, **config: Any) -> Result:
             distance = max(distance, float(difference.max() / largest))
     gets = {
         "split": fast.forward.how.split_head,
-        "head": fast.forward._split.weight is not None,
+        "head": fast.forward.plain_head,
         "prefixes": fast.forward.shares_prefixes,
         "layerwise": fast.forward._layerwise is not None,
     }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxtune.backend.cpu.packed import Layout, PackedCache, laid_out
 from mlxtune.backend.head import SplitModel
 from mlxtune.backend.layerwise import Layerwise
 from mlxtune.backend.lora import DropoutKeys
@@ -17,6 +21,7 @@ from mlxtune.backend.loss import cross_entropy_sum, fused_losses, head_loss_sum
 from mlxtune.backend.memory import on_cpu
 from mlxtune.backend.prefix import PrefixCache
 from mlxtune.core.batch import MicroBatch
+from mlxtune.core.pack import Pack
 
 # Supervised positions are padded to a multiple of it where shapes are compiled.
 _POSITIONS_MULTIPLE = 64
@@ -29,13 +34,15 @@ class Execution:
     """How a step is computed. Nothing here changes its loss or gradient beyond float rounding.
 
     `split_head`: run the head on supervised positions alone, `loss_chunk` of them at a time.
-    `share_prefixes`: run what examples begin with once. `recompute`: keep only the input of each
+    `share_prefixes`: run what examples begin with once. `pack`: lay examples end to end in one line
+    instead of padding them, with `cpu_kernels` alone. `recompute`: keep only the input of each
     layer and run it again in the backward pass. `cpu_kernels`: use the CPU's own room, in float32.
     `compile`: have MLX compile the graph of a micro-batch.
     """
 
     split_head: bool = True
     share_prefixes: bool = True
+    pack: bool = False
     recompute: bool = False
     cpu_kernels: bool = False
     compile: bool = False
@@ -53,7 +60,21 @@ class Execution:
             return cls(compile=True)
         # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
         kernels = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
-        return cls(cpu_kernels=kernels)
+        return cls(cpu_kernels=kernels, pack=kernels)
+
+
+def load_ahead(how: Execution) -> None:
+    """Begin to load what a way of computing needs, beside what the caller does next."""
+    if how.cpu_kernels:
+        threading.Thread(target=_load_kernels, daemon=True).start()
+
+
+def _load_kernels() -> None:
+    # What fails here fails again where it is needed, and is said there.
+    with suppress(Exception):
+        from mlxtune.backend.cpu import kernels
+
+        kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
 
 
 class Forward:
@@ -82,9 +103,15 @@ class Forward:
             self._layerwise = Layerwise(layers, dropout, eager=eager, keep_products=keeps)
         splits = how.split_head and self._split.splits
         self.how = replace(
-            how, cpu_kernels=eager, split_head=splits, share_prefixes=how.share_prefixes and splits
+            how,
+            cpu_kernels=eager,
+            split_head=splits,
+            share_prefixes=how.share_prefixes and splits,
+            pack=how.pack and splits and eager,
         )
         self._shares: bool | None = None
+        # The longest example that may stand in one line with others, 0 where none may.
+        self.packs_up_to = self._split.packs() if self.how.pack else 0
 
     @property
     def shares_prefixes(self) -> bool:
@@ -93,12 +120,26 @@ class Forward:
             self._shares = self.how.share_prefixes and self._split.shares_prefixes()
         return self._shares
 
-    def arrays(self, batch: MicroBatch, keys: mx.array | None) -> dict[str, mx.array]:
+    @property
+    def plain_head(self) -> bool:
+        """Tell whether the head is one product and no more."""
+        return self._split.weight is not None
+
+    def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
         """Return a micro-batch as `loss_sum` takes it.
 
-        `keys` are the dropout keys of its lines, uint32 (B,), or None for no dropout.
+        `keys` are the dropout keys of its examples, uint32 (B,), or None for no dropout.
         """
-        arrays = {"inputs": mx.array(batch.inputs)}
+        arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
+        if isinstance(batch, Pack):
+            arrays["layout"] = Layout(batch.segments)
+            arrays["keys"] = None if keys is None else keys[mx.array(batch.owners)][None]
+            return {
+                **arrays,
+                "positions": mx.array(batch.places),
+                "targets": mx.array(batch.targets),
+                "weights": mx.ones(len(batch.targets)),
+            }
         if keys is not None:
             arrays["keys"] = keys
         if batch.prefix.size:
@@ -120,7 +161,7 @@ class Forward:
             "weights": mx.array(weights),
         }
 
-    def loss_sum(self, arrays: Mapping[str, mx.array], *, backward: bool) -> mx.array:
+    def loss_sum(self, arrays: Mapping[str, Any], *, backward: bool) -> mx.array:
         """Return the summed cross-entropy of a micro-batch, in nats, as a float32 scalar.
 
         `backward` tells whether a gradient will be asked for.
@@ -130,11 +171,24 @@ class Forward:
         with self._layerwise.running():
             return self._loss_sum(arrays)
 
-    def _loss_sum(self, arrays: Mapping[str, mx.array]) -> mx.array:
+    def _loss_sum(self, arrays: Mapping[str, Any]) -> mx.array:
+        layout = arrays.get("layout")
+        with laid_out(layout):
+            caches = self._caches(arrays, layout)
+            return self._loss_of(arrays, caches)
+
+    def _caches(self, arrays: Mapping[str, Any], layout: Layout | None) -> list[Any] | None:
+        """Return what each layer takes for its cache; set where dropout finds its keys."""
         keys, prefix = arrays.get("keys"), arrays.get("prefix")
+        if layout is not None:
+            self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
+            return [PackedCache() for _ in self._split.layers]
         caches = None if prefix is None else self._run_prefix(prefix, keys)
-        self._dropout.rows = keys
-        self._dropout.offset = 0 if prefix is None else prefix.shape[1]
+        start, length = 0 if prefix is None else prefix.shape[1], arrays["inputs"].shape[1]
+        self._dropout.set(keys, mx.arange(start, start + length, dtype=mx.uint32))
+        return caches
+
+    def _loss_of(self, arrays: Mapping[str, Any], caches: list[Any] | None) -> mx.array:
         inputs, targets = arrays["inputs"], arrays["targets"]
         if not self.how.split_head:
             return cross_entropy_sum(self.model, inputs, targets, arrays["mask"])
@@ -148,7 +202,7 @@ class Forward:
 
     def _run_prefix(self, prefix: mx.array, keys: mx.array | None) -> list[PrefixCache]:
         # Those who share a prefix under dropout are of one row, with one key.
-        self._dropout.rows, self._dropout.offset = None if keys is None else keys[:1], 0
+        self._dropout.set(None if keys is None else keys[:1], None)
         recorders = [PrefixCache() for _ in self._split.layers]
         self._split.hidden(prefix, recorders)
         return [PrefixCache(recorder.recorded) for recorder in recorders]

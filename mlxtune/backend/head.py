@@ -9,14 +9,25 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxtune.backend.cpu.packed import Layout, PackedCache, laid_out
 from mlxtune.backend.prefix import PrefixCache
+from mlxtune.core.pack import ANY_LENGTH, Segment
 
 # What two ways of computing the same may differ by, of the largest value, in 16 bits.
 _TOLERANCE = 2e-2
+# And in float32.
+_TOLERANCE_FLOAT32 = 1e-4
 # Hidden states so much larger show any soft-capping of the logits.
 _LARGE = 1000.0
 # Rows of the vocabulary that are compared.
 _PART = 1024
+# What is run to find out how a model may be run: texts, two of which begin with the same tokens,
+# and these in one line; `_PLACES` are where its tokens stand in the texts.
+_TEXTS = [[1, 2, 3, 4], [1, 2, 5, 6], [7, 8, 9, 0]]
+_LINE = Layout(
+    [Segment(*each) for each in [(0, 2, 0, -1), (2, 4, 2, 0), (4, 6, 2, 0), (6, 10, 0, -1)]]
+)
+_LINE_TOKENS, _PLACES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0], [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
 
 
 class _TrunkDone(Exception):
@@ -67,11 +78,16 @@ class SplitModel:
         self.weight: mx.array | None = None
         self.splits = False
         self.dtype: mx.Dtype | None = None
+        # The hidden states of a few texts, each by itself.
+        self._alone = mx.array(0.0)
         if isinstance(self._trunk, nn.Module):
             self._compare()
 
-    def hidden(self, inputs: mx.array, cache: Sequence[PrefixCache] | None = None) -> mx.array:
-        """Return the trunk's output (B, T, H) for inputs int32 (B, T)."""
+    def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Return the trunk's output (B, T, H) for inputs int32 (B, T).
+
+        `cache` has a PrefixCache or a PackedCache for each layer.
+        """
         passage = _Passage(self._trunk, alone=True)
         with suppress(_TrunkDone):
             self._call(passage, inputs, cache)
@@ -100,8 +116,25 @@ class SplitModel:
         except Exception:  # noqa: BLE001
             return False
 
+    def packs(self) -> int:
+        """Return up to what length examples may stand in one line: 0 where they may not at all.
+
+        Tells by running some that way, in the CPU's own functions, and each by itself.
+        """
+        caches = [PackedCache() for _ in self.layers]
+        try:
+            with laid_out(_LINE):
+                packed = self.hidden(mx.array([_LINE_TOKENS]), caches)[0]
+            alone = self._alone.reshape(-1, packed.shape[-1])[mx.array(_PLACES)]
+            if not _close(alone, packed, _TOLERANCE_FLOAT32):
+                return 0
+        # Of whatever kind: an architecture with other caches or masks does not pack.
+        except Exception:  # noqa: BLE001
+            return 0
+        return min((cache.window for cache in caches if cache.window), default=ANY_LENGTH)
+
     def _call(
-        self, passage: _Passage, inputs: mx.array, cache: Sequence[PrefixCache] | None = None
+        self, passage: _Passage, inputs: mx.array, cache: Sequence[Any] | None = None
     ) -> mx.array:
         # Set as an entry, which keeps the order of the parameters.
         self._text["model"] = passage
@@ -114,8 +147,8 @@ class SplitModel:
         """Find out on a few tokens whether the head after the trunk is the model, and how."""
         try:
             passage = _Passage(self._trunk)
-            logits = self._call(passage, mx.array([[1, 2, 3]]))[0]
-            hidden = passage.hidden[0]
+            logits = self._call(passage, mx.array(_TEXTS))[0]
+            self._alone, hidden = passage.hidden, passage.hidden[0]
             self.dtype = hidden.dtype
             self.weight = next(
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
@@ -143,9 +176,9 @@ class SplitModel:
         ]
 
 
-def _close(one: mx.array, other: mx.array) -> bool:
+def _close(one: mx.array, other: mx.array, tolerance: float = _TOLERANCE) -> bool:
     if one.shape != other.shape:
         return False
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     largest = mx.maximum(mx.abs(one).max(), 1e-6)
-    return bool(mx.abs(one - other).max() <= _TOLERANCE * largest)
+    return bool(mx.abs(one - other).max() <= tolerance * largest)

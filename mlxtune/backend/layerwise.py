@@ -17,8 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxtune.backend.autograd import differentiable
-from mlxtune.backend.cpu.arrays import detached
-from mlxtune.backend.cpu.kept import KeptProducts
+from mlxtune.backend.cpu import packed
+from mlxtune.backend.cpu.arrays import detached, has_nan
+from mlxtune.backend.cpu.kept import KeptProducts, Reads
 from mlxtune.backend.lora import DropoutKeys
 from mlxtune.backend.prefix import PrefixCache
 
@@ -46,10 +47,15 @@ class Layerwise:
         self.keep_products = keep_products
         self._dropout = dropout
         self._running = False
+        # What the backward pass of a layer turned out to read, by the layer's identity.
+        self._reads: dict[int, Reads] = {}
         trained = [bool(tree_flatten(layer.trainable_parameters())) for layer in layers]
-        # Below the first that is trained there is no backward pass.
-        for layer in layers[trained.index(True) :]:
+        first = trained.index(True)
+        for layer in layers[first:]:
             _intercept(layer, self._call)
+        # Below the first that is trained there is no backward pass, and nothing to keep.
+        for layer in layers[:first] if eager else ():
+            _intercept(layer, self._call_below)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -60,6 +66,14 @@ class Layerwise:
         finally:
             self._running = False
 
+    def _call_below(
+        self, layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        y = plain(*args, **options)
+        if not self._running:
+            return y
+        return tree_map(lambda leaf: detached(leaf) if _is_floating(leaf) else leaf, y)
+
     def _call(self, layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if not self._running:
             return plain(*args, **options)
@@ -67,33 +81,35 @@ class Layerwise:
         trained = tree_flatten(layer.trainable_parameters())
         names = [name for name, _ in trained]
         given = _floating((args, options))
-        keys = replace(self._dropout)
+        keys, layout = replace(self._dropout), packed.layout()
         made: list[Any] = []
 
         def run(*inputs: mx.array) -> list[mx.array]:
             # By the backward pass, another pass through the model may have set its own.
-            self._dropout.rows, self._dropout.offset = keys.rows, keys.offset
+            self._dropout.set(keys.rows, keys.positions)
             own = inputs[len(given) : len(given) + len(names)]
             layer.update(tree_unflatten(list(zip(names, own, strict=True))))
             args_, options_ = _filled((args, options), inputs)
-            with cache.standing_in(inputs[len(given) + len(names) :]) if cache else nullcontext():
+            standing_in = cache.standing_in(inputs[len(given) + len(names) :]) if cache else None
+            with standing_in or nullcontext(), packed.laid_out(layout):
                 y = plain(*args_, **options_)
                 # Of what a layer gives, the arrays alone are kept: by the function's outputs.
                 made[:] = [tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, y)]
                 return [*_floating(y), *(cache.recorded if cache and not cache.given else ())]
 
         values = [value for _, value in trained]
-        reads_needed = not all(name.split(".")[-2:][0].startswith(_FIRST) for name in names)
         whole = [*given, *values, *(cache.given if cache else ())]
-        outputs = self._whole(run, whole, reads_needed)
+        outputs = self._whole(layer, names, run, whole)
         layer.update(tree_unflatten(trained))
         if cache is not None and not cache.given:
             cache.recorded = outputs[len(_floating(made[0])) :]
         return _filled(made[0], outputs)
 
-    def _whole(self, run: Run, given: list[mx.array], reads_needed: bool) -> list[mx.array]:
+    def _whole(
+        self, layer: nn.Module, names: Sequence[str], run: Run, given: list[mx.array]
+    ) -> list[mx.array]:
         """Run a layer as one function, with its backward pass."""
-        kept = KeptProducts(reads_needed=reads_needed) if self.keep_products else None
+        kept = KeptProducts(self._reads_of(layer, names)) if self.keep_products else None
 
         def cut(arrays: Sequence[mx.array]) -> list[mx.array]:
             return [detached(x) for x in arrays] if self.eager else list(arrays)
@@ -104,12 +120,28 @@ class Layerwise:
 
         def gradient(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # A lone array stands by itself: a layer that nothing in is trained has no other.
-            primals = [primals] if isinstance(primals, mx.array) else primals
-            with kept.replaying() if kept else nullcontext():
-                _, gradients = mx.vjp(run, cut(primals), list(cotangents))
-                return cut(gradients)
+            primals = cut([primals] if isinstance(primals, mx.array) else primals)
+            if kept is None:
+                return cut(mx.vjp(run, primals, list(cotangents))[1])
+            while True:
+                with kept.replaying():
+                    gradients = cut(mx.vjp(run, primals, list(cotangents))[1])
+                # What is not made stands as NaN. One of another origin stays with all that is made.
+                more = kept.reads.more if has_nan(gradients) else None
+                if more is None:
+                    break
+                kept.reads = more
+            if not has_nan(gradients):
+                self._reads[id(layer)] = kept.reads_next
+            kept.clear()
+            return gradients
 
         return list(differentiable(whole, gradient)(*given))
+
+    def _reads_of(self, layer: nn.Module, names: Sequence[str]) -> Reads:
+        """Return what the backward pass of a layer reads, as far as is known."""
+        behind = not all(name.split(".")[-2:][0].startswith(_FIRST) for name in names)
+        return self._reads.get(id(layer), Reads(inputs=behind))
 
 
 # Stands where an array was, in what a layer takes or gives.

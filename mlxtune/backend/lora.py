@@ -25,13 +25,18 @@ _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 class DropoutKeys:
     """Where LoRA layers find the randomness of the forward pass under way.
 
-    `rows` is uint32 (B,), one number for each line of the micro-batch, or None for no dropout;
-    `offset` is the position of the first token. A token's mask depends on its row, position and
-    layer alone, so that neither padding nor the split into micro-batches changes it.
+    `rows` is uint32 (B,), one number for each line of the micro-batch, or (B, T), one for each
+    token, or None for no dropout; `positions` is uint32 (T,), or None for 0 to T - 1. A token's
+    mask depends on its row, position and layer alone, so that neither padding nor the split into
+    micro-batches changes it.
     """
 
     rows: mx.array | None = None
-    offset: int = 0
+    positions: mx.array | None = None
+
+    def set(self, rows: mx.array | None, positions: mx.array | None) -> None:
+        """Have the next forward pass use these."""
+        self.rows, self.positions = rows, positions
 
 
 @dataclass(frozen=True)
@@ -113,19 +118,19 @@ class LoRALinear(nn.Module):
 
     def _drop(self, x: mx.array) -> mx.array:
         """Zero entries of x (B, T, in) with probability p and scale the rest by 1 / (1 - p)."""
-        rows = self._dropout_keys.rows
+        rows, positions = self._dropout_keys.rows, self._dropout_keys.positions
         if rows is None or not self.drops():
             return x
         if x.ndim != 3 or x.shape[0] != rows.shape[0]:
             raise ModelError("--dropout is not possible with this architecture: set it to 0")
         batch, length, width = x.shape
-        first = self._dropout_keys.offset
-        positions = mx.arange(first, first + length, dtype=mx.uint32)
+        if positions is None:
+            positions = mx.arange(length, dtype=mx.uint32)
         # One counter-based generator for each token, keyed by (row ^ layer, position).
         keys = mx.stack(
             [
-                mx.broadcast_to((rows ^ self._salt)[:, None], (batch, length)),
-                mx.broadcast_to(positions[None], (batch, length)),
+                mx.broadcast_to((rows ^ self._salt).reshape(batch, -1), (batch, length)),
+                mx.broadcast_to(positions, (batch, length)),
             ],
             axis=-1,
         ).reshape(-1, 2)
@@ -144,7 +149,7 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     if config.num_layers is not None and config.num_layers > len(layers):
         raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
     chosen = layers[-(config.num_layers or len(layers)) :]
-    keys = _match_targets(chosen, config.targets)
+    keys = match_targets(chosen, config.targets)
     total = get_total_parameters(model)
     names = {id(module): name for name, module in model.named_modules()}
     dropout_keys = DropoutKeys()
@@ -182,7 +187,8 @@ def projections(layer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _match_targets(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
+def match_targets(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
+    """Return the paths, in layers, of the projections that targets name. Raises ModelError."""
     available = sorted({name for layer in layers for name in projections(layer)})
     keys: set[str] = set()
     problems = []

@@ -19,9 +19,7 @@ def finish() -> None:
 
 def reset_peak() -> None:
     """Let the peak of MLX's memory start anew from what is in use."""
-    mx.reset_peak_memory()
-    # What `start_peak` keeps when a step goes over the limit and resets MLX's count.
-    memory._highest[0] = 0
+    memory.forget_peak()
 
 
 def peak_memory() -> int:

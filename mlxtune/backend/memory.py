@@ -36,10 +36,8 @@ class MemoryLimits:
         if self.recommended is not None:
             capped = f", of {self.recommended / GB:.1f} GB that the device recommends"
         metal = "" if mx.metal.is_available() else "; no Metal here, MLX's own limits only"
-        return (
-            f"limit {self.memory / GB:.1f} GB, cache {self.cache / GB:.1f} GB{capped} "
-            f"({self.device}{metal})"
-        )
+        cache = f", cache {self.cache / GB:.1f} GB" if self.cache else ""
+        return f"limit {self.memory / GB:.1f} GB{cache}{capped} ({self.device}{metal})"
 
 
 def find_limits(memory_limit_gb: float) -> MemoryLimits:
@@ -66,8 +64,7 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     memory, cache = limits.memory, limits.cache
     mx.set_memory_limit(memory)
     mx.set_cache_limit(cache)
-    _highest[0] = 0
-    mx.reset_peak_memory()
+    forget_peak()
     if mx.metal.is_available():
         mx.set_wired_limit(memory)
     return limits
@@ -98,6 +95,12 @@ def last_peak_gb() -> float:
 def start_peak() -> None:
     """Have the next peak be judged anew; `peak_bytes` stays what it was."""
     _highest[0] = peak_bytes()
+    mx.reset_peak_memory()
+
+
+def forget_peak() -> None:
+    """Let all peaks start anew from what is in use."""
+    _highest[0] = 0
     mx.reset_peak_memory()
 
 

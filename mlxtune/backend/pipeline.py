@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +19,11 @@ from mlxtune.backend.cpu.arrays import quiet
 from mlxtune.backend.forward import Execution, Forward
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
 from mlxtune.config import InstructConfig
-from mlxtune.core.batch import MicroBatch, collate
+from mlxtune.core.batch import MicroBatch, collate, run_length
 from mlxtune.core.checkpoint import ADAPTER, make_folder
 from mlxtune.core.encode import Example
 from mlxtune.core.metrics import InstructBatchResult, InstructStepResult, perplexity
+from mlxtune.core.pack import Pack, Packed, pack, plan_packs
 from mlxtune.core.plan import Group, StepCost, plan_step
 from mlxtune.errors import MemoryLimitError, MlxTuneError, NonFiniteLossError
 
@@ -145,7 +147,7 @@ class InstructPipeline:
         loss, grads = mx.array(0.0), None
         self.tokens_run = 0
         try:
-            for group, batch in self._micro_batches(examples):
+            for group, batch in self.micro_batches(examples):
                 keys = None
                 if self.config.dropout:
                     keys = step_keys(self.config.seed, step, batch.rows)
@@ -172,11 +174,11 @@ class InstructPipeline:
     def _evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         self.model.eval()
         total, tokens = 0.0, 0
-        for _, batch in self._micro_batches(examples):
+        for _, batch in self.micro_batches(examples):
             arrays = self.forward.arrays(batch, None)
             with quiet():
                 total += float(self.forward.loss_sum(arrays, backward=False))
-            tokens += int(batch.mask.sum())
+            tokens += batch.supervised
             memory.relieve_pressure()
         loss = total / tokens
         return InstructBatchResult(
@@ -232,7 +234,7 @@ class InstructPipeline:
 
     def _halve(self, examples: Sequence[Example], why: str) -> bool:
         """Halve the micro-batches from the largest of the step; tell whether that was possible."""
-        groups = [group for group, _ in self._micro_batches(examples)]
+        groups = [group for group, _ in self.micro_batches(examples)]
         if all(len(group.examples) == 1 for group in groups):
             return False
         several = max(group.tokens for group in groups if len(group.examples) > 1)
@@ -257,23 +259,29 @@ class InstructPipeline:
             )
 
     def _scaled_loss(
-        self, parameters: dict[str, Any], arrays: dict[str, mx.array], scale: mx.array
+        self, parameters: dict[str, Any], arrays: dict[str, Any], scale: mx.array
     ) -> mx.array:
         self.model.update(parameters)
         # Scaled by the count of the whole step before the backward pass, which keeps float16
         # gradients in range; the micro-batches then only add up.
         return self.forward.loss_sum(arrays, backward=True) * scale
 
-    def _micro_batches(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch]]:
-        groups = plan_step(
-            examples,
-            self.micro_batch_tokens,
-            self.cost,
-            share_prefixes=self.forward.how.share_prefixes,
-            keyed=self.config.dropout > 0,
-        )
+    def micro_batches(
+        self, examples: Sequence[Example]
+    ) -> Iterator[tuple[Group | Packed, MicroBatch | Pack]]:
+        """Yield the micro-batches of a step: which examples, and their arrays."""
+        max_tokens, cost = self.micro_batch_tokens, self.cost
+        keyed, shares = self.config.dropout > 0, self.forward.how.share_prefixes
+        if max(map(run_length, examples)) <= self.forward.packs_up_to:
+            sharing = {"share": shares, "keyed": keyed}
+            for packed in plan_packs(examples, max_tokens, cost.fixed, **sharing):
+                yield packed, pack([examples[i] for i in packed.examples], **sharing)
+            return
+        plan = partial(plan_step, examples, max_tokens, cost, keyed=keyed)
+        plan = partial(plan_step, examples, self.micro_batch_tokens, self.cost, keyed=keyed)
+        groups = plan(share_prefixes=shares)
         if any(group.prefix for group in groups) and not self.forward.shares_prefixes:
-            groups = plan_step(examples, self.micro_batch_tokens, self.cost, share_prefixes=False)
+            groups = plan(share_prefixes=False)
         for group in groups:
             chosen = [examples[i] for i in group.examples]
             yield group, collate(chosen, group.prefix, group.width)

@@ -13,18 +13,23 @@ from mlxtune.backend.forward import Execution
 from mlxtune.backend.model import BaseModel
 from mlxtune.config import InstructConfig
 from mlxtune.core.memory_prediction import ModelShapes, Way
+from mlxtune.core.pack import ANY_LENGTH
 from mlxtune.errors import ModelError
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A linear layer: its widths, its entries, and whether these are cast for each use."""
+    """A linear layer: its widths, its entries, and whether these are cast for each use.
+
+    `updated` tells whether LoRA is on it.
+    """
 
     inputs: int
     outputs: int
     copies: int
     entries: int
     cast: bool
+    updated: bool
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> ModelShapes:
@@ -35,9 +40,12 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
     dtype = getattr(mx, base.dtype)
     layers = list(base.model.layers)
     used = int(base.text_config.get("num_experts_per_tok") or 1)
-    trained, first = _trained(layers, config)
+    trained, first, keys = _trained(layers, config)
     sizes = [
-        [_matrix(module, dtype, kernels) for module in lora.projections(layer).values()]
+        [
+            _matrix(module, dtype, kernels, updated=key in keys)
+            for key, module in lora.projections(layer).items()
+        ]
         for layer in layers[first:]
     ]
     # Of the experts, each token goes through some.
@@ -58,6 +66,10 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
         layers=len(sizes),
         products=sum(products),
         layer_products=max(products),
+        updated=max(sum(m.outputs for m in layer if m.updated) for layer in sizes),
+        read=sum(
+            m.inputs for m in every if m.updated and m.outputs == base.hidden_size != m.inputs
+        ),
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_matrix=max(m.entries for m in every),
         cast=sum(casts),
@@ -78,15 +90,26 @@ def way_of(how: Execution, base: BaseModel) -> Way:
         # Metal and CUDA have a lean attention, unless it is capped; MLX's on the CPU has not.
         holds_scores=(memory.on_cpu() and not kernels) or _caps(base, attention=True),
         split_head=how.split_head,
+        packs_up_to=_packs_up_to(base) if how.pack and kernels else 0,
     )
 
 
-def _trained(layers: list[nn.Module], config: InstructConfig) -> tuple[int, int]:
-    """Return how many LoRA parameters there will be, and the first layer that has some."""
+def _packs_up_to(base: BaseModel) -> int:
+    """Return how long examples may be that stand in one line, as far as config.json tells."""
+    if _caps(base, attention=True):
+        return 0
+    window = base.text_config.get("sliding_window")
+    if isinstance(window, int) and base.text_config.get("use_sliding_window", True):
+        return window
+    return ANY_LENGTH
+
+
+def _trained(layers: list[nn.Module], config: InstructConfig) -> tuple[int, int, set[str]]:
+    """Return how many LoRA parameters there will be, the first layer that has some, and where."""
     if config.num_layers is not None and config.num_layers > len(layers):
         raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
     start = len(layers) - (config.num_layers or len(layers))
-    keys = lora._match_targets(layers[start:], config.targets)
+    keys = lora.match_targets(layers[start:], config.targets)
     total, first = 0, len(layers)
     for i, layer in enumerate(layers[start:], start):
         for key, module in lora.projections(layer).items():
@@ -94,7 +117,7 @@ def _trained(layers: list[nn.Module], config: InstructConfig) -> tuple[int, int]
                 inputs, outputs, copies = _widths(module)
                 total += config.lora_rank * copies * (inputs + outputs)
                 first = min(first, i)
-    return total, first
+    return total, first, keys
 
 
 def _widths(module: nn.Module) -> tuple[int, int, int]:
@@ -105,10 +128,10 @@ def _widths(module: nn.Module) -> tuple[int, int, int]:
     return inputs, outputs, experts[0] if experts else 1
 
 
-def _matrix(module: nn.Module, dtype: mx.Dtype, kernels: bool) -> _Matrix:
+def _matrix(module: nn.Module, dtype: mx.Dtype, kernels: bool, *, updated: bool) -> _Matrix:
     inputs, outputs, copies = _widths(module)
     cast = kernels if "scales" in module else module.weight.dtype != dtype
-    return _Matrix(inputs, outputs, copies, inputs * outputs * copies, cast)
+    return _Matrix(inputs, outputs, copies, inputs * outputs * copies, cast, updated)
 
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, kernels: bool) -> int:

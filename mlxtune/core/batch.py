@@ -98,7 +98,7 @@ class MicroBatch:
     `prefix` is int32 of shape (P,): the tokens that all lines begin with, which run before
     `inputs` and carry no loss; empty for none. `inputs` and `targets` are int32 of shape (B, T),
     `mask` is float32 of shape (B, T) and 1 where the target carries loss. `rows` names the example
-    in each line, for its randomness.
+    in each line, for its randomness, `lengths` how many of its tokens are no padding.
     """
 
     prefix: npt.NDArray[np.int32]
@@ -106,6 +106,18 @@ class MicroBatch:
     targets: npt.NDArray[np.int32]
     mask: npt.NDArray[np.float32]
     rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def supervised(self) -> int:
+        """How many targets carry loss."""
+        return int(self.mask.sum())
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """The real tokens that run one after the other, each with how many stand before them."""
+        prefix = len(self.prefix)
+        return [*([(prefix, 0)] if prefix else []), *((length, prefix) for length in self.lengths)]
 
 
 def run_length(example: Example) -> int:
@@ -146,4 +158,6 @@ def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = No
         inputs[i, : run - prefix] = example.tokens[prefix:run]
         targets[i, : after.stop - after.start] = example.tokens[after]
         mask[i, : after.stop - after.start] = example.assistant_mask[after]
-    return MicroBatch(shared, inputs, targets, mask, tuple(example.key for example in examples))
+    rows = tuple(example.key for example in examples)
+    lengths = tuple(run - prefix for run in runs)
+    return MicroBatch(shared, inputs, targets, mask, rows, lengths)

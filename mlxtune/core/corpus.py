@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core import batch
 from mlxtune.core.encode import Example, Tokenized
 
 Row = tuple[Example, ...]
@@ -334,6 +335,19 @@ class Rows(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 (R,): the tokens of each row, over all of its examples."""
+        lengths = np.zeros(self.corpus.num_rows, dtype=np.int64)
+        np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
+        return lengths[np.asarray(self.indices, dtype=np.int64)]
+
+    def steps(self, batch_size: int, order: str, seed: int, epoch: int) -> list[list[int]]:
+        """Return the places in here of the rows of each step of an epoch."""
+        if order == "length":
+            return batch.steps_by_length(self.lengths, batch_size, seed, epoch)
+        return batch.shuffled_steps(len(self), batch_size, seed, epoch)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...

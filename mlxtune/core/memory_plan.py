@@ -18,6 +18,7 @@ from mlxtune.core.memory_prediction import (
     predict,
     with_layers,
 )
+from mlxtune.core.pack import Packed, plan_packs
 from mlxtune.core.plan import Group, StepCost, plan_step
 
 # A prediction is trusted to such a share: what is planned leaves room for it where it can.
@@ -73,11 +74,11 @@ class MemoryPlan:
 
 
 def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
-    """Return as many of the first steps as are worth planning to choose."""
+    """Return as many of the first steps as are worth planning to choose, of a large one a part."""
     chosen: list[Sequence[Example]] = []
     count = 0
     for examples in steps:
-        chosen.append(examples)
+        chosen.append(examples if chosen else examples[:_PLANNED])
         count += len(examples)
         if count >= _PLANNED:
             break
@@ -94,31 +95,35 @@ class Work:
     share_prefixes: bool = True
     keyed: bool = False
 
-    def plan(self, max_tokens: int) -> list[list[Group]]:
+    def plan(self, way: Way) -> list[list[Group] | list[Packed]]:
         """Return the groups of each step."""
-        return [
-            plan_step(
-                examples,
-                max_tokens,
-                self.cost,
-                share_prefixes=self.share_prefixes,
-                keyed=self.keyed,
-            )
-            for examples in self.steps
-        ]
+        return [self._plan_one(examples, way) for examples in self.steps]
 
-    def loads(self, groups: Sequence[Sequence[Group]]) -> Iterator[Load]:
+    def _plan_one(self, examples: Sequence[Example], way: Way) -> list[Group] | list[Packed]:
+        max_tokens, shares, keyed = way.micro_batch_tokens, self.share_prefixes, self.keyed
+        if max(map(run_length, examples)) <= way.packs_up_to:
+            return plan_packs(examples, max_tokens, self.cost.fixed, share=shares, keyed=keyed)
+        return plan_step(examples, max_tokens, self.cost, share_prefixes=shares, keyed=keyed)
+
+    def loads(self, groups: Sequence[Sequence[Group | Packed]]) -> Iterator[Load]:
         """Yield what each group of the steps runs."""
         for examples, step in zip(self.steps, groups, strict=True):
             yield from (load_of(group, examples) for group in step)
 
-    def used(self, groups: Sequence[Sequence[Group]]) -> int:
+    def used(self, groups: Sequence[Sequence[Group | Packed]]) -> int:
         """Return the tokens that the groups run, padding apart."""
         return sum(
-            group.prefix + sum(run_length(examples[i]) - group.prefix for i in group.examples)
+            used_tokens(group, examples)
             for examples, step in zip(self.steps, groups, strict=True)
             for group in step
         )
+
+
+def used_tokens(group: Group | Packed, examples: Sequence[Example]) -> int:
+    """Return the tokens that a group of a step's examples runs, padding apart."""
+    if isinstance(group, Packed):
+        return group.tokens
+    return group.prefix + sum(run_length(examples[i]) - group.prefix for i in group.examples)
 
 
 def _candidates(work: Work) -> list[int]:
@@ -136,7 +141,7 @@ def _plans(
     """Yield what may be chosen."""
     chunks = (base.loss_chunk,) if base.kernels and shapes.plain_head else _CHUNKS
     for tokens in _candidates(work):
-        groups = work.plan(tokens)
+        groups = work.plan(replace(base, micro_batch_tokens=tokens))
         loads = {*work.loads(groups), *work.alone}
         takes = sum(work.cost.of(group) for step in groups for group in step) or 1
         run = sum(group.tokens for step in groups for group in step)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mlxtune.core.encode import Example
+from mlxtune.core.pack import Packed
 from mlxtune.core.plan import Group
 
 # Rows of the vocabulary that the CPU's head casts at once, and how many casts stand at once.
@@ -24,8 +25,9 @@ _LOGITS, _CPU_LOGITS = 5, 2
 # Of a layer in MLX's own graph: its products, half of which are kept once more as what functions
 # of them give (rotated, gated), and its input, the normed input and the residual in between.
 _GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
-# The products and what functions of them give, where a layer's forward pass is run again.
-_AGAIN_PRODUCTS = 3
+# The products and what functions of them give, where a layer's forward pass is run again, and what
+# LoRA adds to its own.
+_AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.5
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
 # and three as wide as its input.
 _GRADIENTS = 3
@@ -41,6 +43,8 @@ class ModelShapes:
     `itemsize` is that of the compute dtype. `trainable` counts the LoRA parameters. `layers` are
     those from the first that is trained on; `products` is the width of the outputs of all their
     linear layers together, `layer_products` of those of one, `widest_product` of a single one.
+    `updated` is that of the linear layers with LoRA of one layer, `read` the width of the inputs
+    of all that have LoRA, of those which are no hidden states.
     `cast` and `layer_cast` are the entries of their matrices that are cast for each use, all and of
     one layer, `head_cast` those of the head. `plain_head` tells whether the head is one product.
     """
@@ -56,6 +60,8 @@ class ModelShapes:
     products: int
     layer_products: int
     widest_product: int
+    updated: int
+    read: int
     largest_matrix: int
     cast: int
     layer_cast: int
@@ -74,6 +80,7 @@ class Way:
 
     `kernels`: by the CPU's own functions, which keep the products of a layer. `holds_scores`:
     attention holds the scores of a layer. `split_head`: no logits of unsupervised tokens.
+    `packs_up_to`: examples up to this length stand end to end in one line.
     """
 
     micro_batch_tokens: int
@@ -82,6 +89,7 @@ class Way:
     kernels: bool = False
     holds_scores: bool = False
     split_head: bool = True
+    packs_up_to: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,8 +142,9 @@ def _kept(shapes: ModelShapes, way: Way, load: Load) -> int:
     if way.recompute:
         return shapes.itemsize * load.tokens * shapes.inputs
     if way.kernels:
-        return shapes.itemsize * load.tokens * (shapes.inputs + shapes.products)
-    widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs
+        # The input of each layer and its products but the last, which is as wide.
+        return shapes.itemsize * load.tokens * shapes.products
+    widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs + shapes.read
     scores = shapes.heads * shapes.layers * load.scores if way.holds_scores else 0
     # Each pass through the model casts for itself.
     casts = shapes.cast * (2 if load.prefix else 1)
@@ -153,7 +162,8 @@ def _layer(shapes: ModelShapes, way: Way, load: Load) -> int:
         return shapes.itemsize * (load.tokens * (again + gradients) + scores + cast)
     again, cast = 0, 0
     if way.recompute:
-        again = _AGAIN_PRODUCTS * shapes.layer_products + _GRAPH_HIDDEN * shapes.hidden
+        again = _AGAIN_PRODUCTS * shapes.layer_products + int(_AGAIN_UPDATES * shapes.updated)
+        again += _GRAPH_HIDDEN * shapes.hidden
         cast = shapes.layer_cast
     return shapes.itemsize * (load.tokens * (again + gradients) + scores + cast)
 
@@ -170,9 +180,11 @@ def _head(shapes: ModelShapes, way: Way, load: Load) -> int:
     return shapes.itemsize * (hidden + shapes.head_cast + copies * at_once * shapes.vocab)
 
 
-def load_of(group: Group, examples: Sequence[Example]) -> Load:
+def load_of(group: Group | Packed, examples: Sequence[Example]) -> Load:
     """Return what a group of a step's examples runs."""
     positions = sum(int(examples[i].assistant_mask[1:].sum()) for i in group.examples)
+    if isinstance(group, Packed):
+        return Load(1, group.tokens, positions)
     return Load(len(group.examples), group.width, positions, group.prefix)
 
 
@@ -184,5 +196,6 @@ def with_layers(shapes: ModelShapes, layers: int) -> ModelShapes:
         layers=layers,
         trainable=int(shapes.trainable * share),
         products=int(shapes.products * share),
+        read=int(shapes.read * share),
         cast=int(shapes.cast * share),
     )

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mlxtune.core.batch import run_length
 from mlxtune.core.encode import Example
+from mlxtune.core.pack import Packed
 
 # Examples that are planned together: more take time in their square and gain little.
 _AT_ONCE = 256
@@ -41,9 +42,10 @@ class StepCost:
     fixed: int = 32
     width_multiple: int = 1
 
-    def of(self, group: Group) -> int:
+    def of(self, group: Group | Packed) -> int:
         """Return what a group takes."""
-        return group.tokens + self.fixed * (2 if group.prefix else 1)
+        passes = 2 if isinstance(group, Group) and group.prefix else 1
+        return group.tokens + self.fixed * passes
 
     def width(self, tokens: int) -> int:
         """Return a rest's tokens, rounded up."""

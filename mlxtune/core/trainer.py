@@ -6,12 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core import batch, checkpoint
@@ -230,18 +226,8 @@ class InstructTrainer:
         return self._epoch_metrics(self._validate(started), started)
 
     def _steps(self, epoch: int) -> list[list[int]]:
-        size, seed = self.config.batch_size, self.config.seed
-        if self.config.order == "length":
-            return batch.steps_by_length(self._row_lengths, size, seed, epoch)
-        return batch.shuffled_steps(len(self.train_rows), size, seed, epoch)
-
-    @cached_property
-    def _row_lengths(self) -> npt.NDArray[np.int64]:
-        """int64 (R,): the tokens of each training row, over all of its examples."""
-        corpus = self.train_rows.corpus
-        lengths = np.zeros(corpus.num_rows, dtype=np.int64)
-        np.add.at(lengths, corpus.row_of_example, corpus.lengths)
-        return lengths[np.asarray(self.train_rows.indices, dtype=np.int64)]
+        config = self.config
+        return self.train_rows.steps(config.batch_size, config.order, config.seed, epoch)
 
     def _run_step(self, epoch: int, chosen: Sequence[int]) -> None:
         step = len(self.metrics.history) + 1

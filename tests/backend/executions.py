@@ -35,7 +35,10 @@ WAYS: dict[str, Execution] = {
     "cpu kernels with recompute": replace(PLAIN, cpu_kernels=True, recompute=True),
     "cpu kernels with split head": replace(SPLIT, cpu_kernels=True, loss_chunk=3),
     "cpu kernels with shared prefixes": replace(SPLIT, cpu_kernels=True, share_prefixes=True),
-    "all": Execution(cpu_kernels=True, recompute=True, loss_chunk=3),
+    "in one line": replace(SPLIT, cpu_kernels=True, pack=True),
+    "in one line with recompute": replace(SPLIT, cpu_kernels=True, pack=True, recompute=True),
+    "in one line with shared prefixes": Execution(cpu_kernels=True, pack=True, loss_chunk=3),
+    "all": Execution(cpu_kernels=True, pack=True, recompute=True, loss_chunk=3),
 }
 # Prefixes are shared wherever that saves a token.
 EAGER = StepCost(fixed=0)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
+from mlxtune.backend.cpu.kept import Reads
 from mlxtune.backend.layerwise import Layerwise
 from mlxtune.backend.lora import DropoutKeys
 from tests.backend.cpu.compared import assert_close, random
+from tests.backend.executions import SPLIT, assert_same, computed, fixed_step, fresh, model_folder
 
 WAYS = [(False, False), (True, False), (True, True)]
 
@@ -174,3 +178,36 @@ def test_layers_that_hand_on_more_than_hidden_states(eager: bool) -> None:
     _, found = gradients(stack, layerwise.running)
     for name in expected:
         assert_close(found[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "expected"),
+    [
+        ("qwen3", ("q_proj", "v_proj"), Reads(inputs=False, last=False)),
+        ("qwen3", ("all",), Reads(inputs=True, last=False)),
+        # A norm behind it reads the last product.
+        ("gemma3_text", ("q_proj", "v_proj"), Reads(inputs=False, last=True)),
+    ],
+)
+def test_what_a_layer_reads_is_found_out(
+    architecture: str, targets: tuple[str, ...], expected: Reads
+) -> None:
+    how = replace(SPLIT, cpu_kernels=True)
+    pipeline = fresh(model_folder(architecture), how, tokens=10_000, targets=targets)
+    plain = fresh(model_folder(architecture), tokens=1, targets=targets)
+    for _ in range(2):
+        assert_same(computed(pipeline, fixed_step()), computed(plain, fixed_step()))
+    layerwise = pipeline.forward._layerwise
+    assert layerwise is not None
+    assert set(layerwise._reads.values()) == {expected}
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_of_what_layers_keep() -> None:
+    how = replace(SPLIT, cpu_kernels=True)
+    pipeline = fresh(model_folder("qwen3"), how, tokens=10_000, targets=("q_proj",))
+    parameters = pipeline.model.trainable_parameters()
+    pipeline.model.update(tree_map(lambda value: value * mx.array(math.nan), parameters))
+    loss, _, _ = pipeline.loss_and_gradients(fixed_step())
+    assert math.isnan(loss)
+    assert pipeline.forward._layerwise is not None
+    assert not pipeline.forward._layerwise._reads

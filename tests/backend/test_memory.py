@@ -22,8 +22,17 @@ def restore_limits() -> Iterator[None]:
 def test_limit_is_what_was_asked_for_in_decimal_gb() -> None:
     limits = memory.set_limits(2.5)
     assert limits.memory == mx.get_memory_limit() == 2_500_000_000
-    assert 0 < limits.cache < limits.memory
     assert mx.set_cache_limit(0) == limits.cache
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_cache_is_for_devices_whose_allocator_keeps_none(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "on_cpu", lambda: cpu)
+    limits = memory.find_limits(4)
+    assert limits.cache == (0 if cpu else 500_000_000)
+    assert ("cache 0.5 GB" in limits.describe()) == (not cpu)
 
 
 def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.MonkeyPatch) -> None:

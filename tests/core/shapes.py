@@ -21,6 +21,8 @@ def shapes(**changes: Any) -> ModelShapes:
         "products": 200,
         "layer_products": 100,
         "widest_product": 30,
+        "updated": 40,
+        "read": 20,
         "largest_matrix": 300,
         "cast": 0,
         "layer_cast": 0,

@@ -136,6 +136,7 @@ def test_without_data_one_example_is_planned_for() -> None:
 def test_only_the_first_steps_are_planned() -> None:
     steps = [[example(9)] * 100] * 50
     assert planned(iter(steps)) == steps[:3]
+    assert list(map(len, planned([[example(9)] * 4000] * 2))) == [256]
 
 
 def test_what_would_help_is_said_with_numbers_that_help() -> None:

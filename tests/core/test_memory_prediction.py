@@ -9,6 +9,7 @@ import pytest
 
 from mlxtune.core.encode import Example
 from mlxtune.core.memory_prediction import Load, Way, load_of, predict, with_layers
+from mlxtune.core.pack import Packed
 from mlxtune.core.plan import Group
 from tests.core.shapes import shapes
 
@@ -23,10 +24,11 @@ def test_weights_and_optimizer_are_counted_by_parameter() -> None:
     assert peak.total == sum((peak.weights, peak.optimizer, peak.activations, peak.head))
 
 
-def test_cpu_keeps_inputs_and_products_of_each_layer() -> None:
+def test_cpu_keeps_inputs_and_products_of_each_layer_but_the_last() -> None:
     peak = predict(shapes(), KERNELS, Load(2, 50, 4))
-    # In a layer's backward pass: as much again as its products, its input, and the gradients.
-    assert peak.activations == 4 * 100 * ((2 * 10 + 200) + (100 + 10 + 3 * (30 + 10)))
+    # The last product is as wide as the input. In a layer's backward pass: as much again as its
+    # products, its input, and the gradients.
+    assert peak.activations == 4 * 100 * (2 * 10 + 2 * (100 - 10) + (100 + 10 + 3 * (30 + 10)))
     assert peak.head == 0
 
 
@@ -60,9 +62,18 @@ def test_casts_are_of_one_layer_when_recomputed_and_of_all_otherwise() -> None:
     )
 
 
+def test_updates_keep_what_they_read_and_add_to_products_that_are_made_again() -> None:
+    few, many = shapes(read=0, updated=0), shapes(read=20, updated=40)
+    load = Load(1, 100, 1)
+    kept = [predict(each, GRAPH, load).activations for each in (few, many)]
+    assert kept[1] - kept[0] == 4 * 100 * 20
+    again = [predict(e, replace(GRAPH, recompute=True), load).activations for e in (few, many)]
+    assert again[1] - again[0] == 4 * 100 * 60
+
+
 def test_fewer_trained_layers_keep_less() -> None:
     fewer = with_layers(shapes(), 1)
-    assert (fewer.layers, fewer.products, fewer.trainable) == (1, 100, 50)
+    assert (fewer.layers, fewer.products, fewer.trainable, fewer.read) == (1, 100, 50, 10)
 
 
 @pytest.mark.parametrize(("prefix", "scores"), [(0, 2 * 5 * 5), (4, 16 + 2 * 5 * 9)])
@@ -71,3 +82,10 @@ def test_load_counts_prefix_padding_and_supervised_positions(prefix: int, scores
     examples = [Example(i, np.arange(8, dtype=np.int32), mask) for i in range(3)]
     load = load_of(Group((0, 2), prefix, 5), examples)
     assert (load.tokens, load.positions, load.scores) == (prefix + 10, 6, scores)
+
+
+def test_load_of_a_line_is_what_stands_in_it() -> None:
+    mask = np.array([0, 1, 1], dtype=np.uint8)
+    examples = [Example(i, np.arange(3, dtype=np.int32), mask) for i in range(3)]
+    load = load_of(Packed((0, 2), 3), examples)
+    assert (load.tokens, load.positions, load.lines, load.prefix) == (3, 4, 1, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -29,9 +30,19 @@ def empty(*shape: int) -> tuple[mx.array, Floats]:
     return made, view(made)
 
 
+def unread(*shape: int) -> mx.array:
+    """Return what stands for a value that nothing is to read: not a number, at no cost."""
+    return mx.broadcast_to(mx.array(math.nan), shape)
+
+
 def detached(x: mx.array) -> mx.array:
     """Return a copy that no gradient is traced through."""
     return mx.array(view(x))
+
+
+def has_nan(arrays: Iterable[mx.array]) -> bool:
+    """Tell whether there is a NaN in any array."""
+    return any(math.isnan(np.vdot(x, x)) for x in map(view, arrays))
 
 
 def matrix(x: mx.array) -> Floats:

@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxtune.backend.autograd import differentiable
-from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, view
+from mlxtune.backend.cpu import kernels, packed
+from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, unread, view
 
 # Scores that are held at once, and queries of a head that are worked on at once.
 _SCORES = 1 << 21
-_QUERIES = 256
+_QUERIES = 128
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some heads of one line, some of its queries, and how many keys these can see."""
+    """Some heads of one line, some of its queries, and where the keys stand that these see."""
 
     line: int
     groups: slice
     queries: slice
-    keys: int
+    keys: tuple[slice, ...]
 
     @property
     def count(self) -> int:
         """How many queries of each head."""
         return self.queries.stop - self.queries.start
 
+    @property
+    def seen(self) -> int:
+        """How many keys."""
+        return sum(at.stop - at.start for at in self.keys)
+
 
 class _Attention:
     """Attention of q (B, H, T, D) over k and v (B, G, S, D): G groups of H / G heads."""
 
-    def __init__(self, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) -> None:
+    def __init__(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        mask: Any,
+        layout: packed.Layout | None = None,
+    ) -> None:
         self.batch, self.heads, self.length, _ = q.shape
         self.groups, self.keys = k.shape[1], k.shape[2]
         self.scale = np.float32(scale)
         self.causal = isinstance(mask, str)
+        self.layout = layout
         self.q, self.k, self.v = self.by_group(view(q)), view(k), view(v)
         self.mask = None
         if mask is not None and not self.causal:
@@ -51,33 +65,57 @@ class _Attention:
         """Return x (B, H, T, n) as (B, G, H / G, T, n)."""
         return x.reshape(self.batch, self.groups, -1, *x.shape[2:])
 
-    def parts(self) -> Iterator[_Part]:
-        """Cut the scores into parts that fit."""
-        repeats = self.heads // self.groups
+    def blocks(self) -> Iterator[tuple[int, slice, tuple[slice, ...]]]:
+        """Yield a line, some of its queries, and the keys that these see."""
+        if self.layout is not None:
+            for segment in self.layout.segments:
+                before = self.layout.before(segment)
+                for start in range(segment.start, segment.end, _QUERIES):
+                    end = min(start + _QUERIES, segment.end)
+                    yield 0, slice(start, end), (*before, slice(segment.start, end))
+            return
         for start in range(0, self.length, _QUERIES):
             end = min(start + _QUERIES, self.length)
             # Queries are aligned to the end of the keys.
             seen = self.keys - self.length + end if self.causal else self.keys
-            at_once = max(_SCORES // (repeats * (end - start) * seen), 1)
             for line in range(self.batch):
-                for group in range(0, self.groups, at_once):
-                    groups = slice(group, min(group + at_once, self.groups))
-                    yield _Part(line, groups, slice(start, end), seen)
+                yield line, slice(start, end), (slice(0, seen),)
+
+    def parts(self) -> Iterator[_Part]:
+        """Cut the scores into parts that fit."""
+        repeats = self.heads // self.groups
+        for line, queries, keys in self.blocks():
+            whole = _Part(line, slice(0, self.groups), queries, keys)
+            at_once = max(_SCORES // (repeats * whole.count * whole.seen), 1)
+            for group in range(0, self.groups, at_once):
+                yield replace(whole, groups=slice(group, min(group + at_once, self.groups)))
 
     def rows(self, x: Floats, part: _Part) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
         chosen = x[part.line, part.groups, :, part.queries]
         return np.ascontiguousarray(chosen).reshape(len(chosen), -1, x.shape[-1])
 
+    def seen(self, x: Floats, part: _Part) -> Floats:
+        """Return what a part sees of x (B, G, S, n): (groups, keys, n)."""
+        pieces = [x[part.line, part.groups, at] for at in part.keys]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+    def add_seen(self, into: Floats, part: _Part, values: Floats) -> None:
+        """Add values (groups, keys, n) to what a part sees of `into` (B, G, S, n)."""
+        start = 0
+        for at in part.keys:
+            end = start + at.stop - at.start
+            into[part.line, part.groups, at] += values[:, start:end]
+            start = end
+
     def scores(self, q: Floats, part: _Part) -> Floats:
         """Return the scores (groups, H / G * queries, keys) of scaled queries.
 
         They are masked by an array if there is one; what is causal is left to the softmax.
         """
-        keys = self.k[part.line, part.groups, : part.keys]
-        scores = q @ keys.swapaxes(1, 2)
+        scores = q @ self.seen(self.k, part).swapaxes(1, 2)
         if self.mask is not None:
-            by_query = scores.reshape(len(scores), -1, part.count, part.keys)
+            by_query = scores.reshape(len(scores), -1, part.count, part.seen)
             by_query += self.mask[part.line, part.groups, :, part.queries]
         return scores
 
@@ -88,9 +126,9 @@ class _Attention:
         whole = self.by_group(out.swapaxes(1, 2))
         for part in self.parts():
             weights = self.scores(self.rows(self.q, part) * self.scale, part)
-            rows = weights.reshape(-1, part.keys)
+            rows = weights.reshape(-1, part.seen)
             by_rows(kernels.softmax_, len(rows), rows.size, rows, part.count, self.causal)
-            values = weights @ self.v[part.line, part.groups, : part.keys]
+            values = weights @ self.seen(self.v, part)
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
         return made.transpose(0, 2, 1, 3)
@@ -102,18 +140,17 @@ class _Attention:
         d_k = np.zeros(self.k.shape, dtype=np.float32)
         d_v = np.zeros(self.v.shape, dtype=np.float32)
         for part in self.parts():
-            at = (part.line, part.groups)
             q = self.rows(self.q, part) * self.scale
             weights, part_d = self.scores(q, part), self.rows(d, part)
-            d_scores = part_d @ self.v[at][:, : part.keys].swapaxes(1, 2)
-            rows, d_rows = (x.reshape(-1, part.keys) for x in (weights, d_scores))
+            d_scores = part_d @ self.seen(self.v, part).swapaxes(1, 2)
+            rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
             given = (rows, d_rows, part.count, self.causal)
             by_rows(kernels.softmax_gradient_, len(rows), rows.size, *given)
-            d_v[at][:, : part.keys] += weights.swapaxes(1, 2) @ part_d
-            d_k[at][:, : part.keys] += d_scores.swapaxes(1, 2) @ q
-            d_scores *= self.scale
+            self.add_seen(d_v, part, weights.swapaxes(1, 2) @ part_d)
+            self.add_seen(d_k, part, d_scores.swapaxes(1, 2) @ q)
             target = d_q[part.line, part.groups, :, part.queries]
-            target[...] = (d_scores @ self.k[at][:, : part.keys]).reshape(target.shape)
+            target[...] = (d_scores @ self.seen(self.k, part)).reshape(target.shape)
+        d_q *= self.scale
         return [d_q, d_k, d_v]
 
 
@@ -130,18 +167,22 @@ def attention(
     """Return softmax(scale * q k^T + mask) v of shape (B, H, T, n), never holding all scores.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
-    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). The
-    value is computed lazily where it is likely not `needed`, only its gradient.
+    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). Where
+    the value is not `needed`, only its gradient, nothing that may be read is in its place.
     """
+    # The gradient is asked for when another line may be under way.
+    layout = packed.layout()
+    if layout is not None and not isinstance(mask, str):
+        raise packed.CannotPackError
 
     def run(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         if needed:
-            return _Attention(q, k, v, scale, mask).forward()
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+            return _Attention(q, k, v, scale, mask, layout).forward()
+        return unread(*q.shape[:-1], v.shape[-1])
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         q, k, v = primals
-        gradients = _Attention(q, k, v, scale, mask).backward(cotangent)
+        gradients = _Attention(q, k, v, scale, mask, layout).backward(cotangent)
         return tuple(mx.array(d.reshape(x.shape)) for d, x in zip(gradients, primals, strict=True))
 
     return differentiable(run, gradient)(q, k, v)

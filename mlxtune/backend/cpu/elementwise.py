@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,22 +10,17 @@ import numpy as np
 
 from mlxtune.backend.autograd import differentiable
 from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import by_rows, empty, matrix, view
-
-Plain = Callable[..., mx.array]
+from mlxtune.backend.cpu.arrays import by_rows, empty, matrix, unread, view
 
 
 def _elementwise(
-    kernel: Any, gradient_kernel: Any, inputs: Sequence[mx.array], instead: Plain | None = None
+    kernel: Any, gradient_kernel: Any, inputs: Sequence[mx.array], *, needed: bool = True
 ) -> mx.array:
-    """Return an elementwise function of inputs of one shape, with its gradient.
-
-    `instead` computes its value where that is likely not needed: lazily.
-    """
+    """Return an elementwise function of inputs of one shape, with its gradient."""
 
     def run(*arrays: mx.array) -> mx.array:
-        if instead is not None:
-            return instead(*arrays)
+        if not needed:
+            return unread(*arrays[0].shape)
         given = [matrix(x) for x in arrays]
         made, out = empty(*arrays[0].shape)
         by_rows(kernel, len(given[0]), out.size, *given, out.reshape(given[0].shape))
@@ -43,9 +38,8 @@ def _elementwise(
 
 
 def swiglu(gate: mx.array, x: mx.array, *, needed: bool = True) -> mx.array:
-    """Return silu(gate) * x; lazily where the value is likely not `needed`, only its gradient."""
-    instead = None if needed else lambda gate, x: gate * mx.sigmoid(gate) * x
-    return _elementwise(kernels.swiglu, kernels.swiglu_gradient, (gate, x), instead)
+    """Return silu(gate) * x; where the value is not `needed`, only its gradient, none is made."""
+    return _elementwise(kernels.swiglu, kernels.swiglu_gradient, (gate, x), needed=needed)
 
 
 def silu(x: mx.array) -> mx.array:

@@ -13,7 +13,7 @@ from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 
 from mlxtune.backend.autograd import differentiable
-from mlxtune.backend.cpu import attention, elementwise, products, rotary, stored
+from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary, stored
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kept import in_use, values_needed
 from mlxtune.backend.lora import LoRALinear
@@ -123,6 +123,8 @@ def _attention(
     if fast and computes(queries, keys, values):
         needed = values_needed()
         return attention.attention(queries, keys, values, scale, mask, needed=needed)
+    if packed.layout() is not None:
+        raise packed.CannotPackError
     return mlx_lm_base.scaled_dot_product_attention(
         queries, keys, values, cache, scale, mask, sinks
     )

@@ -9,8 +9,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtune.backend.autograd import differentiable
-from mlxtune.backend.cpu import kernels
+from mlxtune.backend.cpu import kernels, packed
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, view
+
+# Tables for lines of segments have few lengths.
+_LENGTH_MULTIPLE = 256
 
 
 @lru_cache(maxsize=64)
@@ -48,11 +51,19 @@ def rope(
 ) -> mx.array:
     """Return mx.fast.rope of x (B, H, T, D), by a kernel where that serves."""
     fast = not traditional and not options and isinstance(offset, int) and x.ndim == 4
+    layout = packed.layout()
     if not (fast and computes(x)):
+        if layout is not None:
+            raise packed.CannotPackError
         how = {"traditional": traditional, "base": base, "scale": scale, "offset": offset}
         return mx.fast.rope(x, dims, **how, freqs=freqs, **options)
     given = None if freqs is None else np.array(freqs.astype(mx.float32)).tobytes()
-    cosines, sines = _table(x.shape[2], dims, offset, base, scale, given)
+    if layout is None:
+        cosines, sines = _table(x.shape[2], dims, offset, base, scale, given)
+    else:
+        length = -(-layout.longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        whole = _table(length, dims, offset, base, scale, given)
+        cosines, sines = (values[layout.positions] for values in whole)
 
     # The projection before lays its heads out by tokens, attention after wants them by head.
     def run(x: mx.array) -> mx.array:

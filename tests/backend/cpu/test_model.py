@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import attention, elementwise, products, rotary
-from mlxtune.backend.cpu.kept import KeptProducts
+from mlxtune.backend.cpu.kept import KeptProducts, Reads
 from mlxtune.backend.cpu.model import make_fast
 from mlxtune.backend.model import load_base
 from tests.backend.cpu.compared import assert_close, random
@@ -110,11 +110,28 @@ def test_16_bits_are_left_to_mlx(dtype: mx.Dtype) -> None:
     assert mx.array_equal(model(TOKENS), expected)
 
 
-def test_kept_products_are_taken_again_in_their_order() -> None:
-    kept, made = KeptProducts(reads_needed=True), [random(2, 2), random(3, 3)]
+@pytest.mark.parametrize("last", [True, False])
+def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
+    kept, made = KeptProducts(Reads(inputs=True, last=last)), [random(2, 2), random(3, 4)]
     with kept.recording():
         assert kept.product(lambda: made[0]) is made[0]
         assert kept.product(lambda: made[1]) is made[1]
     with kept.replaying():
         assert kept.product(lambda: pytest.fail("made again")) is made[0]
-        assert kept.product(lambda: pytest.fail("made again")) is made[1]
+        again = kept.product(lambda: pytest.fail("made again"))
+        assert again.shape == (3, 4)
+        assert (again is made[1]) == last
+
+
+def test_what_turns_out_to_be_read_is_made_again() -> None:
+    kept = KeptProducts(Reads(inputs=False))
+    with kept.recording():
+        kept.product(lambda: random(2, 2))
+    more = kept.reads.more
+    assert more == Reads(inputs=False, last=True)
+    kept.reads = more
+    with kept.replaying():
+        assert kept.product(lambda: random(3, 3)).shape == (3, 3)
+    assert kept.reads_next == more
+    assert more.more == Reads(inputs=True, last=True)
+    assert Reads(inputs=True, last=True).more is None
