@@ -278,7 +278,6 @@ class InstructPipeline:
                 yield packed, pack([examples[i] for i in packed.examples], **sharing)
             return
         plan = partial(plan_step, examples, max_tokens, cost, keyed=keyed)
-        plan = partial(plan_step, examples, self.micro_batch_tokens, self.cost, keyed=keyed)
         groups = plan(share_prefixes=shares)
         if any(group.prefix for group in groups) and not self.forward.shares_prefixes:
             groups = plan(share_prefixes=False)

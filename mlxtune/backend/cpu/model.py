@@ -64,13 +64,17 @@ class _StoredEmbedding(_Embedding, stored.Embedding):
     pass
 
 
-class _Linear(nn.Linear):
+class _Product(nn.Module):
+    """The product with a frozen weight, in the place of what a kind of linear layer computes."""
+
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
             return super().__call__(x)
         y = _product(x, self.frozen_weight)
         return y + self["bias"] if "bias" in self else y
 
+
+class _Linear(_Product, nn.Linear):
     def frozen_weight(self) -> mx.array:
         """Return the weight (out, in) as it is stored."""
         return self["weight"]
@@ -86,14 +90,8 @@ class _LoRALinear(LoRALinear):
         return y + self.linear["bias"] if "bias" in self.linear else y
 
 
-class _QuantizedLinear(nn.QuantizedLinear):
+class _QuantizedLinear(_Product, nn.QuantizedLinear):
     """Unpacks the weight for each use: MLX's quantised products are some 30 times slower."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if not computes(x):
-            return super().__call__(x)
-        y = _product(x, self.frozen_weight)
-        return y + self["bias"] if "bias" in self else y
 
     def frozen_weight(self) -> mx.array:
         """Return the weight (out, in), unpacked."""
