@@ -46,13 +46,15 @@ class OurSide:
     loss_function = "own"
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
+        from mlxtune.backend import forward
         from mlxtune.console import RunConsole
         from mlxtune.train import load_model, open_model
 
+        forward.load_ahead(folder)
         self._config = config
         self._console = RunConsole(quiet=True)
         self._base = open_model(config, folder, self._console)
-        load_model(config, self._base, self._console)
+        load_model(self._base, self._console)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline as `train` does."""

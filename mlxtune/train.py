@@ -50,7 +50,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
-    from mlxtune.backend import memory
+    from mlxtune.backend import forward, memory
     from mlxtune.console import RunConsole
     from mlxtune.core import report
     from mlxtune.core.checkpoint import LEDGER
@@ -59,6 +59,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
 
     console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
     folder = check_paths(config)
+    forward.load_ahead(folder)
 
     # The data first: what is wrong with it is known before minutes of loading.
     with closing(console):
@@ -70,7 +71,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
     plan = choose_plan(config, base, work, limit)
-    load_model(config, base, console)
+    load_model(base, console)
     pipeline, confirmed = build_pipeline(config, base, work, plan, console)
 
     with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
@@ -135,11 +136,10 @@ def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
     return model.open_base(folder, config.dtype)
 
 
-def load_model(config: TrainConfig, base: BaseModel, console: RunConsole) -> None:
+def load_model(base: BaseModel, console: RunConsole) -> None:
     """Read the weights."""
-    from mlxtune.backend import forward, model
+    from mlxtune.backend import model
 
-    forward.load_ahead(execution(config, base.parameters))
     model.read_weights(base)
     console.say("Model", base.describe())
 

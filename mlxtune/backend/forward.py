@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -63,9 +64,13 @@ class Execution:
         return cls(cpu_kernels=kernels, pack=kernels)
 
 
-def load_ahead(how: Execution) -> None:
-    """Begin to load what a way of computing needs, beside what the caller does next."""
-    if how.cpu_kernels:
+def load_ahead(folder: Path) -> None:
+    """Begin to load what computing with a model needs, beside what the caller does next.
+
+    Guesses by the size of its files: what is not loaded then is loaded later.
+    """
+    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    if Execution.best(size).cpu_kernels:
         threading.Thread(target=_load_kernels, daemon=True).start()
 
 
