@@ -1,0 +1,102 @@
+"""Locks that a process holds until it ends, however it ends, and that say who holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# What a holder says of itself; others read no more than this.
+_MAX_NOTE_BYTES = 64 * 1024
+
+
+class Held(Exception):
+    """Another process holds the lock; `holder` is what it says of itself."""
+
+    def __init__(self, holder: Mapping[str, Any]) -> None:
+        super().__init__(f"held by process {holder.get('pid', 'unknown')}")
+        self.holder = holder
+
+
+class Lock:
+    """A file that is locked while this process lives, unless it is released before.
+
+    The kernel lets go of it when the process dies. `note` is kept in the file, with the process's
+    number and the time, for others to read.
+
+    Raises Held at once when another process holds it, OSError when the file cannot be made.
+    """
+
+    def __init__(self, path: Path, note: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        self._descriptor = _locked(path)
+        said = {"pid": os.getpid(), "since": time.time(), **(note or {})}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(said).encode(), 0)
+
+    def release(self) -> None:
+        """Let go of it, and remove the file."""
+        if self._descriptor < 0:
+            return
+        with suppress(OSError):
+            self.path.unlink()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def holder_of(path: Path) -> dict[str, Any] | None:
+    """Return what the holder of a lock says of itself; None where no living process holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if not _try_lock(descriptor):
+            return _note(descriptor)
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            if not _try_lock(descriptor):
+                raise Held(_note(descriptor))
+            # Its last holder may have removed the file after we opened it.
+            if _is(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _note(descriptor: int) -> dict[str, Any]:
+    try:
+        note = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
+    except (ValueError, RecursionError):
+        return {}  # its holder is about to write it
+    return note if isinstance(note, dict) else {}
