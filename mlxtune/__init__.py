@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
 from mlxtune.inspect import inspect
+from mlxtune.resume import resume
 from mlxtune.train import TrainResult, train
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ __all__ = [
     "TrainResult",
     "TrainingInterrupted",
     "inspect",
+    "resume",
     "train",
 ]
 

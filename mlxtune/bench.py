@@ -44,7 +44,7 @@ def bench(config: BenchConfig) -> Benchmark:
     from mlxtune.backend import memory, model
     from mlxtune.bench_console import Progress
     from mlxtune.console import RunConsole
-    from mlxtune.core import benchmark, checkpoint
+    from mlxtune.core import benchmark, files
 
     folder = model.find_folder(config.model_path)
     if config.json_path is not None:
@@ -76,8 +76,8 @@ def bench(config: BenchConfig) -> Benchmark:
         versions=versions(),
     )
     if config.json_path is not None:
-        checkpoint.make_folder(config.json_path.parent)
-        checkpoint.write_json(config.json_path, result.as_dict())
+        files.make_folder(config.json_path.parent)
+        files.write_json(config.json_path, result.as_dict())
     return result
 
 

@@ -1,15 +1,17 @@
 """The command: builds a config, calls a recipe, prints, and is the only place that exits.
 
-Exit codes: 0 done, 1 a file, model or run failed, 2 options are wrong, 130 Ctrl-C.
+Exit codes: 0 done, 1 a file, model or run failed, 2 options are wrong, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +25,7 @@ from mlxtune.config import (
     TrainConfig,
     load_config_file,
 )
-from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted
+from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 from mlxtune.options import OPTIONS, SECTIONS, field_types, flag
 
 Config = TypeVar("Config", bound=DataConfig)
@@ -48,8 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         _fail(message, 2 if usage else 1)
     except TrainingInterrupted as interrupt:
-        saved = f"saved to {interrupt.checkpoint}" if interrupt.checkpoint else "nothing to save"
-        _exit(f"mlxtune: {interrupt}; {saved}", 130)
+        saved = "nothing to save"
+        if interrupt.checkpoint:
+            run = shlex.quote(str(interrupt.checkpoint.parent))
+            saved = f"saved to {interrupt.checkpoint}; go on with mlxtune train --resume {run}"
+        _exit(f"mlxtune: {interrupt}; {saved}", 128 + interrupt.signal)
     except KeyboardInterrupt:
         _exit("mlxtune: interrupted", 130)
     except BrokenPipeError:
@@ -64,7 +69,9 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _exit(message: str, code: int) -> NoReturn:
-    click.echo(message, err=True)
+    # A name from a file may hold what a terminal would act on; the terminal itself may be gone.
+    with suppress(OSError):
+        click.echo(printable(message), err=True)
     sys.exit(code)
 
 
@@ -161,13 +168,9 @@ class _PlanCommand(_ConfigCommand):
 
 def _merge(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
-    options: dict[str, Any] = {}
-    problems: list[str] = []
-    if config is not None:
-        options, problems = load_config_file(Path(config).expanduser(), kind)
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    options, problems = _read_options(kind, config, flags)
     try:
-        checked = kind(**(options | given))
+        checked = kind(**options)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from None
     if problems:
@@ -175,19 +178,51 @@ def _merge(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
     return checked
 
 
+def _given(kind: type[Config], config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file and flags give, unchecked. Raises ConfigError for options unknown."""
+    options, problems = _read_options(kind, config, flags)
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _read_options(
+    kind: type[Config], config: str | None, flags: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    if config is not None:
+        options, problems = load_config_file(Path(config).expanduser(), kind)
+    return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems
+
+
 @command.command(
     cls=_TrainCommand,
     epilog="Example: mlxtune train --model-path data/demo-qwen3 --data data/bookings.jsonl",
 )
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="",
+    metavar="[DIR]",
+    help="Go on with the run in a folder, by its own options; default: where checkpoints would be.",
+)
 @click.option("--dry-run", is_flag=True, help="Do everything up to the first step; print the plan.")
-def train(config: str | None, debug: bool, dry_run: bool, **options: Any) -> None:
+def train(
+    config: str | None, debug: bool, dry_run: bool, resume: str | None, **options: Any
+) -> None:
     """Train a LoRA adapter on chat data."""
-    checked = _merge(TrainConfig, config, options)
+    if resume is None:
+        checked, found = _merge(TrainConfig, config, options), None
+    else:
+        from mlxtune.resume import find_run
+
+        checked, found = find_run(resume, _given(TrainConfig, config, options))
 
     # Imported only now: the recipe loads mlx, and --help must not.
     from mlxtune.train import train as run
 
-    run(checked, dry_run=dry_run)
+    run(checked, dry_run=dry_run, resume=found)
 
 
 @command.command(

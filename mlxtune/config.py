@@ -41,6 +41,7 @@ class DataConfig(Checked):
     strict: bool = option("strict", False)
     cache_dir: str | None = option("cache_dir", None)
     no_cache: bool = option("no_cache", False)
+    trust_remote_code: bool = option("trust_remote_code", False)
     quiet: bool = option("quiet", False)
 
     def contradictions(self) -> list[str]:
@@ -69,9 +70,7 @@ class DataConfig(Checked):
             return None
         if self.cache_dir is not None:
             return _path(self.cache_dir)
-        import platformdirs
-
-        return platformdirs.user_cache_path("mlxtune") / "encoded"
+        return user_cache() / "encoded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +98,13 @@ class TrainConfig(DataConfig):
     max_grad_norm: float = option("max_grad_norm", 1.0)
     patience: int = option("patience", 5)
     save_every: int = option("save_every", 1)
+    save_steps: int | None = option("save_steps", None)
+    save_minutes: float = option("save_minutes", 10.0)
+    keep: int = option("keep", 2)
+    overwrite: bool = option("overwrite", False)
+    on_nonfinite: str = option("on_nonfinite", "skip")
+    wait: bool = option("wait", False)
+    ignore_ledger: bool = option("ignore_ledger", False)
     num_layers: int | None = option("num_layers", None)
     dropout: float = option("dropout", 0.0)
     max_steps: int | None = option("max_steps", None)
@@ -265,6 +271,10 @@ class InstructTrainingConfig(Checked):
     max_steps: int | None = option("max_steps", None)
     order: str = option("order", "shuffle")
     val_rows: int = option("val_rows", 1000)
+    save_steps: int | None = option("save_steps", None)
+    save_minutes: float = option("save_minutes", 10.0)
+    keep: int = option("keep", 2)
+    on_nonfinite: str = option("on_nonfinite", "skip")
 
     def contradictions(self) -> list[str]:
         return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
@@ -292,6 +302,15 @@ class InstructConfig(Checked):
 
 # The configs of the commands.
 CONFIGS: tuple[type, ...] = (TrainConfig, InspectConfig, BenchConfig, PlanConfig)
+
+
+def user_cache() -> Path:
+    """Return the folder of what this user's runs keep and share: encoded data, hashes, the memory
+    that is reserved.
+    """
+    import platformdirs
+
+    return Path(platformdirs.user_cache_path("mlxtune"))
 
 
 def _path(text: str) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,9 @@ from rich.text import Text
 
 from mlxtune.core import report
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
-from mlxtune.core.trainer import InstructTrainer, TrainingObserver
+from mlxtune.core.observer import TrainingObserver
+from mlxtune.core.trainer import InstructTrainer
+from mlxtune.errors import printable
 
 _STAGE_WIDTH = 12
 # What the bar needs beside the state: the step's count, some bar, the time left.
@@ -62,25 +65,37 @@ class RunConsole(TrainingObserver):
         """Show, on a terminal, how many rows of a file have been encoded."""
         if self._quiet or not self._live:
             return
-        if self._status is None:
-            self._status = self._console.status("")
-            self._status.start()
-        self._status.update(Text(f"encoding {path}: {report.count(rows, 'row')}"))
+        with self._heard():
+            if self._status is None:
+                self._status = self._console.status("")
+                self._status.start()
+            self._status.update(Text(printable(f"encoding {path}: {report.count(rows, 'row')}")))
 
     def close(self) -> None:
         """Take away what is live."""
         if self._status is not None:
-            self._status.stop()
+            with self._heard():
+                self._status.stop()
             self._status = None
 
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
         self.close()
-        if not (self._live and wrap):
-            self._console.print(Text.assemble(name, message), soft_wrap=True)
-            return
-        line = Table.grid()
-        line.add_row(name, Text(message))
-        self._console.print(line)
+        message = printable(message)
+        with self._heard():
+            if not (self._live and wrap):
+                self._console.print(Text.assemble(name, message), soft_wrap=True)
+                return
+            line = Table.grid()
+            line.add_row(name, Text(message))
+            self._console.print(line)
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Have a run go on, in silence, where there is nobody to be told any more."""
+        try:
+            yield
+        except OSError:
+            self._quiet, self._live, self._progress = True, False, None
 
     def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
         """Open the bar, on a terminal."""
@@ -98,22 +113,25 @@ class RunConsole(TrainingObserver):
             transient=True,
             expand=True,
         )
-        self._progress.add_task("starting", total=self._total_steps, state="")
-        self._progress.start()
+        taken = trainer.progress.step
+        self._progress.add_task("starting", total=self._total_steps, completed=taken, state="")
+        with self._heard():
+            self._progress.start()
 
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or print every so many steps when piped."""
         average = self._average.add(record.loss)
         if self._progress is not None:
             room = self._console.width - _BAR_WIDTH
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=record.step,
-                refresh=record.step == 1,
-                description=f"epoch {record.epoch}/{self._epochs} "
-                f"step {record.step}/{self._total_steps}",
-                state=report.step_state(record, average, self._peak_gb(), room),
-            )
+            with self._heard():
+                self._progress.update(
+                    self._progress.task_ids[0],
+                    completed=record.step,
+                    refresh=record.step == 1,
+                    description=f"epoch {record.epoch}/{self._epochs} "
+                    f"step {record.step}/{self._total_steps}",
+                    state=report.step_state(record, average, self._peak_gb(), room),
+                )
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
             line = report.step_line(record, self._total_steps, average, self._peak_gb())
             self.say("Training", line)
@@ -130,6 +148,10 @@ class RunConsole(TrainingObserver):
         if step == 0:
             self.say("Validation", f"before training: {report.loss(loss)}")
 
+    def on_problem(self, message: str) -> None:
+        """Warn of it."""
+        self.warn(message)
+
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
         """Print the epoch's result."""
         self.say("Training", report.epoch_line(metrics, best))
@@ -137,5 +159,6 @@ class RunConsole(TrainingObserver):
     def on_end(self) -> None:
         """Close the bar."""
         if self._progress is not None:
-            self._progress.stop()
+            with self._heard():
+                self._progress.stop()
             self._progress = None

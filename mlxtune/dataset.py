@@ -169,7 +169,8 @@ class Reader:
 
     def _key(self, path: Path) -> str:
         """Return a key over everything that the encoded file depends on."""
-        from mlxtune.core.cache import file_hash, key_of
+        from mlxtune.core.cache import key_of
+        from mlxtune.core.files import file_hash
 
         config = self._config
         if config.no_cache:
@@ -197,7 +198,7 @@ class Reader:
 
     @cached_property
     def _model_hashes(self) -> dict[str, str]:
-        from mlxtune.core.cache import file_hash
+        from mlxtune.core.files import file_hash
 
         return {
             str(file.relative_to(self._folder)): file_hash(file)
@@ -211,7 +212,7 @@ def _code_hashes() -> dict[str, str]:
     """Return what tells one version of the code that encodes from another."""
     import importlib.metadata
 
-    from mlxtune.core.cache import file_hash
+    from mlxtune.core.files import file_hash
 
     package = Path(__file__).parent
     rooms = [f"core/{room}" for room in _ENCODING_ROOMS]
@@ -324,7 +325,7 @@ def check_corpus(
 
 def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
     """Raise OutputError for a path that cannot be written, or that is read; `option` named it."""
-    from mlxtune.core.checkpoint import check_writable
+    from mlxtune.core.files import check_writable
 
     in_use = {path.resolve() for path in read}
     for path in written:

@@ -55,8 +55,11 @@ class NonFiniteLossError(MlxTuneError, FloatingPointError):
 class TrainingInterrupted(KeyboardInterrupt):
     """Training stopped between two steps because the person asked; the state is saved.
 
-    `checkpoint` is the folder that holds it, or None when no step had been taken yet.
+    `checkpoint` is the folder that holds it, or None when no step had been taken yet; `signal` the
+    number of the signal that asked.
     """
+
+    signal = 2  # SIGINT
 
     def __init__(self, checkpoint: Path | None, step: int) -> None:
         super().__init__(f"interrupted after step {step}")
@@ -64,8 +67,15 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.step = step
 
 
+def printable(text: str) -> str:
+    """Return a text in which what a terminal would act on is escaped; newlines stay."""
+    return "".join(
+        c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def one_line(error: BaseException) -> str:
     """Return another library's message on one line and bounded, to stand in one of ours."""
-    printable = "".join(c if c.isprintable() else " " for c in str(error))
-    text = " ".join(printable.split()) or type(error).__name__
+    spaced = "".join(c if c.isprintable() else " " for c in str(error))
+    text = " ".join(spaced.split()) or type(error).__name__
     return text if len(text) <= 300 else text[:299] + "…"

@@ -28,7 +28,7 @@ def inspect(config: InspectConfig) -> Inspection:
     """
     from mlxtune.backend import model
     from mlxtune.console import RunConsole
-    from mlxtune.core.checkpoint import make_folder, write_file
+    from mlxtune.core.files import make_folder, write_file
     from mlxtune.core.page import render_page
 
     folder = model.find_folder(config.model_path, weights=False)

@@ -81,6 +81,9 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             metavar="PATH",
             if_empty="is required",
         ),
+        "trust_remote_code": Bounds(
+            "Run Python code that the model's folder brings; read it first."
+        ),
         "output": Bounds(
             "Adapter file to write; adapter_config.json is written beside it.",
             if_empty="is empty: name the adapter file to write",
@@ -189,6 +192,19 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         ),
         "seed": Bounds("Seed of the split, the order, the LoRA matrices and dropout.", at_least=0),
         "save_every": Bounds("Epochs between checkpoints.", at_least=1),
+        "save_steps": Bounds("Optimizer steps between checkpoints within an epoch.", at_least=1),
+        "save_minutes": Bounds(
+            "Minutes between checkpoints within an epoch; 0 turns these off.", at_least=0
+        ),
+        "keep": Bounds("Recent checkpoints to keep, beside best/.", at_least=1),
+        "overwrite": Bounds("Start over where the folder holds an unfinished run."),
+        "on_nonfinite": Bounds(
+            "Where a loss or gradient is not finite: skip the step, and stop after 3 in a row, or "
+            "stop at once.",
+            choices=("skip", "stop"),
+        ),
+        "wait": Bounds("Wait where other runs hold the memory, instead of ending."),
+        "ignore_ledger": Bounds("Train although other runs hold the memory."),
         "log_every": Bounds("Steps between progress lines when stderr is no terminal.", at_least=1),
         "json": Bounds("Print JSON for programs; docs/inspect.md describes it."),
         "quiet": Bounds("Print warnings and errors only."),

@@ -7,14 +7,18 @@ light: the backend brings mlx, the core numpy.
 from __future__ import annotations
 
 import platform
-from contextlib import closing
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import TrainConfig, user_cache
 from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
-from mlxtune.errors import DataError, OutputError
+from mlxtune.errors import DataError, MlxTuneError, OutputError, TrainingInterrupted
 from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from mlxtune.console import RunConsole
     from mlxtune.core.ledger import Ledger
     from mlxtune.core.memory_plan import MemoryPlan, Work
+    from mlxtune.core.model_files import ModelHash
+    from mlxtune.core.run_folder import Resumable
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
@@ -42,25 +48,50 @@ class TrainResult:
     peak_memory_gb: float
 
 
-def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    dry_run: bool = False,
+    resume: Resumable | None = None,
+    stop_after: int | None = None,
+) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
-    With `dry_run`, everything up to the first step is done and the plan is printed.
+    With `dry_run`, everything up to the first step is done and the plan is printed. With `resume`,
+    which `mlxtune.resume` finds, training goes on from there. After step `stop_after` it ends as if
+    Ctrl-C had been pressed.
 
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
-    from mlxtune.backend import forward, memory
+    from mlxtune.backend import memory
     from mlxtune.console import RunConsole
-    from mlxtune.core import report
-    from mlxtune.core.checkpoint import LEDGER
-    from mlxtune.core.trainer import InstructTrainer
-    from mlxtune.interrupt import stop_on_interrupt
 
     console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
     folder = check_paths(config)
-    forward.load_ahead(folder)
+    with ExitStack() as held:
+        # A folder that is not there yet is made when there is something to put into it.
+        if not dry_run and config.checkpoint_path.is_dir():
+            lock_folder(config, resume, held)
+        return _train(config, folder, console, held, dry_run, resume, stop_after)
 
+
+def _train(
+    config: TrainConfig,
+    folder: Path,
+    console: RunConsole,
+    held: ExitStack,
+    dry_run: bool,
+    resume: Resumable | None,
+    stop_after: int | None,
+) -> TrainResult:
+    from mlxtune.backend import forward, memory
+    from mlxtune.core import report, run_folder
+    from mlxtune.core.model_files import ModelHash
+    from mlxtune.core.trainer import InstructTrainer
+    from mlxtune.interrupt import stop_on_interrupt
+
+    forward.load_ahead(folder)
     # The data first: what is wrong with it is known before minutes of loading.
     with closing(console):
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
@@ -71,30 +102,42 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> TrainResult:
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
     plan = choose_plan(config, base, work, limit)
+    if not dry_run:
+        reserve_memory(config, plan, held, console)
+    model_hash = ModelHash(folder, None if config.no_cache else user_cache())
     load_model(base, console)
-    pipeline, confirmed = build_pipeline(config, base, work, plan, console)
+    provenance = partial(provenance_of, base, model_hash)
+    pipeline, confirmed = build_pipeline(config, base, work, plan, console, provenance)
 
-    with stop_on_interrupt(lambda: console.warn(STOPPING)) as should_stop:
+    with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
         trainer = InstructTrainer(
             pipeline,
             dataset.corpus,
             config.training(),
             validation=dataset.validation,
+            sources=[ledger.path for ledger in dataset.ledgers],
             run_config=asdict(config),
             observer=console,
-            should_stop=should_stop,
+            should_stop=lambda: asked() or trainer.progress.step == stop_after,
         )
         if dataset.validation is None:
             dataset.hold_out(trainer.val_rows.indices)
         say_plan(config, dataset, trainer, confirmed, console)
+        if resume is not None:
+            compare(config, resume, trainer, console)
         result = None
         if not dry_run:
-            result = trainer.train({LEDGER: [ledger.as_dict() for ledger in dataset.ledgers]})
+            if not config.checkpoint_path.is_dir():
+                lock_folder(config, resume, held)
+            ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
+            try:
+                result = trainer.train({run_folder.LEDGER: ledgers}, resume=resume)
+            except TrainingInterrupted as interrupt:
+                interrupt.signal = asked.signal or interrupt.signal
+                raise
 
     if result is not None:
-        if result.best_epoch is not None:
-            pipeline.load(trainer.best_folder)
-        pipeline.write(config.output_path)
+        finish(config, trainer, result)
         keep_speed_of(config, plan, base.dtype, result.steps)
         predicted = confirmed.peak.total / memory.GB
         for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
@@ -115,7 +158,8 @@ def check_paths(config: TrainConfig) -> Path:
     Returns the model's folder. Raises ModelError, DataError or OutputError.
     """
     from mlxtune.backend import model
-    from mlxtune.core.checkpoint import ADAPTER_CONFIG, check_writable
+    from mlxtune.core.checkpoint import ADAPTER_CONFIG
+    from mlxtune.core.files import check_writable
 
     folder = model.find_folder(config.model_path)
     model.read_config(folder)
@@ -126,6 +170,49 @@ def check_paths(config: TrainConfig) -> Path:
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
     check_writable(config.checkpoint_path, "--checkpoint-dir")
     return folder
+
+
+def lock_folder(config: TrainConfig, resume: Resumable | None, held: ExitStack) -> None:
+    """Have no other process train into the folder for as long as `held`, or this process, lives.
+
+    Raises OutputError when one does, or when there is an unfinished run that is not to be resumed.
+    """
+    from mlxtune.core import run_folder
+
+    run = config.checkpoint_path
+    held.callback(run_folder.lock(run).release)
+    if resume is None and not config.overwrite and run_folder.unfinished(run):
+        raise OutputError(
+            f"{run}: holds an unfinished run: go on with it by mlxtune train --resume "
+            f"{shlex.quote(str(run))}, or start over with --overwrite"
+        )
+
+
+def reserve_memory(
+    config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
+) -> None:
+    """Reserve what the run is planned to take among the runs on this machine.
+
+    Raises MemoryLimitError when others hold it and the options say neither to wait nor to insist.
+    """
+    from mlxtune.backend import memory
+    from mlxtune.core import reservation
+
+    folder, run = user_cache() / "memory", str(config.checkpoint_path.absolute())
+    size, capacity = plan.peak.total, memory.capacity()
+    try:
+        if config.ignore_ledger:
+            lock = reservation.reserve(folder, size, sys.maxsize, run)
+        elif config.wait:
+            lock = reservation.reserve_when_free(folder, size, capacity, run, console.warn)
+        else:
+            lock = reservation.reserve(folder, size, capacity, run)
+    except OSError as error:
+        if isinstance(error, MlxTuneError):
+            raise
+        console.warn(f"{folder}: other runs cannot be told what memory this one takes: {error}")
+    else:
+        held.callback(lock.release)
 
 
 def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
@@ -145,11 +232,17 @@ def load_model(base: BaseModel, console: RunConsole) -> None:
 
 
 def build_pipeline(
-    config: TrainConfig, base: BaseModel, work: Work, plan: MemoryPlan, console: RunConsole
+    config: TrainConfig,
+    base: BaseModel,
+    work: Work,
+    plan: MemoryPlan,
+    console: RunConsole,
+    provenance: Callable[[], Mapping[str, Any]] = dict,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
-    Returns the plan too, made again if the model is run otherwise than its shapes say.
+    `provenance` is asked for what checkpoints are to say of the model. Returns the plan too, made
+    again if the model is run otherwise than its shapes say.
     """
     from mlxtune.backend.pipeline import InstructPipeline
 
@@ -159,7 +252,7 @@ def build_pipeline(
         micro_batch_tokens=plan.way.micro_batch_tokens,
         how=execution(config, base.parameters, plan.way),
         base_model=config.model_path,
-        provenance={"model_type": base.model_type, "dtype": base.dtype, "versions": versions()},
+        provenance=provenance,
         warn=console.warn,
     )
     console.say("LoRA", pipeline.lora.describe())
@@ -198,6 +291,58 @@ def say_plan(
     console.say("Plan", report.plan_line(trainer))
     console.say("", run_plan.micro_batches_line(plan))
     console.say("", run_plan.peak_line(plan))
+
+
+def compare(
+    config: TrainConfig, resume: Resumable, trainer: InstructTrainer, console: RunConsole
+) -> None:
+    """Say where the run goes on. Raises DataError or ModelError where it would be another run."""
+    from mlxtune.resume import changed_versions, check_same
+
+    for folder, why in resume.skipped.items():
+        console.warn(f"{folder}: cannot be used: {why}")
+    found, ours = resume.checkpoint, trainer.pipeline.describe()
+    check_same(resume, ours, trainer.data_hash(), trainer.validation_hash())
+    if changed := changed_versions(resume, ours["versions"]):
+        console.warn(f"other versions than the run began with: {', '.join(changed)}")
+    step = f"step {resume.progress.step} of {trainer.total_steps}"
+    console.say("Resume", f"{step}, from {found.folder}")
+
+
+def finish(config: TrainConfig, trainer: InstructTrainer, result: InstructTrainResult) -> None:
+    """Write the adapter, and that the run came to its end. Raises OutputError."""
+    from mlxtune.core.files import file_hash
+    from mlxtune.core.run_folder import write_result
+
+    pipeline, output = trainer.pipeline, config.output_path
+    if result.best_epoch is not None:
+        pipeline.load(trainer.best_folder)
+    pipeline.write(output)
+    last = result.epoch_metrics[-1]
+    ended = {
+        "steps": trainer.progress.step,
+        "epochs": last.epoch,
+        "stopped_early": result.stopped_early,
+        "train_loss": last.train_loss,
+        "initial_val_loss": result.initial_val_loss,
+        "best_epoch": result.best_epoch,
+        "best_val_loss": result.best_val_loss,
+        "total_time_ms": result.total_time_ms,
+        "adapter": str(output.absolute()),
+        "sha256": file_hash(output),
+    }
+    write_result(config.checkpoint_path, ended)
+
+
+def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
+    """Return what a result depends on beside options and data."""
+    return {
+        "model_type": base.model_type,
+        "dtype": base.dtype,
+        "base_hash": model_hash.result(),
+        "versions": versions(),
+        "working_directory": str(Path.cwd()),
+    }
 
 
 def versions() -> dict[str, str]:

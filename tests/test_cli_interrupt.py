@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -34,11 +35,16 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
     assert "Traceback" not in outcome.err
     lines = outcome.err.splitlines()
     assert len(set(lines)) == len(lines)  # the handler prints while a line may be under way
-    said = re.fullmatch(r"mlxtune: interrupted after step (\d+); saved to (.+)", lines[-1])
+    said = re.fullmatch(
+        r"mlxtune: interrupted after step (\d+); saved to (.+); "
+        r"go on with mlxtune train --resume (.+)",
+        lines[-1],
+    )
     assert said, outcome.err
     step, folder = int(said[1]), Path(said[2])
     assert step >= 3
     assert folder == output.parent / "checkpoints" / f"step-{step}"
+    assert said[3] == str(folder.parent)
     assert json.loads((folder / "metadata.json").read_text())["step"] == step
     load(str(model), adapter_path=str(folder))
     assert not output.exists()
@@ -62,7 +68,10 @@ def test_interrupt_in_a_step_lets_the_step_end(
     assert outcome.code == 130
     warning, last = outcome.err.splitlines()
     assert warning.startswith("warning: stopping after this step")
-    assert last == f"mlxtune: interrupted after step 2; saved to {folder}"
+    assert last == (
+        f"mlxtune: interrupted after step 2; saved to {folder}; "
+        f"go on with mlxtune train --resume {folder.parent}"
+    )
     assert (folder / "adapters.safetensors").is_file()
 
 
@@ -110,3 +119,48 @@ def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[obje
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     assert outcome.err.splitlines()[-1].startswith("mlxtune: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
+    long_run: list[object], output: Path, number: signal.Signals, code: int
+) -> None:
+    process = start(*long_run)
+    read = read_until(process, "step 3/")
+    process.send_signal(number)
+    outcome = finish(process, read)
+    assert outcome.code == code
+    said = re.search(r"saved to (\S+);", outcome.err.splitlines()[-1])
+    assert said
+    assert (Path(said[1]) / "manifest.json").is_file()
+    assert not (output.parent / "checkpoints" / ".lock").exists()
+
+
+def test_second_signal_to_terminate_ends_at_once(model: Path, tmp_path: Path, output: Path) -> None:
+    rows = write_chat(tmp_path / "many.jsonl", sums(4000))
+    paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
+    process = start("train", *paths, "--batch-size", 4000)
+    read = read_until(process, "Plan")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    read += read_until(process, "stopping")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, read).code in (143, -signal.SIGTERM)
+    assert not list(output.parent.rglob("*.safetensors"))
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
+def test_run_whose_terminal_is_closed_saves_and_ends(long_run: list[object], output: Path) -> None:
+    ours, its = os.openpty()
+    process = start(*long_run, stdout=its, stderr=its, text=False, start_new_session=True)
+    os.close(its)
+    seen = b""
+    while b"step 3/" not in seen:
+        seen += os.read(ours, 4096)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 129
+    steps = list((output.parent / "checkpoints").glob("step-*/manifest.json"))
+    assert len(steps) == 1

@@ -58,6 +58,14 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "no_cache": False,
         "log_every": 10,
         "quiet": False,
+        "save_steps": None,
+        "save_minutes": 10.0,
+        "keep": 2,
+        "overwrite": False,
+        "on_nonfinite": "skip",
+        "wait": False,
+        "ignore_ledger": False,
+        "trust_remote_code": False,
     }
 
 
@@ -176,6 +184,10 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         max_steps=13,
         order="length",
         log_every=9,
+        save_steps=50,
+        save_minutes=2.5,
+        keep=4,
+        on_nonfinite="stop",
     )
 
     assert dataclasses.asdict(found.training()) == {
@@ -193,6 +205,10 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "max_steps": 13,
         "order": "length",
         "val_rows": 17,
+        "save_steps": 50,
+        "save_minutes": 2.5,
+        "keep": 4,
+        "on_nonfinite": "stop",
     }
     assert dataclasses.asdict(found.pipeline()) == {
         "lora_rank": 2,

@@ -17,7 +17,11 @@ from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
 ADAPTER = "adapters.safetensors"
-CHECKPOINT = {ADAPTER, "adapter_config.json", "metadata.json"}
+CHECKPOINT = {
+    *(ADAPTER, "adapter_config.json", "optimizer.safetensors"),
+    *("metadata.json", "metrics.jsonl", "ledger.json", "manifest.json"),
+}
+RUN = {"metrics.jsonl", "ledger.json", "result.json"}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,7 @@ def worsening_run(
     """A run whose validation loss rises from the first epoch on, stopped after two more."""
     folder = tmp_path_factory.mktemp("worsening")
     options = {"val_data": str(gibberish), "epochs": 8, "patience": 2, "schedule": "constant"}
+    options |= {"keep": 8}
     return folder, train(config(model, chat, folder, **options))
 
 
@@ -120,8 +125,9 @@ def test_run_writes_these_files_and_no_others(run: Run) -> None:
     folder = run[0]
     assert names_in(folder) == {ADAPTER, "adapter_config.json", "checkpoints"}
     checkpoints = folder / "checkpoints"
-    epochs = {"epoch-1", "epoch-2", "epoch-3"}
-    assert names_in(checkpoints) == {"best", *epochs, "metrics.jsonl", "ledger.json"}
+    # The two most recent ones are kept.
+    epochs = {"epoch-2", "epoch-3"}
+    assert names_in(checkpoints) == {"best", *epochs, *RUN}
     for name in ("best", *epochs):
         assert names_in(checkpoints / name) == CHECKPOINT
 
@@ -241,12 +247,8 @@ def test_earlier_run_is_set_aside_and_named(
     (checkpoints / "notes.txt").write_text("mine")
     train(config(model, chat, tmp_path, epochs=1, lr=1e-3, quiet=False))
     assert str(checkpoints / "previous") in capsys.readouterr().err
-    assert names_in(checkpoints) == {
-        *("best", "epoch-1", "metrics.jsonl", "ledger.json", "notes.txt", "previous")
-    }
-    assert names_in(checkpoints / "previous") == {
-        *("best", "epoch-1", "epoch-2", "metrics.jsonl", "ledger.json")
-    }
+    assert names_in(checkpoints) == {"best", "epoch-1", *RUN, "notes.txt", "previous"}
+    assert names_in(checkpoints / "previous") == {"best", "epoch-1", "epoch-2", *RUN}
     assert (checkpoints / "previous" / "epoch-1" / ADAPTER).read_bytes() == first
     assert (checkpoints / "epoch-1" / ADAPTER).read_bytes() != first
     records = read_lines(checkpoints / "metrics.jsonl")
@@ -270,7 +272,7 @@ def test_checkpoints_go_where_they_are_asked_to(model: Path, chat: Path, tmp_pat
     folder = tmp_path / "elsewhere" / "ck"
     result = train(config(model, chat, tmp_path, epochs=1, checkpoint_dir=str(folder)))
     assert result.checkpoint_dir == folder
-    assert names_in(folder) == {"best", "epoch-1", "metrics.jsonl", "ledger.json"}
+    assert names_in(folder) == {"best", "epoch-1", *RUN}
     assert names_in(tmp_path) == {ADAPTER, "adapter_config.json", "elsewhere"}
 
 
@@ -291,7 +293,7 @@ def test_without_validation_the_output_is_the_last_epochs(
     assert training is not None
     assert (training.best_epoch, training.best_val_loss, training.initial_val_loss) == (None,) * 3
     assert all(metrics.val_loss is None for metrics in training.epoch_metrics)
-    assert names_in(checkpoints) == {"epoch-1", "epoch-2", "metrics.jsonl", "ledger.json"}
+    assert names_in(checkpoints) == {"epoch-1", "epoch-2", *RUN}
     adapter = (tmp_path / ADAPTER).read_bytes()
     assert adapter == (checkpoints / "epoch-2" / ADAPTER).read_bytes()
     assert adapter != (checkpoints / "epoch-1" / ADAPTER).read_bytes()

@@ -1,8 +1,10 @@
-"""Adapters in mlx-lm's layout: adapters.safetensors and adapter_config.json."""
+"""Adapters in mlx-lm's layout, and the state of an optimizer beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,8 +14,9 @@ import safetensors.numpy
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.lora import LoRASummary
-from mlxtune.core.checkpoint import ADAPTER_CONFIG, write_file, write_json
-from mlxtune.errors import ModelError
+from mlxtune.core.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.files import write_file, write_json
+from mlxtune.errors import ModelError, one_line
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, mx.array]:
@@ -21,17 +24,16 @@ def adapter_tensors(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.trainable_parameters()))
 
 
-def write_adapter(weights: Path, model: nn.Module, lora: LoRASummary, base_model: str) -> None:
-    """Write an adapter file, and adapter_config.json beside it, each whole or not at all.
+OPTIMIZER = "optimizer.safetensors"
 
-    Tensors are float32 and in the order of their names, so that equal adapters are equal bytes.
 
-    Raises OutputError.
+def adapter_writer(model: nn.Module, lora: LoRASummary, base_model: str) -> Callable[[Path], None]:
+    """Return what writes the adapter as it is now to a file, and adapter_config.json beside it.
+
+    Each is written whole or not at all. Tensors are float32 and in the order of their names, so
+    that equal adapters are equal bytes. It raises OutputError.
     """
-    tensors = {
-        name: np.ascontiguousarray(np.array(value.astype(mx.float32)))
-        for name, value in sorted(adapter_tensors(model).items())
-    }
+    tensors = adapter_tensors(model)
     config = {
         "fine_tune_type": "lora",
         "model": base_model,
@@ -43,8 +45,13 @@ def write_adapter(weights: Path, model: nn.Module, lora: LoRASummary, base_model
             "keys": list(lora.keys),
         },
     }
-    write_file(weights, [safetensors.numpy.save(tensors, metadata={"format": "mlx"})])
-    write_json(weights.with_name(ADAPTER_CONFIG), config)
+
+    def write(weights: Path) -> None:
+        arrays = {name: value.astype(mx.float32) for name, value in tensors.items()}
+        _write_tensors(weights, arrays, {"format": "mlx"})
+        write_json(weights.with_name(ADAPTER_CONFIG), config)
+
+    return write
 
 
 def read_adapter(weights: Path, model: nn.Module) -> None:
@@ -52,17 +59,70 @@ def read_adapter(weights: Path, model: nn.Module) -> None:
 
     Raises ModelError, naming every tensor that does not fit, and changes nothing then.
     """
+    tensors, _ = _read_tensors(weights, adapter_tensors(model))
+    model.update(tree_unflatten(list(tensors.items())))
+
+
+def check_adapter(weights: Path, model: nn.Module) -> int:
+    """Return how many tensors an adapter file has, of a model with LoRA of the same shapes.
+
+    Raises ModelError as `read_adapter` does.
+    """
+    return len(_read_tensors(weights, adapter_tensors(model))[0])
+
+
+def optimizer_writer(
+    state: Mapping[str, Any], settings: Mapping[str, int]
+) -> Callable[[Path], None]:
+    """Return what writes an optimizer's state as it is now, with settings, to a file."""
+    tensors = dict(tree_flatten(state))
+    said = {name: str(value) for name, value in settings.items()}
+    return lambda path: _write_tensors(path, tensors, said)
+
+
+def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the state of an optimizer that has the shapes of `state`, and its settings.
+
+    Raises ModelError when it does not fit.
+    """
+    tensors, said = _read_tensors(path, dict(tree_flatten(state)))
     try:
-        tensors = safetensors.numpy.load_file(weights)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"{weights}: cannot be read: {error}") from error
-    expected = {name: tuple(value.shape) for name, value in adapter_tensors(model).items()}
-    found = {name: tuple(value.shape) for name, value in tensors.items()}
+        settings = {name: int(value) for name, value in said.items()}
+    except ValueError as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return tree_unflatten(list(tensors.items())), settings
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
+    arrays = {name: np.array(value, order="C") for name, value in sorted(tensors.items())}
+    write_file(path, [safetensors.numpy.save(arrays, metadata=metadata)])
+
+
+def _read_tensors(
+    path: Path, expected: Mapping[str, mx.array]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return the tensors of a file that has those shapes, and its metadata. Raises ModelError."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            _check_shapes(path, shapes, expected)
+            tensors = {name: mx.array(file.get_tensor(name)) for name in shapes}
+    except (OSError, safetensors.SafetensorError, TypeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return tensors, metadata
+
+
+def _check_shapes(
+    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, mx.array]
+) -> None:
+    shapes = {name: tuple(value.shape) for name, value in expected.items()}
     problems = [
-        f"{name} is {found.get(name, 'missing')}, the model has {expected.get(name, 'none')}"
-        for name in sorted(expected.keys() | found.keys())
-        if expected.get(name) != found.get(name)
+        f"{name} is {found.get(name, 'missing')}, the model has {shapes.get(name, 'none')}"
+        for name in sorted(shapes.keys() | found.keys())
+        if shapes.get(name) != found.get(name)
     ]
     if problems:
-        raise ModelError(f"{weights}: does not fit the model: {'; '.join(problems)}")
-    model.update(tree_unflatten([(name, mx.array(value)) for name, value in tensors.items()]))
+        raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -53,6 +54,15 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     # the same size alone, doubles the memory in use where sizes differ from step to step.
     cache = 0 if on_cpu() else int(memory * _CACHE_SHARE)
     return MemoryLimits(memory, cache, recommended, device)
+
+
+def capacity() -> int:
+    """Return how many bytes all runs on this machine have together."""
+    info = mx.device_info()
+    recommended = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    if recommended:
+        return int(recommended)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def set_limits(memory_limit_gb: float) -> MemoryLimits:

@@ -25,8 +25,9 @@ from mlxtune.backend.model import BaseModel
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.batch import run_length
 from mlxtune.core.benchmark import one_span
-from mlxtune.core.checkpoint import ADAPTER, make_folder
+from mlxtune.core.checkpoint import ADAPTER
 from mlxtune.core.encode import Example
+from mlxtune.core.files import make_folder
 
 # mlx-lm pads to one more than a multiple of this.
 _PAD_TO = 32
@@ -223,7 +224,7 @@ def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
     """
     summary = lora.apply_lora(base.model, config)
     make_folder(adapter)
-    adapters.write_adapter(adapter / ADAPTER, base.model, summary, str(base.folder))
+    adapters.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:

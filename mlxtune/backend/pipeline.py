@@ -20,12 +20,13 @@ from mlxtune.backend.forward import Execution, Forward
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
 from mlxtune.config import InstructConfig
 from mlxtune.core.batch import MicroBatch, collate, run_length
-from mlxtune.core.checkpoint import ADAPTER, make_folder
+from mlxtune.core.checkpoint import ADAPTER
 from mlxtune.core.encode import Example
+from mlxtune.core.files import make_folder
 from mlxtune.core.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.core.pack import Pack, Packed, pack, plan_packs
 from mlxtune.core.plan import Group, StepCost, plan_step
-from mlxtune.errors import MemoryLimitError, MlxTuneError, NonFiniteLossError
+from mlxtune.errors import MemoryLimitError, MlxTuneError, ModelError, NonFiniteLossError
 
 _Result = TypeVar("_Result")
 
@@ -42,7 +43,8 @@ class InstructPipeline:
     bounds the padded tokens that run through the model at once; it changes neither loss nor
     gradient, no more than `how` the step is computed does, and is halved when a step takes more
     memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
-    written. `tokens_run` counts the tokens that the last step ran, padding included.
+    written; `provenance` is asked for more to say in a checkpoint. `tokens_run` counts the tokens
+    that the last step ran, padding included.
 
     Raises ModelError when a target matches nothing.
     """
@@ -56,7 +58,7 @@ class InstructPipeline:
         how: Execution | None = None,
         cost: StepCost | None = None,
         base_model: str = "",
-        provenance: Mapping[str, Any] | None = None,
+        provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warn_python,
     ) -> None:
         self.model = model
@@ -68,7 +70,7 @@ class InstructPipeline:
         self.cost = cost or step_cost()
         self.tokens_run = 0
         self._base_model = base_model
-        self._provenance = dict(provenance or {})
+        self._provenance = provenance
         # Decoupled weight decay and bias correction as in AdamW, arXiv:1711.05101, algorithm 2.
         self._optimizer = optim.AdamW(
             config.learning_rate,
@@ -185,18 +187,48 @@ class InstructPipeline:
             loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
         )
 
-    def save(self, folder: Path) -> None:
-        """Write adapters.safetensors and adapter_config.json, as mlx-lm loads them."""
-        self.write(folder / ADAPTER)
-
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
         make_folder(weights.parent)
-        adapters.write_adapter(weights, self.model, self.lora, self._base_model)
+        adapters.adapter_writer(self.model, self.lora, self._base_model)(weights)
+
+    def save(self, folder: Path) -> None:
+        """Write into a folder what `load` and `restore` read. Raises OutputError."""
+        self.snapshot()(folder)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Return what writes the adapter, as mlx-lm loads it, and the optimizer into a folder.
+
+        It writes what is now, whenever it is called, and raises OutputError.
+        """
+        settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
+        adapter = adapters.adapter_writer(self.model, self.lora, self._base_model)
+        optimizer = adapters.optimizer_writer(self._optimizer.state, settings)
+
+        def write(folder: Path) -> None:
+            adapter(folder / ADAPTER)
+            optimizer(folder / adapters.OPTIMIZER)
+
+        return write
 
     def load(self, folder: Path) -> None:
-        """Read back an adapter that `save` wrote. Raises ModelError when it does not fit."""
+        """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
         adapters.read_adapter(folder / ADAPTER, self.model)
+
+    def restore(self, folder: Path) -> None:
+        """Go on from a snapshot as if nothing had come between.
+
+        Raises ModelError when it does not fit.
+        """
+        path = folder / adapters.OPTIMIZER
+        state, settings = adapters.read_optimizer(path, self._optimizer.state)
+        tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
+        if tokens < 1 or steps < 0:
+            raise ModelError(f"{path}: says nothing of the step or the micro-batches it was at")
+        self.load(folder)
+        self._optimizer.state = state
+        # What was halved since the plan stays halved; what the plan gives less is for less memory.
+        self.micro_batch_tokens, self._steps = min(tokens, self.micro_batch_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:
         """Return what a checkpoint says of the adapter and the versions that made it."""
@@ -204,7 +236,7 @@ class InstructPipeline:
             "lora_rank": self.lora.rank,
             "lora_alpha": self.lora.alpha,
             "targets": list(self.lora.targets),
-            **self._provenance,
+            **self._provenance(),
         }
 
     def _within_memory(self, examples: Sequence[Example], run: Callable[[], _Result]) -> _Result:

@@ -37,15 +37,6 @@ _ABANDONED_SECONDS = 86_400.0
 Encode = Callable[[SkippedRows, Notes], Iterable[EncodedRows]]
 
 
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hex. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def key_of(parts: Any) -> str:
     """Return a key for JSON-ready values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

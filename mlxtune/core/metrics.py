@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
-from mlxtune.errors import OutputError
+from dataclasses import dataclass, field
 
 PERPLEXITY_CAP = 1e6
+_ROWS_SHOWN = 8
 
 
 def perplexity(loss: float) -> float:
@@ -56,6 +52,39 @@ class StepRecord:
     supervised_tokens: int
     rows: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that was not applied, as its loss or gradient was not finite.
+
+    `rows` are those that were in it, as `path:line`.
+    """
+
+    step: int
+    epoch: int
+    learning_rate: float
+    reason: str
+    rows: list[str]
+
+    def places(self) -> str:
+        """Return the rows in few words: `chat.jsonl:4, 11, 12 and 5 more`."""
+        words, file = [], ""
+        for row in self.rows[:_ROWS_SHOWN]:
+            path, colon, line = row.rpartition(":")
+            words.append(line if colon and path == file else row)
+            file = path
+        more = len(self.rows) - len(words)
+        return ", ".join(words) + (f" and {more} more" if more else "")
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """The loss over the whole validation set after so many steps, 0 before the first."""
+
+    step: int
+    val_loss: float
+    val_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -111,25 +140,3 @@ class TrainingMetrics:
     def is_complete(self) -> bool:
         """Tell whether all steps have been taken."""
         return len(self.history) >= self.max_steps
-
-
-class MetricsLog:
-    """Appends records to a JSON lines file; each line has a `kind`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, kind: str, record: Any) -> None:
-        """Append one record, a dataclass or a dict.
-
-        Raises OutputError when the file cannot be written.
-        """
-        values = record if isinstance(record, dict) else asdict(record)
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
-        except OSError as error:
-            raise OutputError(
-                f"{self._path}: cannot be written: {error.strerror}: free space or "
-                "choose another --checkpoint-dir"
-            ) from error

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlxtune.core.checkpoint import make_folder, write_json
+from mlxtune.core.files import make_folder, write_json
 from mlxtune.core.metrics import StepRecord
 from mlxtune.errors import OutputError
 

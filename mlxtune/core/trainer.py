@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core import batch, checkpoint
+from mlxtune.core import batch, run_folder
+from mlxtune.core.checkpoint import BEST
 from mlxtune.core.corpus import Corpus
 from mlxtune.core.encode import Example
+from mlxtune.core.files import make_folder, write_json
 from mlxtune.core.metrics import (
     InstructBatchResult,
     InstructEpochMetrics,
-    MetricsLog,
+    SkippedStep,
     StepRecord,
     TrainingMetrics,
+    ValidationRecord,
     perplexity,
 )
+from mlxtune.core.observer import TrainingObserver
+from mlxtune.core.progress import MetricsLog, Progress, Record, improves
+from mlxtune.core.run_folder import Resumable
+from mlxtune.core.saving import Saver, Snapshot
 from mlxtune.core.schedule import Schedule, make_schedule
-from mlxtune.errors import NonFiniteLossError, TrainingInterrupted
+from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 
 _EVALUATED_AT_ONCE = 32
+# Steps in a row that are not finite, after which a run ends.
+_SKIPPED_AT_MOST = 3
 
 
 class Pipeline(Protocol):
@@ -45,39 +54,23 @@ class Pipeline(Protocol):
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
 
-    def save(self, folder: Path) -> None:
-        """Write the adapter into a folder that exists."""
+    def snapshot(self) -> Snapshot:
+        """Return what writes the adapter, and all else that `restore` needs, into a folder.
+
+        It writes what is now, whenever it is called.
+        """
 
     def load(self, folder: Path) -> None:
-        """Read back what `save` wrote."""
+        """Read back the adapter of a snapshot."""
+
+    def write(self, weights: Path) -> None:
+        """Write the adapter to a file."""
+
+    def restore(self, folder: Path) -> None:
+        """Go on from a snapshot as if nothing had come between."""
 
     def describe(self) -> Mapping[str, Any]:
         """Return what a checkpoint says of the adapter: lora_rank, lora_alpha, targets, …"""
-
-
-class TrainingObserver:
-    """Hears of a run as it goes; each method does nothing by itself."""
-
-    def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
-        """Training is about to begin; `previous` holds the files of an earlier run."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """A step was taken."""
-
-    def on_evaluated(self, done: int, total: int) -> None:
-        """So many of the validation examples have been evaluated."""
-
-    def on_validation(self, step: int, loss: float) -> None:
-        """The validation set was evaluated after `step` steps, 0 before the first."""
-
-    def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """An epoch ended; `best` tells whether no epoch had a lower validation loss."""
-
-    def on_checkpoint(self, folder: Path) -> None:
-        """A checkpoint was written."""
-
-    def on_end(self) -> None:
-        """Training ended, however it did."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +94,8 @@ class InstructTrainer:
     """Trains a pipeline on a corpus.
 
     `validation` replaces the split: its examples are evaluated and the whole corpus trains; when
-    it is empty there is no validation. `run_config` is kept in each checkpoint. `should_stop` is
-    asked after each step and while validating.
+    it is empty there is no validation. `sources` names the corpus's files. `run_config` is kept in
+    each checkpoint. `should_stop` is asked after each step and while validating.
 
     Raises ValueError when the corpus is empty or too small to split.
     """
@@ -114,6 +107,7 @@ class InstructTrainer:
         config: InstructTrainingConfig,
         *,
         validation: Sequence[Example] | None = None,
+        sources: Sequence[str] = (),
         run_config: Mapping[str, Any] | None = None,
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -124,6 +118,7 @@ class InstructTrainer:
         self.config = config
         corpus = Corpus.of(corpus)
         self._data_hash = corpus.data_hash()
+        self._sources = sources
         if validation is None:
             chosen, held_out = batch.split_rows(
                 corpus.identities, config.val_split, config.seed, config.val_rows
@@ -136,6 +131,7 @@ class InstructTrainer:
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
         self.metrics = TrainingMetrics(self.total_steps)
+        self.progress = Progress()
         self._schedule: Schedule = make_schedule(
             config.schedule,
             peak=pipeline.learning_rate,
@@ -144,100 +140,146 @@ class InstructTrainer:
             lr_min=config.lr_min,
         )
         self._folder = Path(config.checkpoint_dir)
-        self._log = MetricsLog(self._folder / checkpoint.METRICS)
         self._run_config = dict(run_config) if run_config is not None else asdict(config)
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
-        self._saved: Path | None = None
+        self._saver = Saver(
+            self._folder,
+            every_steps=config.save_steps,
+            every_minutes=config.save_minutes,
+            keep=config.keep,
+            on_saved=self._observer.on_checkpoint,
+            tell=self._observer.on_problem,
+        )
+        self._log_fails = False
 
     def data_hash(self) -> str:
         """Return `sha256:` over the whole corpus, before the split."""
         return self._data_hash
 
+    def validation_hash(self) -> str:
+        """Return `sha256:` over the examples that are validated with, empty without any."""
+        corpus = self.val_rows.corpus
+        held_out = bool(self.val_rows) and corpus is self.train_rows.corpus
+        return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
+
     @property
     def best_folder(self) -> Path:
         """The checkpoint of the best epoch."""
-        return self._folder / "best"
+        return self._folder / BEST
 
-    def train(self, records: Mapping[str, Any] | None = None) -> InstructTrainResult:
-        """Run all epochs. `records` are written as JSON beside the checkpoints, by file name.
+    def train(
+        self, records: Mapping[str, Any] | None = None, *, resume: Resumable | None = None
+    ) -> InstructTrainResult:
+        """Run all epochs, or those that are left after the checkpoint of `resume`.
 
-        Raises NonFiniteLossError, OutputError when a checkpoint cannot be written, and
-        TrainingInterrupted, with the state saved, when `should_stop` said so.
+        `records` are written as JSON beside the checkpoints and into each, by file name.
+
+        Raises NonFiniteLossError, OutputError when the best or the last checkpoint cannot be
+        written, ModelError when that to resume does not fit, and TrainingInterrupted, with the
+        state saved, when `should_stop` said so.
         """
-        checkpoint.make_folder(self._folder)
-        previous = checkpoint.set_previous_aside(self._folder)
-        for name, record in (records or {}).items():
-            checkpoint.write_json(self._folder / name, record)
-        started = time.perf_counter()
+        make_folder(self._folder)
+        previous = None if resume else run_folder.set_previous_aside(self._folder)
+        self._saver.records = dict(records or {})
+        for name, record in self._saver.records.items():
+            write_json(self._folder / name, record)
+        self._started = self._epoch_started = time.perf_counter()
+        if resume is not None:
+            self._go_on_from(resume)
+        self._log = MetricsLog(self._folder, self.progress)
         self._observer.on_start(self, previous)
         try:
-            initial = self._validate(started)
-            epochs, best, stopped_early = self._run_epochs()
+            if resume is None:
+                self._validate()
+            elif self.progress.epochs and self._is_between_epochs():
+                # What was left unsaved where a run ended between two checkpoints.
+                last = self.progress.epochs[-1]
+                self._end_epoch(last, last == self.progress.best, resume.names)
+            stopped_early = self._run_epochs()
+            self._saver.finish()
+            self._write_log()
         except NonFiniteLossError as error:
-            kept = (
-                f"the last good checkpoint is {self._saved}"
-                if self._saved
-                else ("no checkpoint had been written")
-            )
+            saved = self._saver.latest
+            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
             raise NonFiniteLossError(f"{error}; {kept}") from error
         finally:
             self._observer.on_end()
+        best = self.progress.best
         return InstructTrainResult(
-            epoch_metrics=epochs,
+            epoch_metrics=self.progress.epochs,
             best_epoch=best.epoch if best else None,
             best_val_loss=best.val_loss if best else None,
             stopped_early=stopped_early,
-            total_time_ms=_milliseconds_since(started),
-            initial_val_loss=initial,
+            total_time_ms=_milliseconds_since(self._started),
+            initial_val_loss=self.progress.initial_val_loss,
             steps=self.metrics.history,
         )
 
-    def _run_epochs(
-        self,
-    ) -> tuple[list[InstructEpochMetrics], InstructEpochMetrics | None, bool]:
-        epochs: list[InstructEpochMetrics] = []
-        best: InstructEpochMetrics | None = None
-        for epoch in range(1, self.config.epochs + 1):
-            metrics = self._run_epoch(epoch)
-            epochs.append(metrics)
+    def _go_on_from(self, resume: Resumable) -> None:
+        found = resume.checkpoint
+        self.pipeline.restore(found.folder)
+        run_folder.reopen(self._folder)
+        self.progress = resume.progress
+        self.progress.reopen(self.steps_per_epoch, self.total_steps)
+        self.metrics.history.extend(self.progress.of(StepRecord))
+        self._saver.go_on_from(resume.kept, self.progress.step)
+        self._started -= found.seconds("total_time_ms")
+        if not self._is_between_epochs():
+            self._epoch_started -= found.seconds("epoch_time_ms")
+
+    def _is_between_epochs(self) -> bool:
+        return len(self.progress.epochs) == math.ceil(self.progress.step / self.steps_per_epoch)
+
+    def _run_epochs(self) -> bool:
+        """Run the epochs that are left; tell whether they ended before their number was full."""
+        while True:
+            epochs, best = self.progress.epochs, self.progress.best
+            if self._is_between_epochs() and self.progress.step >= self.total_steps:
+                return False
+            waited = epochs[-1].epoch - best.epoch if best else 0
+            if waited >= self.config.early_stopping_patience and self._is_between_epochs():
+                return True
+            metrics = self._run_epoch(len(epochs) + 1)
             is_best = improves(metrics, best)
-            self._log.write("epoch", metrics)
+            self._write(metrics)
             self._observer.on_epoch(metrics, is_best)
-            if saves_epoch(epoch, self.config.epochs, self.config.save_every):
-                self._save(f"epoch-{epoch}", metrics)
-            if is_best:
-                best = metrics
-                self._save("best", metrics)
-            if self.metrics.is_complete():
-                break
-            if best and epoch - best.epoch >= self.config.early_stopping_patience:
-                return epochs, best, True
-        return epochs, best, False
+            self._end_epoch(metrics, is_best)
 
     def _run_epoch(self, epoch: int) -> InstructEpochMetrics:
-        started = time.perf_counter()
-        for chosen in self._steps(epoch):
-            if self.metrics.is_complete():
+        taken = self.progress.step - (epoch - 1) * self.steps_per_epoch
+        if not taken:
+            self._epoch_started = time.perf_counter()
+        for chosen in self._steps(epoch)[taken:]:
+            if self.progress.step >= self.total_steps:
                 break
             self._run_step(epoch, chosen)
             if self._should_stop():
-                raise self._interrupted(started)
-        return self._epoch_metrics(self._validate(started), started)
+                raise self._interrupted()
+            if self._saver.is_due(self.progress.step):
+                self._saver.save(f"step-{self.progress.step}", *self._checkpoint())
+        if all(record.epoch != epoch for record in self.metrics.history[-1:]):
+            raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
+        return self._epoch_metrics(self._validate())
 
     def _steps(self, epoch: int) -> list[list[int]]:
         config = self.config
         return self.train_rows.steps(config.batch_size, config.order, config.seed, epoch)
 
     def _run_step(self, epoch: int, chosen: Sequence[int]) -> None:
-        step = len(self.metrics.history) + 1
+        step = self.progress.step + 1
         learning_rate = self._schedule(step)
         started = time.perf_counter()
-        result = self.pipeline.train_batch(
-            [example for i in chosen for example in self.train_rows[i]],
-            step=step,
-            learning_rate=learning_rate,
-        )
+        try:
+            result = self.pipeline.train_batch(
+                [example for i in chosen for example in self.train_rows[i]],
+                step=step,
+                learning_rate=learning_rate,
+            )
+        except NonFiniteLossError as error:
+            rows = [self._place_of(i) for i in chosen]
+            self._skip(SkippedStep(step, epoch, learning_rate, str(error), rows), error)
+            return
         record = StepRecord(
             step=step,
             epoch=epoch,
@@ -251,13 +293,27 @@ class InstructTrainer:
             seconds=time.perf_counter() - started,
         )
         self.metrics.add(record)
-        self._log.write("step", record)
+        self._write(record)
         self._observer.on_step(record)
 
-    def _validate(self, started: float) -> float | None:
+    def _place_of(self, index: int) -> str:
+        file, row = self.train_rows.corpus.place_of(self.train_rows.indices[index])
+        return f"{self._sources[file]}:{row}" if file < len(self._sources) else f"row {row}"
+
+    def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
+        self._write(skipped)
+        rows = f"{error}; its rows: {skipped.places()}"
+        in_a_row = len(self.progress.skipped_in_a_row)
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteLossError(rows) from error
+        if in_a_row >= _SKIPPED_AT_MOST:
+            raise NonFiniteLossError(f"{rows}; {in_a_row} steps in a row") from error
+        self._observer.on_problem(f"{rows}; training goes on with the next step")
+
+    def _validate(self) -> float | None:
         if not self.val_rows:
             return None
-        step = len(self.metrics.history)
+        step = self.progress.step
         # Neighbours in length share a micro-batch; the sum does not depend on the order.
         examples = sorted((example for row in self.val_rows for example in row), key=len)
         total, tokens = 0.0, 0
@@ -268,7 +324,7 @@ class InstructTrainer:
             tokens += result.total_response_tokens
             self._observer.on_evaluated(end, len(examples))
             if self._should_stop():
-                raise self._interrupted(started)
+                raise self._interrupted()
         loss = total / tokens
         if not math.isfinite(loss):
             raise NonFiniteLossError(
@@ -276,56 +332,79 @@ class InstructTrainer:
                 f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
                 "lower --lr, or check the model and --dtype"
             )
-        values = {"step": step, "val_loss": loss, "val_perplexity": perplexity(loss)}
-        self._log.write("validation", values)
+        self._write(ValidationRecord(step, loss, perplexity(loss)))
         self._observer.on_validation(step, loss)
         return loss
 
-    def _epoch_metrics(self, val_loss: float | None, started: float) -> InstructEpochMetrics:
-        last = self.metrics.history[-1]
-        steps = [record for record in self.metrics.history if record.epoch == last.epoch]
+    def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
+        epoch = math.ceil(self.progress.step / self.steps_per_epoch)
+        steps = [record for record in self.metrics.history if record.epoch == epoch]
         train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
         training_seconds = sum(record.seconds for record in steps)
         return InstructEpochMetrics(
-            epoch=last.epoch,
+            epoch=epoch,
             train_loss=train_loss,
             train_perplexity=perplexity(train_loss),
             val_loss=val_loss,
             val_perplexity=None if val_loss is None else perplexity(val_loss),
-            learning_rate=last.learning_rate,
-            epoch_time_ms=_milliseconds_since(started),
+            learning_rate=self._schedule(self.progress.step),
+            epoch_time_ms=_milliseconds_since(self._epoch_started),
             samples_per_sec=sum(record.rows for record in steps) / max(training_seconds, 1e-9),
         )
 
-    def _interrupted(self, started: float) -> TrainingInterrupted:
-        step = len(self.metrics.history)
+    def _write(self, record: Record) -> None:
+        """Keep a record; where the disk does not take it, it is written later."""
+        self.progress.records.append(record)
+        self._write_log()
+
+    def _write_log(self) -> None:
+        try:
+            self._log.write()
+        except OutputError as error:
+            if not self._log_fails:
+                self._observer.on_problem(f"{error}; training goes on and tries again")
+            self._log_fails = True
+        else:
+            self._log_fails = False
+
+    def _interrupted(self) -> TrainingInterrupted:
+        step = self.progress.step
         if step == 0:
             return TrainingInterrupted(None, 0)
-        folder = self._save(f"step-{step}", self._epoch_metrics(None, started))
-        return TrainingInterrupted(folder, step)
+        return TrainingInterrupted(self._saver.save_now(f"step-{step}", *self._checkpoint()), step)
 
-    def _save(self, name: str, metrics: InstructEpochMetrics) -> Path:
-        folder = self._folder / name
+    def _end_epoch(
+        self, metrics: InstructEpochMetrics, is_best: bool, saved: Container[str] = ()
+    ) -> None:
+        """Save what is to be saved after an epoch, short of what was."""
+        name = f"epoch-{metrics.epoch}"
+        content = self._checkpoint(metrics)
+        if is_best and BEST not in saved:
+            self._saver.save_best(*content)
+        saves = saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every)
+        if saves and name not in saved:
+            self._saver.save(name, *content)
+
+    def _checkpoint(
+        self, metrics: InstructEpochMetrics | None = None
+    ) -> tuple[Snapshot, dict[str, Any], bytes]:
+        """Return what a checkpoint holds, as it is now."""
+        best = self.progress.best
         metadata = {
             "task": "instruct",
-            "step": len(self.metrics.history),
-            **asdict(metrics),
+            "step": self.progress.step,
+            "total_steps": self.total_steps,
+            "total_time_ms": _milliseconds_since(self._started),
+            **asdict(metrics or self._epoch_metrics(None)),
+            "best_epoch": best.epoch if best else None,
+            "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
             "data_hash": self._data_hash,
+            "validation_hash": self.validation_hash(),
             "seed": self.config.seed,
             "config": self._run_config,
         }
-        checkpoint.write_checkpoint(folder, self.pipeline.save, metadata)
-        self._saved = folder
-        self._observer.on_checkpoint(folder)
-        return folder
-
-
-def improves(metrics: InstructEpochMetrics, best: InstructEpochMetrics | None) -> bool:
-    """Tell whether an epoch has the lowest validation loss so far."""
-    if metrics.val_loss is None:
-        return False
-    return best is None or best.val_loss is None or metrics.val_loss < best.val_loss
+        return self.pipeline.snapshot(), metadata, self.progress.as_jsonl()
 
 
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:

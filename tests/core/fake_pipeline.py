@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -12,24 +14,32 @@ import numpy as np
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.encode import Example
+from mlxtune.core.files import write_file, write_json
 from mlxtune.core.metrics import InstructBatchResult, perplexity
-from mlxtune.core.trainer import InstructTrainer, InstructTrainResult, TrainingObserver
+from mlxtune.core.observer import TrainingObserver
+from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
 Losses = Callable[[int], float]
 
 
 class FakePipeline:
     """Writes down each call. The loss of a step is `train_loss(step)`; that of a row's token on
-    validation number v, from 0, is `val_loss(v)` plus a little for the row.
+    validation number v, from 0, is `val_loss(v)` plus a little for the row. The disk is full where
+    `full` says so, of the folder to write into and the step.
     """
 
     learning_rate = 1e-3
 
     def __init__(
-        self, *, train_loss: Losses = lambda step: 4.0 / step, val_loss: Losses = lambda v: 3.0
+        self,
+        *,
+        train_loss: Losses = lambda step: 4.0 / step,
+        val_loss: Losses = lambda v: 3.0,
+        full: Callable[[Path, int], bool] = lambda folder, step: False,
     ) -> None:
         self._train_loss = train_loss
         self._val_loss = val_loss
+        self._full = full
         self.batches: list[list[int]] = []
         self.learning_rates: list[float] = []
         # The rows of each validation, and after how many steps it was.
@@ -55,11 +65,29 @@ class FakePipeline:
         return result(total / sum(example.supervised for example in examples), examples)
 
     def save(self, folder: Path) -> None:
-        self.saves.append((folder.name, len(self.batches)))
-        (folder / "adapters.safetensors").write_text(str(len(self.batches)))
+        self.snapshot()(folder)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        batches, rates = list(self.batches), list(self.learning_rates)
+
+        def write(folder: Path) -> None:
+            self.saves.append((folder.name, len(batches)))
+            if self._full(folder, len(batches)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write_file(folder / "adapters.safetensors", [str(len(batches)).encode()])
+            write_json(folder / "optimizer.json", {"batches": batches, "learning_rates": rates})
+
+        return write
+
+    def write(self, weights: Path) -> None:
+        write_file(weights, [str(len(self.batches)).encode()])
 
     def load(self, folder: Path) -> None:
         self.loads += 1
+
+    def restore(self, folder: Path) -> None:
+        state = json.loads((folder / "optimizer.json").read_text())
+        self.batches, self.learning_rates = state["batches"], state["learning_rates"]
 
     def describe(self) -> Mapping[str, Any]:
         return {
@@ -134,6 +162,11 @@ def metadata(folder: Path) -> dict[str, Any]:
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    times = ("seconds", "epoch_time_ms", "samples_per_sec")
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
 def names_in(folder: Path) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from mlxtune.core import cache as cache_module
-from mlxtune.core.cache import encode_file, file_hash, key_of
+from mlxtune.core.cache import encode_file, key_of
 from mlxtune.core.conversation import BadRow, SkippedRows
 from mlxtune.core.corpus import ArraysWriter
 from mlxtune.core.encode import EncodedRows, Tokenized
@@ -335,12 +334,3 @@ def test_key_depends_on_every_part_and_not_on_their_order() -> None:
     assert key_of(dict(reversed(parts.items()))) == key_of(parts)
     assert len({key_of(each) for each in [parts, *others]}) == 1 + len(others)
     assert key_of(parts).isalnum()
-
-
-def test_file_hash_is_of_all_of_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(b"ab" * (1 << 20) + b"c")
-
-    assert file_hash(path) == hashlib.sha256(path.read_bytes()).hexdigest()
-    with pytest.raises(FileNotFoundError):
-        file_hash(tmp_path / "none")

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.metrics import (
-    InstructEpochMetrics,
-    MetricsLog,
     StepRecord,
     TrainingMetrics,
     perplexity,
 )
-from mlxtune.errors import OutputError
 
 
 def record(step: int, loss: float, supervised_tokens: int = 10) -> StepRecord:
@@ -125,37 +119,3 @@ def test_convergence_rate_is_the_share_of_the_first_loss_that_is_gone(
 def test_run_is_complete_at_max_steps() -> None:
     assert not history(1.0, max_steps=2).is_complete()
     assert history(1.0, 1.0, max_steps=2).is_complete()
-
-
-def test_log_appends_a_line_for_each_record_with_its_kind(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    epoch = InstructEpochMetrics(
-        epoch=1,
-        train_loss=2.0,
-        train_perplexity=7.4,
-        val_loss=None,
-        val_perplexity=None,
-        learning_rate=1e-4,
-        epoch_time_ms=12,
-        samples_per_sec=3.5,
-    )
-    log = MetricsLog(path)
-    log.write("validation", {"step": 0, "val_loss": 3.0})
-    log.write("step", record(1, 2.0))
-    # A run that goes on appends to what is there.
-    MetricsLog(path).write("epoch", epoch)
-
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert lines == [
-        {"kind": "validation", "step": 0, "val_loss": 3.0},
-        {"kind": "step"} | asdict(record(1, 2.0)),
-        {"kind": "epoch"} | asdict(epoch),
-    ]
-
-
-def test_log_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "metrics.jsonl", tmp_path / "none" / "m.jsonl"):
-        with pytest.raises(OutputError) as raised:
-            MetricsLog(path).write("step", record(1, 2.0))
-        assert str(raised.value).startswith(f"{path}: ")

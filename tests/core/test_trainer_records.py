@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
-from mlxtune.core.trainer import InstructTrainer, TrainingObserver
+from mlxtune.core.observer import TrainingObserver
+from mlxtune.core.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.fake_pipeline import FakePipeline, log_of, rows, train
 
@@ -83,7 +84,7 @@ def test_observer_hears_of_everything_in_order(tmp_path: Path) -> None:
         ("start", 6),
         ("validation", 0),
         *(("step", step) for step in (1, 2, 3)),
-        *(("validation", 3), ("epoch", 1, True), ("checkpoint", "epoch-1"), ("checkpoint", "best")),
+        *(("validation", 3), ("epoch", 1, True), ("checkpoint", "best"), ("checkpoint", "epoch-1")),
         *(("step", step) for step in (4, 5, 6)),
         *(("validation", 6), ("epoch", 2, False), ("checkpoint", "epoch-2")),
         ("end",),

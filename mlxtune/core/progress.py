@@ -1,0 +1,198 @@
+"""How far a run has come: its records, in the order of metrics.jsonl, and what follows from them.
+
+That file in a checkpoint is all that a trainer needs to know where it stood.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mlxtune.core.checkpoint import METRICS
+from mlxtune.core.files import make_folder, write_file
+from mlxtune.core.metrics import (
+    InstructEpochMetrics,
+    SkippedStep,
+    StepRecord,
+    ValidationRecord,
+)
+from mlxtune.errors import OutputError
+
+Record = StepRecord | SkippedStep | ValidationRecord | InstructEpochMetrics
+_KINDS: dict[str, type] = {
+    "step": StepRecord,
+    "skipped": SkippedStep,
+    "validation": ValidationRecord,
+    "epoch": InstructEpochMetrics,
+}
+_KIND_OF = {kind: name for name, kind in _KINDS.items()}
+
+
+@dataclass
+class Progress:
+    """The records of a run so far.
+
+    `step` counts the steps that were taken or skipped: it is also the place in the run's order.
+    """
+
+    records: list[Record] = field(default_factory=list)
+
+    def of(self, kind: type) -> Iterator[Any]:
+        """Yield the records of a kind."""
+        return (record for record in self.records if isinstance(record, kind))
+
+    @property
+    def step(self) -> int:
+        """The last step that was taken or skipped, 0 before the first."""
+        steps = (r.step for r in reversed(self.records) if isinstance(r, StepRecord | SkippedStep))
+        return next(steps, 0)
+
+    @property
+    def epochs(self) -> list[InstructEpochMetrics]:
+        """The epochs that ended."""
+        return list(self.of(InstructEpochMetrics))
+
+    @property
+    def best(self) -> InstructEpochMetrics | None:
+        """The first epoch of the lowest validation loss; None without validation."""
+        best = None
+        for metrics in self.epochs:
+            best = metrics if improves(metrics, best) else best
+        return best
+
+    @property
+    def initial_val_loss(self) -> float | None:
+        """The validation loss before the first step."""
+        found = (r.val_loss for r in self.of(ValidationRecord) if r.step == 0)
+        return next(found, None)
+
+    @property
+    def skipped_in_a_row(self) -> list[SkippedStep]:
+        """The steps skipped since the last that was taken."""
+        skipped = []
+        for record in reversed(self.records):
+            if isinstance(record, StepRecord):
+                break
+            if isinstance(record, SkippedStep):
+                skipped.append(record)
+        return skipped[::-1]
+
+    def is_validated(self, step: int) -> bool:
+        """Tell whether the validation set was evaluated after so many steps."""
+        return any(record.step == step for record in self.of(ValidationRecord))
+
+    def as_jsonl(self) -> bytes:
+        """Return the content of metrics.jsonl."""
+        return "".join(map(_line, self.records)).encode()
+
+    @classmethod
+    def from_jsonl(cls, content: bytes) -> Progress:
+        """Read the content of a metrics.jsonl. Raises ValueError, with the line, where it is none.
+
+        Steps are checked to be without gaps.
+        """
+        progress = cls()
+        step = 0
+        for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
+            record = _record(line, number)
+            if isinstance(record, StepRecord | SkippedStep):
+                step += 1
+                if record.step != step:
+                    raise ValueError(f"line {number} is step {record.step}, not {step}")
+            progress.records.append(record)
+        return progress
+
+    def reopen(self, steps_per_epoch: int, total_steps: int) -> None:
+        """Forget the end of an epoch that a limit had cut short, where more steps are to follow."""
+        if self.step < total_steps and self.step % steps_per_epoch:
+            while self.records and not isinstance(self.records[-1], StepRecord | SkippedStep):
+                self.records.pop()
+
+
+def _line(record: Record) -> str:
+    return json.dumps({"kind": _KIND_OF[type(record)], **asdict(record)}, allow_nan=False) + "\n"
+
+
+def _record(line: str, number: int) -> Record:
+    try:
+        values = json.loads(line)
+        kind = _KINDS[values.pop("kind")]
+        record: Record = kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"line {number} is no record of a run") from error
+    for each in fields(kind):
+        value = getattr(record, each.name)
+        if not isinstance(value, _VALUES[str(each.type)]) or isinstance(value, bool):
+            raise ValueError(f"line {number}: its {each.name} is {value!r:.40}")
+    return record
+
+
+# What a field holds, by how it is annotated.
+_VALUES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str": (str,),
+    "list[str]": (list,),
+}
+
+
+def same_but_for_times(some: Sequence[Record], others: Sequence[Record]) -> bool:
+    """Tell whether records are the same, whatever time each took."""
+    return [_without_times(record) for record in some] == [_without_times(r) for r in others]
+
+
+def _without_times(record: Record) -> dict[str, Any]:
+    times = ("seconds", "epoch_time_ms", "samples_per_sec")
+    return {name: value for name, value in asdict(record).items() if name not in times}
+
+
+def improves(metrics: InstructEpochMetrics, best: InstructEpochMetrics | None) -> bool:
+    """Tell whether an epoch has the lowest validation loss so far."""
+    if metrics.val_loss is None:
+        return False
+    return best is None or best.val_loss is None or metrics.val_loss < best.val_loss
+
+
+class MetricsLog:
+    """Keeps metrics.jsonl in step with the records of a run, as far as the disk lets it.
+
+    What cannot be written stays in the records, and is written when the disk takes it again.
+    """
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._path = folder / METRICS
+        self._progress = progress
+        # How many records the file holds, and in how many bytes; None where it is to be replaced.
+        self._written = 0
+        self._size: int | None = None
+
+    def write(self) -> None:
+        """Append the records that are not in the file yet. Raises OutputError."""
+        new = self._progress.records[self._written :]
+        if not new and self._path.exists():
+            return
+        try:
+            if self._size is None or self._path.stat().st_size != self._size:
+                self._replace()
+                return
+            content = "".join(map(_line, new)).encode()
+            size, self._size = self._size, None
+            with self._path.open("ab") as file:
+                file.write(content)
+            self._size = size + len(content)
+        except FileNotFoundError:
+            self._replace()
+        except OSError as error:
+            raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+        self._written = len(self._progress.records)
+
+    def _replace(self) -> None:
+        content = self._progress.as_jsonl()
+        make_folder(self._path.parent)  # which may have been removed since
+        write_file(self._path, [content])
+        self._size = len(content)
+        self._written = len(self._progress.records)

@@ -1,0 +1,110 @@
+"""A disk that fails, or a process that dies, at one operation of many."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What writing is made of: each of these may fail, at any of its calls.
+OPERATIONS = [
+    (Path, "mkdir"),
+    (Path, "open"),
+    (Path, "rename"),
+    (Path, "replace"),
+    (Path, "unlink"),
+    (os, "fsync"),
+    (shutil, "rmtree"),
+]
+# Of these, a disk that is full or broken fails the ones that make something.
+_MAKING = {"mkdir", "open", "rename", "replace", "fsync", "write"}
+CRASH = -1
+KINDS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES, "crash": CRASH}
+
+
+class Crash(BaseException):
+    """The process is gone: nothing more of it reaches the disk."""
+
+
+class FaultyDisk:
+    """Lets operations through until the one of number `fails_at`, from 1.
+
+    That one fails by `code`, after it wrote half of what it had to write; later ones succeed.
+    With CRASH, that one and all later ones raise Crash, so that nothing is tidied up either.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, fails_at: int, code: int = errno.ENOSPC
+    ) -> None:
+        self.calls = 0
+        self.fails_at = fails_at
+        self.code = code
+        for owner, name in OPERATIONS:
+            monkeypatch.setattr(owner, name, self._watched(name, getattr(owner, name)))
+
+    def _watched(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            mode = (*args[1:2], options.get("mode", "r"))[0] if name == "open" else "w"
+            if name == "open" and not set(mode) & set("wax+"):
+                self._check_alive()
+                return operation(*args, **options)
+            self.pass_or_fail(name, ignores=bool(options.get("ignore_errors")))
+            found = operation(*args, **options)
+            return _File(found, self) if name == "open" else found
+
+        return call
+
+    def _check_alive(self) -> None:
+        if self.code == CRASH and self.failed:
+            raise Crash
+
+    def pass_or_fail(self, name: str, *, ignores: bool = False) -> None:
+        """Count an operation, and raise where it is to fail."""
+        self._check_alive()
+        if self.code != CRASH and (ignores or name not in _MAKING):
+            return
+        self.calls += 1
+        if self.calls == self.fails_at:
+            if self.code == CRASH:
+                raise Crash
+            raise OSError(self.code, os.strerror(self.code))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the operation that fails has come."""
+        return self.calls >= self.fails_at
+
+
+class _File:
+    """A file open for writing, whose writes may fail halfway."""
+
+    def __init__(self, file: Any, disk: FaultyDisk) -> None:
+        self._file = file
+        self._disk = disk
+
+    def write(self, content: Any) -> int:
+        try:
+            self._disk.pass_or_fail("write")
+        except BaseException:
+            self._file.write(content[: len(content) // 2])
+            raise
+        return int(self._file.write(content))
+
+    def writelines(self, contents: Any) -> None:
+        for content in contents:
+            self.write(content)
+
+    def __enter__(self) -> _File:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
