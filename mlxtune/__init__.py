@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mlxtune.inspect import inspect
 from mlxtune.resume import resume
 from mlxtune.train import TrainResult, train
+from mlxtune.verify import verify
 
 if TYPE_CHECKING:
     from mlxtune.backend.pipeline import InstructPipeline
@@ -64,6 +65,7 @@ __all__ = [
     "inspect",
     "resume",
     "train",
+    "verify",
 ]
 
 _ROOMS = {
