@@ -36,19 +36,30 @@ class FaultyDisk:
 
     That one fails by `code`, after it wrote half of what it had to write; later ones succeed.
     With CRASH, that one and all later ones raise Crash, so that nothing is tidied up either.
+    `within` is the folder whose files it is about, by default all.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, fails_at: int, code: int = errno.ENOSPC
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        fails_at: int,
+        code: int = errno.ENOSPC,
+        *,
+        within: Path | None = None,
     ) -> None:
         self.calls = 0
         self.fails_at = fails_at
         self.code = code
+        self.within = within
         for owner, name in OPERATIONS:
             monkeypatch.setattr(owner, name, self._watched(name, getattr(owner, name)))
 
     def _watched(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
+            if self.within and isinstance(args[0], Path):
+                inside = args[0] == self.within or self.within in args[0].parents
+                if not inside:
+                    return operation(*args, **options)
             mode = (*args[1:2], options.get("mode", "r"))[0] if name == "open" else "w"
             if name == "open" and not set(mode) & set("wax+"):
                 self._check_alive()

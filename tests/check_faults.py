@@ -1,0 +1,102 @@
+"""Fail every file operation of a run's saves in turn; resume; compare with the run left alone.
+
+    python -m tests.check_faults [--every 1]
+
+A tiny model is trained for two epochs, over and over: each time one operation on its folder
+(opening, writing, flushing, renaming, making a folder, removing) fails with ENOSPC, EIO or EACCES,
+or the process is gone from there on. The newest valid checkpoint has to load, and the run to go on
+to the same adapter, bytes and metrics. tests/core/test_resume.py does it in seconds, with a
+pipeline that computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxtune.backend.model import load_base
+from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig, InstructTrainingConfig
+from mlxtune.core.encode import Example
+from mlxtune.core.progress import same_but_for_times
+from mlxtune.core.run_folder import find_resumable
+from mlxtune.core.trainer import InstructTrainer
+from mlxtune.errors import OutputError
+from tests.faults import KINDS, Crash, FaultyDisk
+from tests.models import VOCAB_SIZE, write_model
+
+
+def corpus() -> list[Example]:
+    """Return ten rows of 6 to 12 tokens."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for row in range(1, 11):
+        tokens = draw.integers(3, VOCAB_SIZE, draw.integers(6, 13)).astype(np.int32)
+        mask = np.ones(len(tokens), dtype=np.uint8)
+        rows.append(Example(row, tokens, mask))
+    return rows
+
+
+def run(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list[Any]]:
+    """Train, or go on; return the adapter and the records."""
+    settings = InstructConfig(lora_rank=2, targets=("all",), dropout=0.1)
+    pipeline = InstructPipeline(load_base(model, "float32").model, settings)
+    config = InstructTrainingConfig(
+        epochs=2, batch_size=3, checkpoint_dir=str(folder), save_steps=2, keep=2
+    )
+    trainer = InstructTrainer(pipeline, corpus(), config)
+    trainer.train(resume=find_resumable(folder) if resume else None)
+    adapter = (trainer.best_folder / "adapters.safetensors").read_bytes()
+    return adapter, trainer.progress.records
+
+
+def check(every: int, scratch: Path) -> tuple[Counter[str], list[str]]:
+    """Fail each operation, or one of so many; return how runs ended and what went wrong."""
+    model = write_model(scratch / "model", "qwen3")
+    adapter, records = run(model, scratch / "whole")
+    ended: Counter[str] = Counter()
+    failures: list[str] = []
+    for kind, code in KINDS.items():
+        for fails_at in range(1, 10_000, every):
+            folder = scratch / f"{kind}-{fails_at}"
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                disk = FaultyDisk(monkeypatch, fails_at, code, within=folder)
+                try:
+                    run(model, folder)
+                    ended[f"{kind}: went on to the end"] += 1
+                except (Crash, OutputError) as error:
+                    ended[f"{kind}: ended by {type(error).__name__}"] += 1
+            found, after = run(model, folder, resume=True)
+            if found != adapter or not same_but_for_times(after, records):
+                failures.append(f"{folder}: another result")
+            if not disk.failed:
+                break
+            sys.stderr.write(f"\r{kind} {fails_at} ")
+    return ended, failures
+
+
+def main() -> None:
+    """Fail the operations and print how it ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="fail one operation of so many")
+    given = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mlxtune-faults-") as scratch:
+        ended, failures = check(given.every, Path(scratch))
+    print(f"\n{sum(ended.values())} runs in {time.monotonic() - began:.0f} s")
+    for how, count in ended.items():
+        print(f"  {count:5} {how}")
+    print("\n".join(failures) or "all resumed to the same adapter and metrics")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
