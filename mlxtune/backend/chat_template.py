@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from mlxtune.backend.template_costs import Harmful
+from mlxtune.backend.template_sandbox import render
 from mlxtune.core.conversation import BadRow
 from mlxtune.errors import ModelError, one_line
 
@@ -38,28 +39,26 @@ class ChatTemplate:
         """Render messages.
 
         Raises BadRow with the template's own reason where it refuses them, and ModelError when it
-        is no template.
+        is no template or does what none needs to.
         """
         options: dict[str, Any] = dict(self._special_tokens)
+        options["add_generation_prompt"] = add_generation_prompt
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[list(messages)],
-                tools=None if tools is None else list(tools),
-                chat_template=self._sources[name],
-                add_generation_prompt=add_generation_prompt,
-                **options,
-            )
+            return render(self._sources[name], messages, tools, options)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
                 f"the model's chat template cannot be read: line {error.lineno}: "
                 f"{one_line(error)}: mend it or name a built-in --template"
             ) from error
+        except Harmful as error:
+            raise ModelError(
+                f"the model's chat template ({name}) {error}: mend it or name a built-in --template"
+            ) from error
         except Exception as error:  # a template is a program, and may fail in any way
             raise BadRow("the model's template refuses it", one_line(error)) from error
-        return str(rendered[0])
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:
