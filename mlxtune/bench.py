@@ -41,12 +41,12 @@ def bench(config: BenchConfig) -> Benchmark:
     """
     from rich.console import Console
 
-    from mlxtune.backend import memory, model
+    from mlxtune.backend import memory, model_folder
     from mlxtune.bench_console import Progress
     from mlxtune.console import RunConsole
     from mlxtune.core import benchmark, files
 
-    folder = model.find_folder(config.model_path)
+    folder = model_folder.find_folder(config.model_path)
     if config.json_path is not None:
         read = [*data_files(config), *folder.iterdir()]
         check_outputs([config.json_path], read, "--json")

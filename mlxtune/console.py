@@ -102,6 +102,8 @@ class RunConsole(TrainingObserver):
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._total_steps, self._epochs = trainer.total_steps, trainer.config.epochs
+        for record in trainer.metrics.history:  # those from before a pause
+            self._average.add(record.loss)
         if self._quiet or not self._live:
             return
         self._progress = Progress(

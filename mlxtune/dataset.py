@@ -75,7 +75,7 @@ class Reader:
         """The model's tokenizer. Raises ModelError."""
         from mlxtune.backend.tokenizer import load_tokenizer
 
-        return load_tokenizer(self._folder)
+        return load_tokenizer(self._folder, trust_remote_code=self._config.trust_remote_code)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -116,12 +116,14 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str:
-        from mlxtune.backend.model import read_config
+        from mlxtune.backend.model_folder import read_config
         from mlxtune.core.template import choose_template
 
         if self._config.template != "auto":
             return self._config.template
-        return choose_template("auto", read_config(self._folder)["model_type"])
+        trust = self._config.trust_remote_code
+        config = read_config(self._folder, trust_remote_code=trust)
+        return choose_template("auto", config["model_type"])
 
     def describe(self) -> str:
         """Say which template is used, without loading the tokenizer."""
@@ -175,7 +177,10 @@ class Reader:
         config = self._config
         if config.no_cache:
             return ""
-        options = ("format", "field", "template", "turns", "thinking", "merge_system")
+        options = (
+            *("format", "field", "template", "turns", "thinking", "merge_system"),
+            "trust_remote_code",  # which may bring another tokenizer
+        )
         try:
             return key_of(
                 {
@@ -192,7 +197,7 @@ class Reader:
     @cached_property
     def vocab_size(self) -> int:
         """How many tokens the model knows, by its config.json; 0 where that does not say."""
-        from mlxtune.backend.model import vocab_size
+        from mlxtune.backend.model_folder import vocab_size
 
         return vocab_size(self._folder)
 
@@ -216,7 +221,8 @@ def _code_hashes() -> dict[str, str]:
 
     package = Path(__file__).parent
     rooms = [f"core/{room}" for room in _ENCODING_ROOMS]
-    rooms += ["backend/chat_template", "backend/tokenizer"]
+    names = ("chat_template", "template_sandbox", "template_costs", "tokenizer")
+    rooms += [f"backend/{name}" for name in names]
     libraries = ("transformers", "tokenizers", "jinja2", "sentencepiece", "mlx-lm")
     return {room: file_hash(package / f"{room}.py") for room in rooms} | {
         library: importlib.metadata.version(library) for library in libraries

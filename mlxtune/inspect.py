@@ -26,12 +26,12 @@ def inspect(config: InspectConfig) -> Inspection:
 
     Raises DataError, ModelError or OutputError.
     """
-    from mlxtune.backend import model
+    from mlxtune.backend import model_folder
     from mlxtune.console import RunConsole
     from mlxtune.core.files import make_folder, write_file
     from mlxtune.core.page import render_page
 
-    folder = model.find_folder(config.model_path, weights=False)
+    folder = model_folder.find_folder(config.model_path, weights=False)
     written = [path for path in (config.html_path, config.dump_path) if path is not None]
     check_outputs(written, [*data_files(config), *folder.iterdir()], "--html or --dump")
     with closing(RunConsole(quiet=config.quiet)) as console:

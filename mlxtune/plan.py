@@ -34,20 +34,20 @@ def plan(config: PlanConfig) -> RunPlan:
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
     when even one example does not fit.
     """
-    from mlxtune.backend import memory, model
+    from mlxtune.backend import memory, model, model_folder
     from mlxtune.console import RunConsole
     from mlxtune.core.run_plan import RunPlan
     from mlxtune.core.speed import read_speed
     from mlxtune.train import say_findings
 
-    folder = model.find_folder(config.model_path)
+    folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
     dataset = None
     if config.data:
         with closing(console):
             dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
         say_findings(dataset, console)
-    base = model.open_base(folder, config.dtype)
+    base = model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
     chosen = choose_plan(config, base, work, limit)

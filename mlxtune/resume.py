@@ -28,6 +28,7 @@ _MAY_CHANGE = (
     *("save_every", "save_steps", "save_minutes", "keep", "overwrite", "on_nonfinite"),
     *("wait", "ignore_ledger", "log_every", "quiet"),
 )
+_NEVER_TAKEN = ("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
 _PATHS = ("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir")
 
 
@@ -98,7 +99,8 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    own = dict(own)
+    # Someone else may have written it: it decides neither what code runs nor where else is written.
+    own = {name: value for name, value in own.items() if name not in _NEVER_TAKEN}
     problems = [
         problem
         for name, value in given.items()
@@ -108,11 +110,19 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
         raise ConfigError(problems)
     own |= _places(run, own, str(metadata.get("working_directory", "")))
     try:
-        return TrainConfig(**own | dict(given))
+        config = TrainConfig(**own | dict(given))
     except ConfigError as error:
         if own_problems := [p for p in error.problems if not _is_given(p, given)]:
             raise ConfigError([f"{place}: {'; '.join(own_problems)}"]) from error
         raise
+    output = config.output_path.resolve()
+    if "output" not in given and not any(
+        output.is_relative_to(folder.resolve()) for folder in (run.parent, Path())
+    ):
+        raise ConfigError(
+            [f"--output: the run writes to {output}, away from its own folder: give it again"]
+        )
+    return config
 
 
 def _is_given(problem: str, given: Mapping[str, Any]) -> bool:

@@ -157,12 +157,12 @@ def check_paths(config: TrainConfig) -> Path:
 
     Returns the model's folder. Raises ModelError, DataError or OutputError.
     """
-    from mlxtune.backend import model
+    from mlxtune.backend import model_folder
     from mlxtune.core.checkpoint import ADAPTER_CONFIG
     from mlxtune.core.files import check_writable
 
-    folder = model.find_folder(config.model_path)
-    model.read_config(folder)
+    folder = model_folder.find_folder(config.model_path)
+    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     output = config.output_path
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
@@ -220,7 +220,7 @@ def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
     from mlxtune.backend import memory, model
 
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    return model.open_base(folder, config.dtype)
+    return model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
 
 
 def load_model(base: BaseModel, console: RunConsole) -> None:

@@ -69,15 +69,15 @@ def _config_of(folder: Path, newest: Checkpoint, model_path: str) -> TrainConfig
 
 def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Compare every adapter with the base model, of which no weight is loaded."""
-    from mlxtune.backend import adapters, lora, model
+    from mlxtune.backend import adapters, lora, model, model_folder
     from mlxtune.core.checkpoint import ADAPTER
     from mlxtune.core.model_files import ModelHash
 
-    folder = model.find_folder(config.model_path)
+    folder = model_folder.find_folder(config.model_path)
     expected, actual = good[0].metadata.get("base_hash"), ModelHash(folder, user_cache()).result()
     changed = f"{folder}: its weights are not those that the run began with"
     found.add("base model", None if actual == expected else changed, str(folder))
-    base = model.open_base(folder, config.dtype)
+    base = model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
     lora.apply_lora(base.model, config.pipeline())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"

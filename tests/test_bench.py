@@ -257,7 +257,7 @@ def test_what_is_wrong_is_said_before_anything_runs(
 def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None:
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot be loaded" in bench("--quiet", "--model-path", broken).error
+    assert "cannot be read" in bench("--quiet", "--model-path", broken).error
 
 
 def command_of_peer(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

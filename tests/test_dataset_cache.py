@@ -36,9 +36,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     loaded: list[Path] = []
     whole = mlxtune.backend.tokenizer.load_tokenizer
 
-    def load(folder: Path) -> Any:
+    def load(folder: Path, **options: Any) -> Any:
         loaded.append(folder)
-        return whole(folder)
+        return whole(folder, **options)
 
     monkeypatch.setattr(mlxtune.backend.tokenizer, "load_tokenizer", load)
     return loaded
@@ -192,6 +192,7 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
             "backend/cpu/blas",
             "backend/memory",
             "backend/model",
+            "backend/model_folder",
             "core",
             "core/cache",
         ),
@@ -207,7 +208,9 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
             "core/report",
         ),
         *("core/checkpoint", "core/inspection", "core/metrics", "core/trainer", "core/batch"),
-        *("core/schedule", "core/findings", "core/visible"),
+        *("core/schedule", "core/findings", "core/visible", "core/files", "core/lock"),
+        *("core/observer", "core/progress", "core/run_folder", "core/saving"),
+        *("resume", "verify"),
     }
     assert used - carries <= set(mlxtune.dataset._code_hashes())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +15,9 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.cpu.stored import embed_in_float32, stored_weights
 from mlxtune.backend.memory import on_cpu
+from mlxtune.backend.model_folder import check_weights, read_config
 from mlxtune.core.report import short_number
 from mlxtune.errors import ModelError, one_line
-
-# What tokenizer and template are made of.
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -52,88 +47,29 @@ class BaseModel:
         )
 
 
-def find_folder(model_path: str, *, weights: bool = True) -> Path:
-    """Return the model's folder, downloaded by mlx-lm when `model_path` is owner/name.
-
-    Without `weights`, only the small files are downloaded.
-
-    Raises ModelError.
-    """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ModelError(f"{model_path}: is a file: --model-path takes the folder that holds it")
-    if not _REPOSITORY.fullmatch(model_path):
-        raise ModelError(f"{model_path}: no such folder: check --model-path")
-    try:
-        patterns = None if weights else _SMALL_FILES
-        return Path(mlx_lm_utils._download(model_path, allow_patterns=patterns))
-    except Exception as error:
-        raise ModelError(
-            f"{model_path}: no such folder, and downloading it failed: {one_line(error)}"
-        ) from error
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json. Raises ModelError when it has none that names a known type."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder}: has no config.json: is this a model folder?")
-    try:
-        config = mlx_lm_utils.load_config(folder)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{path}: is not valid JSON: {one_line(error)}: download it again"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path}: names no model_type: is this a language model's folder?")
-    if config.get("model_file") is None:
-        try:
-            mlx_lm_utils._get_classes(config)
-        except ValueError as error:
-            raise ModelError(
-                f"{path}: mlx-lm has no model type {config['model_type']!r}: "
-                "upgrade mlx-lm or use another model"
-            ) from error
-    return config
-
-
-def vocab_size(folder: Path) -> int:
-    """Return how many tokens a model knows by its config.json; 0 where that does not say."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return 0
-    for part in (config.get("text_config"), config) if isinstance(config, dict) else ():
-        size = part.get("vocab_size") if isinstance(part, dict) else None
-        if type(size) is int:
-            return size
-    return 0
-
-
-def load_base(folder: Path, dtype: str) -> BaseModel:
+def load_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> BaseModel:
     """Load a model's weights in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
 
     Quantised weights stay as they are; what is computed with them is in the dtype.
 
     Raises ModelError when the folder is incomplete or broken.
     """
-    base = open_base(folder, dtype)
+    base = open_base(folder, dtype, trust_remote_code=trust_remote_code)
     read_weights(base)
     return base
 
 
-def open_base(folder: Path, dtype: str) -> BaseModel:
+def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> BaseModel:
     """Return what `load_base` does, with shapes and dtypes known and no weights read yet.
 
     Raises ModelError when the folder is incomplete or broken.
     """
-    config = read_config(folder)
-    if not list(folder.glob("model*.safetensors")):
-        raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    check_weights(folder, config)
+    # Asked for where it is needed alone: mlx-lm knows the option since 0.31.4.
+    trust = {"trust_remote_code": True} if config.get("model_file") else {}
     try:
-        model, config = mlx_lm_utils.load_model(folder, lazy=True)
+        model, config = mlx_lm_utils.load_model(folder, lazy=True, **trust)
         chosen = _choose_dtype(model, dtype)
         _cast(model, chosen)
     except Exception as error:

@@ -12,6 +12,7 @@ import sentencepiece
 from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from mlxtune.backend.model_folder import check_files
 from mlxtune.core.encode import OffsetEncoded
 from mlxtune.errors import ModelError, one_line
 
@@ -148,11 +149,12 @@ def _spell_piece(piece: str) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
-def load_tokenizer(folder: Path) -> ModelTokenizer:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
     """Load a model folder's tokenizer.
 
-    Raises ModelError when it has none or a broken one.
+    Raises ModelError when it has none or a broken one, or one whose code is not trusted.
     """
+    check_files(folder)
     eos_ids = _eos_ids(folder)
     spm = folder / "tokenizer.model"
     if spm.is_file() and not (folder / "tokenizer.json").exists():
@@ -163,9 +165,16 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
                 f"{spm}: is not a SentencePiece model ({one_line(error)}): download it again"
             ) from error
     try:
-        tokenizer = load_with_mlx_lm(folder)._tokenizer
+        # Unless it is told, transformers asks on the terminal whether to run a folder's code.
+        told = {"trust_remote_code": trust_remote_code}
+        tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=told)._tokenizer
         loaded = FastTokenizer(tokenizer, eos_ids)
     except Exception as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ModelError(
+                f"{folder}: its tokenizer is code to run (auto_map in tokenizer_config.json): read "
+                "that code, then give --trust-remote-code"
+            ) from error
         raise ModelError(
             f"{folder}: its tokenizer.json or config.json cannot be loaded "
             f"({type(error).__name__}: {one_line(error)}): download it again"

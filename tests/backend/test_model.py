@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend import model
+from mlxtune.backend import model, model_folder
 from mlxtune.backend.model import load_base
 from mlxtune.errors import ModelError
 from tests.models import write_model
@@ -71,9 +71,9 @@ def test_model_is_described(tmp_path: Path) -> None:
 def test_size_of_the_vocabulary_is_read_without_the_model(
     tmp_path: Path, text: str, size: int
 ) -> None:
-    assert model.vocab_size(tmp_path) == 0
+    assert model_folder.vocab_size(tmp_path) == 0
     (tmp_path / "config.json").write_text(text)
-    assert model.vocab_size(tmp_path) == size
+    assert model_folder.vocab_size(tmp_path) == size
 
 
 def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.M
         return tmp_path
 
     monkeypatch.setattr(model.mlx_lm_utils, "_download", download)
-    assert model.find_folder(name) == tmp_path
-    assert model.find_folder(name, weights=False) == tmp_path
+    assert model_folder.find_folder(name) == tmp_path
+    assert model_folder.find_folder(name, weights=False) == tmp_path
     assert asked == [(name, True), (name, False)]
 
 
@@ -98,12 +98,12 @@ def test_path_that_is_no_repository_name_is_not_downloaded(
 ) -> None:
     monkeypatch.setattr(model.mlx_lm_utils, "_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(ModelError, match="no such folder: check --model-path"):
-        model.find_folder(name)
+        model_folder.find_folder(name)
 
 
 def test_truncated_weights_are_an_error_that_names_the_folder(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"model: cannot be loaded"):
+    with pytest.raises(ModelError, match=r"model.safetensors: cannot be read"):
         load_base(folder, "auto")

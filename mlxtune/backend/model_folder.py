@@ -1,0 +1,155 @@
+"""The folder of a model: found, and its files checked before any library reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import safetensors
+from mlx_lm import utils as mlx_lm_utils
+
+from mlxtune.errors import ModelError, one_line
+
+# What tokenizer and template are made of.
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# A vocabulary of a million tokens takes 100 MB, all other files next to nothing.
+_MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
+
+
+def find_folder(model_path: str, *, weights: bool = True) -> Path:
+    """Return the model's folder, downloaded by mlx-lm when `model_path` is owner/name.
+
+    Without `weights`, only the small files are downloaded.
+
+    Raises ModelError.
+    """
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{model_path}: is a file: --model-path takes the folder that holds it")
+    if not _REPOSITORY.fullmatch(model_path):
+        raise ModelError(f"{model_path}: no such folder: check --model-path")
+    try:
+        patterns = None if weights else _SMALL_FILES
+        return Path(mlx_lm_utils._download(model_path, allow_patterns=patterns))
+    except Exception as error:
+        raise ModelError(
+            f"{model_path}: no such folder, and downloading it failed: {one_line(error)}"
+        ) from error
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Read a model's config.json, and see that no other file of the folder is out of the ordinary.
+
+    Raises ModelError when it names no type that mlx-lm knows, or code to run that is not trusted.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise ModelError(f"{folder}: has no config.json: is this a model folder?")
+    check_files(folder)
+    try:
+        config = mlx_lm_utils.load_config(folder)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{path}: is not valid JSON: {one_line(error)}: download it again"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{path}: names no model_type: is this a language model's folder?")
+    if config.get("model_file") is not None:
+        _check_code(path, config["model_file"], trusted=trust_remote_code)
+        return config
+    try:
+        mlx_lm_utils._get_classes(config)
+    except Exception as error:
+        raise ModelError(
+            f"{path}: mlx-lm has no model type {config['model_type']!r:.60}: "
+            "upgrade mlx-lm or use another model"
+        ) from error
+    return config
+
+
+def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
+    """Raise ModelError unless mlx-lm may run a file of the folder as the model's code."""
+    if not trusted:
+        raise ModelError(
+            f"{path}: asks to run {file!r:.100} of its folder: read that file, then give "
+            "--trust-remote-code"
+        )
+    inside = isinstance(file, str) and not PurePosixPath(file).is_absolute()
+    if not inside or ".." in PurePosixPath(file).parts:
+        raise ModelError(f"{path}: asks to run {file!r:.100}, which is not in its folder")
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelError for a file that is none, such as a pipe, or far larger than such files are.
+
+    Links to files elsewhere are as good as files: Hugging Face's cache is made of them.
+    """
+    for path in folder.iterdir():
+        if path.is_dir() or path.suffix not in (
+            ".json",
+            ".jinja",
+            ".model",
+            ".txt",
+            ".safetensors",
+        ):
+            continue
+        if not path.is_file():
+            raise ModelError(f"{path}: is no regular file: download it again")
+        if path.suffix == ".safetensors":
+            continue
+        vocabulary = path.name.startswith(("tokenizer.", "vocab", "merges"))
+        if path.stat().st_size > (_MAX_VOCABULARY if vocabulary else _MAX_BYTES):
+            raise ModelError(f"{path}: is too large to be what its name says: download it again")
+
+
+def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError unless there are weights whose headers are right, for as many layers.
+
+    mlx-lm would end in a crash, or make layers until memory runs out.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
+    tensors = 0
+    for path in files:
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                tensors += len(list(file.keys()))
+        except Exception as error:
+            raise ModelError(
+                f"{path}: cannot be read: {one_line(error)}: download it again"
+            ) from error
+    for name, count in _layer_counts(config):
+        if count > tensors:
+            raise ModelError(
+                f"{folder / 'config.json'}: {name} is {count}, but the weights have {tensors} "
+                "tensors: they do not belong together: download it again"
+            )
+
+
+def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _layer_counts(value)
+        elif "layer" in name and isinstance(value, int):
+            yield name, value
+
+
+def vocab_size(folder: Path) -> int:
+    """Return how many tokens a model knows by its config.json; 0 where that does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return 0
+    for part in (config.get("text_config"), config) if isinstance(config, dict) else ():
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if type(size) is int:
+            return size
+    return 0

@@ -1,0 +1,113 @@
+"""No code of a model's folder runs unless that is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Cli
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("run")
+from mlx_lm.models.qwen3 import Model, ModelArgs
+"""
+TOKENIZER_CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("run")
+from transformers import PreTrainedTokenizerFast
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def change(path: Path, **entries: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | entries))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """What the code writes when it is run."""
+    return tmp_path / "marker"
+
+
+@pytest.fixture
+def with_model_code(broken: Path, marker: Path) -> Path:
+    """A model folder that brings its architecture as code."""
+    (broken / "own.py").write_text(CODE.format(marker=str(marker)))
+    change(broken / "config.json", model_file="own.py")
+    return broken
+
+
+@pytest.fixture
+def with_tokenizer_code(broken: Path, marker: Path) -> Path:
+    """A model folder that brings its tokenizer as code."""
+    (broken / "own.py").write_text(TOKENIZER_CODE.format(marker=str(marker)))
+    change(
+        broken / "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": [None, "own.Own"]},
+    )
+    return broken
+
+
+def test_code_of_a_model_runs_only_when_it_is_trusted(
+    train: Cli, with_model_code: Path, marker: Path, output: Path
+) -> None:
+    error = train("--model-path", with_model_code).error
+    assert str(with_model_code / "config.json") in error
+    assert "'own.py'" in error
+    assert "--trust-remote-code" in error
+    assert not marker.exists()
+
+    assert train("--model-path", with_model_code, "--trust-remote-code").code == 0
+    assert marker.exists()
+    assert output.is_file()
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_looking_at_a_model_runs_none_of_its_code(
+    cli: Cli, with_model_code: Path, chat: Path, marker: Path, command: str
+) -> None:
+    cli(command, "--model-path", with_model_code, "--data", chat)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("file", ["../own.py", "/tmp/own.py", "a/../../own.py", 3, ["own.py"]])
+def test_code_outside_of_the_folder_is_never_run(
+    train: Cli, with_model_code: Path, marker: Path, file: Any
+) -> None:
+    (with_model_code / "own.py").rename(with_model_code.parent / "own.py")
+    change(with_model_code / "config.json", model_file=file)
+    error = train("--model-path", with_model_code, "--trust-remote-code").error
+    assert "which is not in its folder" in error
+    assert not marker.exists()
+
+
+def test_code_of_a_tokenizer_runs_only_when_it_is_trusted_and_nobody_is_asked(
+    train: Cli, with_tokenizer_code: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(prompt: str = "") -> str:
+        raise AssertionError("asked on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    train("--model-path", with_tokenizer_code)
+    assert not marker.exists()
+    assert train("--model-path", with_tokenizer_code, "--trust-remote-code").code == 0
+    assert marker.exists()
+
+
+def test_resumed_run_trusts_no_code_that_its_folder_says_it_trusted(
+    train: Cli, cli: Cli, with_model_code: Path, marker: Path, output: Path
+) -> None:
+    assert train("--model-path", with_model_code, "--trust-remote-code").code == 0
+    marker.unlink()
+    outcome = cli("train", "--resume", output.parent)
+    assert outcome.code == 1
+    assert "--trust-remote-code" in outcome.error
+    assert not marker.exists()
+    assert cli("train", "--resume", output.parent, "--trust-remote-code").code == 0
