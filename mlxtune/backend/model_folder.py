@@ -17,6 +17,7 @@ from mlxtune.errors import ModelError, one_line
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_MAX_LAYERS = 10_000
 # A vocabulary of a million tokens takes 100 MB, all other files next to nothing.
 _MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
 
@@ -87,7 +88,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a file that is none, such as a pipe, or far larger than such files are.
+    """Raise ModelError for a file that is none, such as a pipe, or holds far more than such a file.
 
     Links to files elsewhere are as good as files: Hugging Face's cache is made of them.
     """
@@ -107,6 +108,12 @@ def check_files(folder: Path) -> None:
         vocabulary = path.name.startswith(("tokenizer.", "vocab", "merges"))
         if path.stat().st_size > (_MAX_VOCABULARY if vocabulary else _MAX_BYTES):
             raise ModelError(f"{path}: is too large to be what its name says: download it again")
+    # transformers makes lists of as many entries, for the tokenizer already.
+    for name, count in _layer_counts(_json_object(folder / "config.json")):
+        if count > _MAX_LAYERS:
+            raise ModelError(
+                f"{folder / 'config.json'}: {name} is more than {_MAX_LAYERS:,}: download it again"
+            )
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
@@ -136,7 +143,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for name, value in config.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name.endswith("config"):
             yield from _layer_counts(value)
         elif "layer" in name and isinstance(value, int):
             yield name, value
@@ -144,12 +151,18 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def vocab_size(folder: Path) -> int:
     """Return how many tokens a model knows by its config.json; 0 where that does not say."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return 0
-    for part in (config.get("text_config"), config) if isinstance(config, dict) else ():
+    config = _json_object(folder / "config.json")
+    for part in (config.get("text_config"), config):
         size = part.get("vocab_size") if isinstance(part, dict) else None
         if type(size) is int:
             return size
     return 0
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the object of a file; an empty one where there is none: others say what is wrong."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -26,6 +26,7 @@ from mlxtune.core.files import (
     as_output_error,
     file_hash,
     read_json,
+    read_own,
     sync_folder,
     write_file,
     write_json,
@@ -66,8 +67,8 @@ class Checkpoint:
 
     @cached_property
     def metrics(self) -> bytes:
-        """The content of its metrics.jsonl. Raises OSError."""
-        return (self.folder / METRICS).read_bytes()
+        """The content of its metrics.jsonl. Raises OSError or ValueError."""
+        return read_own(self.folder / METRICS)
 
 
 def write_checkpoint(

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 from mlxtune.errors import OutputError
 
 # Of files that we wrote ourselves: what is longer was not written by us.
-MAX_JSON_BYTES = 64 * 2**20
+MAX_OWN_BYTES = 256 * 2**20
 # What file systems say that cannot flush a folder, such as those on the network.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
@@ -58,15 +59,27 @@ def write_json(target: Path, value: Any) -> None:
     write_file(target, [(json.dumps(value, indent=2, allow_nan=False) + "\n").encode()])
 
 
+def read_own(path: Path) -> bytes:
+    """Return the content of a file that was written here.
+
+    Raises ValueError for what is no file, such as a link or a pipe, or is too large; and OSError.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} is no regular file")
+    if found.st_size > MAX_OWN_BYTES:
+        raise ValueError(f"{path.name} is too large")
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file that was written here.
 
-    Raises ValueError, also for one too large or nested too deep, and OSError.
+    Raises ValueError, also for one nested too deep, and OSError.
     """
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path.name} is too large")
+    content = read_own(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(content.decode("utf-8"))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deep") from error
     except ValueError as error:

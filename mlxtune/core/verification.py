@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
-from mlxtune.core.files import MAX_JSON_BYTES, file_hash
+from mlxtune.core.files import file_hash, read_own
 from mlxtune.core.ledger import Ledger
 from mlxtune.core.progress import Progress
 from mlxtune.core.run_folder import LEDGER, read_result
@@ -78,7 +78,7 @@ def _metadata_problem(found: Checkpoint) -> str | None:
 
 def _verify_metrics(found: Verification, run: Path, good: list[Checkpoint]) -> Progress | None:
     try:
-        progress = Progress.from_jsonl((run / METRICS).read_bytes())
+        progress = Progress.from_jsonl(read_own(run / METRICS))
     except (OSError, ValueError) as error:
         found.add(METRICS, str(error), "")
         return None
@@ -129,9 +129,7 @@ def _verify_ledger(found: Verification, run: Path) -> None:
 
 
 def _ledgers(path: Path) -> Iterator[Ledger]:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError("it is too large")
-    for entry in json.loads(path.read_text(encoding="utf-8")):
+    for entry in json.loads(read_own(path).decode("utf-8")):
         counters = {name: Counter(entry[name]) for name in ("rows_skipped", "notes")}
         yield Ledger(**{**entry, **counters})
 
@@ -152,6 +150,9 @@ def _verify_result(found: Verification, run: Path, progress: Progress | None) ->
         problem = f"says {steps!r:.20} steps, {METRICS} has {progress.step}"
     found.add("result.json", problem, f"{steps} steps")
     adapter = Path(str(result.get("adapter")))
+    if adapter.exists() and not adapter.is_file():
+        found.add("adapter", f"{adapter}: is no file", "")
+        return
     try:
         same = file_hash(adapter) == result.get("sha256")
     except OSError as missing:

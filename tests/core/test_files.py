@@ -13,7 +13,7 @@ import pytest
 
 from mlxtune.core.checkpoint import write_checkpoint
 from mlxtune.core.files import (
-    MAX_JSON_BYTES,
+    MAX_OWN_BYTES,
     check_writable,
     file_hash,
     make_folder,
@@ -178,7 +178,7 @@ def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> 
     assert read_json(path) == {"step": 1}
 
     with path.open("wb") as file:
-        file.truncate(MAX_JSON_BYTES + 1)
+        file.truncate(MAX_OWN_BYTES + 1)
     with pytest.raises(ValueError, match="too large"):
         read_json(path)
     for content, why in (
@@ -192,6 +192,11 @@ def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> 
             read_json(path)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link"):
+        with pytest.raises(ValueError, match="no regular file"):
+            read_json(tmp_path / name)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
