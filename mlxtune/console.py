@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,6 +25,30 @@ _STAGE_WIDTH = 12
 _BAR_WIDTH = 45
 
 
+class Surviving:
+    """A stream that takes what is written also where nobody reads it any more.
+
+    A run goes on when its terminal has been closed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, if that is possible."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if that is possible."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class RunConsole(TrainingObserver):
     """Says each stage of a run in a line, and shows a live bar while it trains.
 
@@ -37,7 +63,8 @@ class RunConsole(TrainingObserver):
         peak_gb: Callable[[], float] = lambda: 0.0,
         console: Console | None = None,
     ) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+        stream = cast(TextIO, Surviving(sys.stderr))
+        self._console = console or Console(file=stream, highlight=False)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._quiet = quiet
         self._log_every = log_every
@@ -65,37 +92,26 @@ class RunConsole(TrainingObserver):
         """Show, on a terminal, how many rows of a file have been encoded."""
         if self._quiet or not self._live:
             return
-        with self._heard():
-            if self._status is None:
-                self._status = self._console.status("")
-                self._status.start()
-            self._status.update(Text(printable(f"encoding {path}: {report.count(rows, 'row')}")))
+        if self._status is None:
+            self._status = self._console.status("")
+            self._status.start()
+        self._status.update(Text(printable(f"encoding {path}: {report.count(rows, 'row')}")))
 
     def close(self) -> None:
         """Take away what is live."""
         if self._status is not None:
-            with self._heard():
-                self._status.stop()
+            self._status.stop()
             self._status = None
 
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
         self.close()
         message = printable(message)
-        with self._heard():
-            if not (self._live and wrap):
-                self._console.print(Text.assemble(name, message), soft_wrap=True)
-                return
-            line = Table.grid()
-            line.add_row(name, Text(message))
-            self._console.print(line)
-
-    @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Have a run go on, in silence, where there is nobody to be told any more."""
-        try:
-            yield
-        except OSError:
-            self._quiet, self._live, self._progress = True, False, None
+        if not (self._live and wrap):
+            self._console.print(Text.assemble(name, message), soft_wrap=True)
+            return
+        line = Table.grid()
+        line.add_row(name, Text(message))
+        self._console.print(line)
 
     def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
         """Open the bar, on a terminal."""
@@ -117,23 +133,21 @@ class RunConsole(TrainingObserver):
         )
         taken = trainer.progress.step
         self._progress.add_task("starting", total=self._total_steps, completed=taken, state="")
-        with self._heard():
-            self._progress.start()
+        self._progress.start()
 
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or print every so many steps when piped."""
         average = self._average.add(record.loss)
         if self._progress is not None:
             room = self._console.width - _BAR_WIDTH
-            with self._heard():
-                self._progress.update(
-                    self._progress.task_ids[0],
-                    completed=record.step,
-                    refresh=record.step == 1,
-                    description=f"epoch {record.epoch}/{self._epochs} "
-                    f"step {record.step}/{self._total_steps}",
-                    state=report.step_state(record, average, self._peak_gb(), room),
-                )
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=record.step,
+                refresh=record.step == 1,
+                description=f"epoch {record.epoch}/{self._epochs} "
+                f"step {record.step}/{self._total_steps}",
+                state=report.step_state(record, average, self._peak_gb(), room),
+            )
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
             line = report.step_line(record, self._total_steps, average, self._peak_gb())
             self.say("Training", line)
@@ -161,6 +175,5 @@ class RunConsole(TrainingObserver):
     def on_end(self) -> None:
         """Close the bar."""
         if self._progress is not None:
-            with self._heard():
-                self._progress.stop()
+            self._progress.stop()
             self._progress = None

@@ -1,0 +1,105 @@
+"""What a run says to a terminal: one that is gone, and text that would act on it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlxtune.console import RunConsole, Surviving
+from mlxtune.core.metrics import StepRecord
+from mlxtune.errors import printable
+
+
+class Gone(io.StringIO):
+    """A terminal that has been closed after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed_by_now = False
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.closed_by_now:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=1,
+        loss=2.0,
+        learning_rate=1e-4,
+        grad_norm=1.0,
+        perplexity=7.4,
+        tokens=100,
+        supervised_tokens=50,
+        rows=4,
+        seconds=0.1,
+    )
+
+
+def trainer(taken: int = 0) -> Any:
+    history = [record(step) for step in range(1, taken + 1)]
+    return SimpleNamespace(
+        total_steps=10,
+        config=SimpleNamespace(epochs=1),
+        metrics=SimpleNamespace(history=history),
+        progress=SimpleNamespace(step=taken),
+    )
+
+
+@pytest.mark.parametrize("closed_at", ["start", "step", "warning", "end"])
+def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> None:
+    terminal = Gone()
+    stream: Any = Surviving(terminal)
+    console = RunConsole(console=Console(file=stream, force_terminal=True, width=100))
+    actions = {
+        "start": lambda: console.on_start(trainer(), None),
+        "step": lambda: console.on_step(record(1)),
+        "warning": lambda: console.warn("something"),
+        "end": console.on_end,
+    }
+    for name, act in actions.items():
+        if name == closed_at:
+            terminal.closed_by_now = True
+        act()
+    console.on_step(record(2))
+    console.say("Done", "nobody hears")
+    console.close()
+
+
+def test_bar_of_a_resumed_run_begins_where_the_run_stood() -> None:
+    terminal = io.StringIO()
+    console = RunConsole(console=Console(file=terminal, force_terminal=True, width=120))
+    console.on_start(trainer(taken=7), None)
+    assert console._progress is not None
+    assert console._progress.tasks[0].completed == 7
+    console.on_end()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain – text, 你好 🙂", "plain – text, 你好 🙂"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("a\rb\tc\x00", "a\\rb\\tc\\x00"),
+        ("\u202eabc\u2066", "\\u202eabc\\u2066"),
+        ("two\nlines", "two\nlines"),
+        ("half \ud83d", "half \\ud83d"),
+    ],
+)
+def test_what_a_terminal_would_act_on_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    for message in (text, f"{text}: name of a file"):
+        terminal = io.StringIO()
+        RunConsole(console=Console(file=terminal, width=200)).warn(message)
+        assert printable(message) in terminal.getvalue()
