@@ -67,19 +67,17 @@ class Saver:
 
     def save(
         self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: bytes
-    ) -> Path | None:
-        """Write a checkpoint and remove older ones; None where it cannot be written, which is told.
+    ) -> None:
+        """Write a checkpoint and remove older ones. Where it cannot be written, that is told.
 
         The run goes on then: what it knows is lost only if it ends before the disk is mended.
         """
-        written: list[Path] = []
-        self._try(lambda: written.append(self.save_now(name, snapshot, metadata, metrics)))
-        return written[0] if written else None
+        self._try(lambda: self.save_now(name, snapshot, metadata, metrics))
 
     def save_now(
         self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: bytes
     ) -> Path:
-        """Write a checkpoint. Raises OutputError where it cannot be written."""
+        """Write a checkpoint and remove older ones. Raises OutputError where it cannot be."""
         self._step, self._at = metadata["step"], self._clock()
         # What comes after the best epoch is of no use without it.
         self.save_pending()
@@ -119,7 +117,7 @@ class Saver:
         self._on_saved(target)
         return target
 
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, write: Callable[[], object]) -> None:
         try:
             write()
         except OutputError as error:
