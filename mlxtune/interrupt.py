@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from mlxtune.errors import TrainingInterrupted
+
 # What ends a process: Ctrl-C, `kill` or a shutdown, a terminal that is closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -62,6 +64,9 @@ def stop_on_interrupt(tell: Callable[[], None]) -> Iterator[Stop]:
             signal.signal(number, handle)
     try:
         yield stop
+    except TrainingInterrupted as interrupt:
+        interrupt.signal = stop.signal or interrupt.signal
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
-from mlxtune.errors import DataError, MlxTuneError, OutputError, TrainingInterrupted
+from mlxtune.errors import DataError, MlxTuneError, OutputError
 from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
 
 if TYPE_CHECKING:
@@ -66,30 +66,61 @@ def train(
     """
     from mlxtune.backend import memory
     from mlxtune.console import RunConsole
+    from mlxtune.core.run_folder import LEDGER
+    from mlxtune.interrupt import stop_on_interrupt
 
     console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
-    folder = check_paths(config)
+    folder, run = check_paths(config), config.checkpoint_path
+    result = None
     with ExitStack() as held:
         # A folder that is not there yet is made when there is something to put into it.
-        if not dry_run and config.checkpoint_path.is_dir():
+        if not dry_run and run.is_dir():
             lock_folder(config, resume, held)
-        return _train(config, folder, console, held, dry_run, resume, stop_after)
+        setup = prepare(config, folder, console, None if dry_run else held)
+        dataset = setup.dataset
+        with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
+            trainer = make_trainer(
+                config, setup, console, lambda: asked() or trainer.progress.step == stop_after
+            )
+            say_plan(config, dataset, trainer, setup.plan, console)
+            if resume is not None:
+                compare(resume, trainer, console)
+            if not dry_run:
+                if not run.is_dir():
+                    lock_folder(config, resume, held)
+                ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
+                result = trainer.train({LEDGER: ledgers}, resume=resume)
+        if result is not None:
+            finish(config, setup, trainer, result, console)
+    return TrainResult(
+        training=result,
+        adapter=None if dry_run else config.output_path,
+        checkpoint_dir=run,
+        ledgers=dataset.ledgers,
+        peak_memory_gb=memory.peak_gb(),
+    )
 
 
-def _train(
-    config: TrainConfig,
-    folder: Path,
-    console: RunConsole,
-    held: ExitStack,
-    dry_run: bool,
-    resume: Resumable | None,
-    stop_after: int | None,
-) -> TrainResult:
+@dataclass(frozen=True)
+class Setup:
+    """What a run is made of. `plan` is `planned`, made again where the model is run otherwise."""
+
+    dataset: Dataset
+    base: BaseModel
+    pipeline: InstructPipeline
+    planned: MemoryPlan
+    plan: MemoryPlan
+
+
+def prepare(
+    config: TrainConfig, folder: Path, console: RunConsole, held: ExitStack | None
+) -> Setup:
+    """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
+
+    Without `held`, nothing is reserved.
+    """
     from mlxtune.backend import forward, memory
-    from mlxtune.core import report, run_folder
     from mlxtune.core.model_files import ModelHash
-    from mlxtune.core.trainer import InstructTrainer
-    from mlxtune.interrupt import stop_on_interrupt
 
     forward.load_ahead(folder)
     # The data first: what is wrong with it is known before minutes of loading.
@@ -101,55 +132,36 @@ def _train(
     base = open_model(config, folder, console)
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
-    plan = choose_plan(config, base, work, limit)
-    if not dry_run:
-        reserve_memory(config, plan, held, console)
+    planned = choose_plan(config, base, work, limit)
+    if held is not None:
+        reserve_memory(config, planned, held, console)
     model_hash = ModelHash(folder, None if config.no_cache else user_cache())
     load_model(base, console)
     provenance = partial(provenance_of, base, model_hash)
-    pipeline, confirmed = build_pipeline(config, base, work, plan, console, provenance)
+    pipeline, plan = build_pipeline(config, base, work, planned, console, provenance)
+    return Setup(dataset, base, pipeline, planned, plan)
 
-    with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
-        trainer = InstructTrainer(
-            pipeline,
-            dataset.corpus,
-            config.training(),
-            validation=dataset.validation,
-            sources=[ledger.path for ledger in dataset.ledgers],
-            run_config=asdict(config),
-            observer=console,
-            should_stop=lambda: asked() or trainer.progress.step == stop_after,
-        )
-        if dataset.validation is None:
-            dataset.hold_out(trainer.val_rows.indices)
-        say_plan(config, dataset, trainer, confirmed, console)
-        if resume is not None:
-            compare(config, resume, trainer, console)
-        result = None
-        if not dry_run:
-            if not config.checkpoint_path.is_dir():
-                lock_folder(config, resume, held)
-            ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
-            try:
-                result = trainer.train({run_folder.LEDGER: ledgers}, resume=resume)
-            except TrainingInterrupted as interrupt:
-                interrupt.signal = asked.signal or interrupt.signal
-                raise
 
-    if result is not None:
-        finish(config, trainer, result)
-        keep_speed_of(config, plan, base.dtype, result.steps)
-        predicted = confirmed.peak.total / memory.GB
-        for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
-            console.say("Done", line)
-        console.say("Try it", report.usage_line(result, config), copyable=True)
-    return TrainResult(
-        training=result,
-        adapter=None if dry_run else config.output_path,
-        checkpoint_dir=config.checkpoint_path,
-        ledgers=dataset.ledgers,
-        peak_memory_gb=memory.peak_gb(),
+def make_trainer(
+    config: TrainConfig, setup: Setup, console: RunConsole, should_stop: Callable[[], bool]
+) -> InstructTrainer:
+    """Make the trainer, and tell the ledgers which rows it holds out."""
+    from mlxtune.core.trainer import InstructTrainer
+
+    dataset = setup.dataset
+    trainer = InstructTrainer(
+        setup.pipeline,
+        dataset.corpus,
+        config.training(),
+        validation=dataset.validation,
+        sources=[ledger.path for ledger in dataset.ledgers],
+        run_config=asdict(config),
+        observer=console,
+        should_stop=should_stop,
     )
+    if dataset.validation is None:
+        dataset.hold_out(trainer.val_rows.indices)
+    return trainer
 
 
 def check_paths(config: TrainConfig) -> Path:
@@ -293,9 +305,7 @@ def say_plan(
     console.say("", run_plan.peak_line(plan))
 
 
-def compare(
-    config: TrainConfig, resume: Resumable, trainer: InstructTrainer, console: RunConsole
-) -> None:
+def compare(resume: Resumable, trainer: InstructTrainer, console: RunConsole) -> None:
     """Say where the run goes on. Raises DataError or ModelError where it would be another run."""
     from mlxtune.resume import changed_versions, check_same
 
@@ -309,15 +319,23 @@ def compare(
     console.say("Resume", f"{step}, from {found.folder}")
 
 
-def finish(config: TrainConfig, trainer: InstructTrainer, result: InstructTrainResult) -> None:
-    """Write the adapter, and that the run came to its end. Raises OutputError."""
+def finish(
+    config: TrainConfig,
+    setup: Setup,
+    trainer: InstructTrainer,
+    result: InstructTrainResult,
+    console: RunConsole,
+) -> None:
+    """Write the adapter, and that the run came to its end; say how. Raises OutputError."""
+    from mlxtune.backend import memory
+    from mlxtune.core import report
     from mlxtune.core.files import file_hash
     from mlxtune.core.run_folder import write_result
 
-    pipeline, output = trainer.pipeline, config.output_path
+    output = config.output_path
     if result.best_epoch is not None:
-        pipeline.load(trainer.best_folder)
-    pipeline.write(output)
+        setup.pipeline.load(trainer.best_folder)
+    setup.pipeline.write(output)
     last = result.epoch_metrics[-1]
     ended = {
         "steps": trainer.progress.step,
@@ -332,6 +350,11 @@ def finish(config: TrainConfig, trainer: InstructTrainer, result: InstructTrainR
         "sha256": file_hash(output),
     }
     write_result(config.checkpoint_path, ended)
+    keep_speed_of(config, setup.planned, setup.base.dtype, result.steps)
+    predicted = setup.plan.peak.total / memory.GB
+    for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
+        console.say("Done", line)
+    console.say("Try it", report.usage_line(result, config), copyable=True)
 
 
 def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:

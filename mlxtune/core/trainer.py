@@ -63,9 +63,6 @@ class Pipeline(Protocol):
     def load(self, folder: Path) -> None:
         """Read back the adapter of a snapshot."""
 
-    def write(self, weights: Path) -> None:
-        """Write the adapter to a file."""
-
     def restore(self, folder: Path) -> None:
         """Go on from a snapshot as if nothing had come between."""
 

@@ -79,9 +79,6 @@ class FakePipeline:
 
         return write
 
-    def write(self, weights: Path) -> None:
-        write_file(weights, [str(len(self.batches)).encode()])
-
     def load(self, folder: Path) -> None:
         self.loads += 1
 
