@@ -125,9 +125,14 @@ def _record(line: str, number: int) -> Record:
         raise ValueError(f"line {number} is no record of a run") from error
     for each in fields(kind):
         value = getattr(record, each.name)
-        if not isinstance(value, _VALUES[str(each.type)]) or isinstance(value, bool):
+        kinds = _VALUES[str(each.type)]
+        if not isinstance(value, kinds) or isinstance(value, bool) or not _is_plain(value):
             raise ValueError(f"line {number}: its {each.name} is {value!r:.40}")
     return record
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, list) or all(isinstance(each, str) for each in value)
 
 
 # What a field holds, by how it is annotated.
