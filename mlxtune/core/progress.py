@@ -6,16 +6,18 @@ That file in a checkpoint is all that a trainer needs to know where it stood.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from mlxtune.core.checkpoint import METRICS
 from mlxtune.core.files import make_folder, write_file
 from mlxtune.core.metrics import (
     InstructEpochMetrics,
     SkippedStep,
+    StepHistory,
     StepRecord,
     ValidationRecord,
 )
@@ -31,18 +33,63 @@ _KINDS: dict[str, type] = {
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
-@dataclass
+class Records(Sequence[Record]):
+    """Records in their order, those of steps in little memory."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.steps = StepHistory()
+        # All others, and where they stand.
+        self.others: list[Record] = []
+        self._places: list[int] = []
+        for record in records:
+            self.append(record)
+
+    def append(self, record: Record) -> None:
+        """Add a record."""
+        if isinstance(record, StepRecord):
+            self.steps.append(record)
+        else:
+            self._places.append(len(self))
+            self.others.append(record)
+
+    def pop(self) -> Record:
+        """Take the last record away."""
+        if self._places and self._places[-1] == len(self) - 1:
+            self._places.pop()
+            return self.others.pop()
+        return self.steps.pop()
+
+    def __len__(self) -> int:
+        return len(self.steps) + len(self.others)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        before = bisect_left(self._places, place)
+        if before < len(self._places) and self._places[before] == place:
+            return self.others[before]
+        return self.steps[place - before]
+
+
 class Progress:
     """The records of a run so far.
 
     `step` counts the steps that were taken or skipped: it is also the place in the run's order.
     """
 
-    records: list[Record] = field(default_factory=list)
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.records = Records(records)
 
     def of(self, kind: type) -> Iterator[Any]:
         """Yield the records of a kind."""
-        return (record for record in self.records if isinstance(record, kind))
+        if kind is StepRecord:
+            return iter(self.records.steps)
+        return (record for record in self.records.others if isinstance(record, kind))
 
     @property
     def step(self) -> int:
@@ -102,7 +149,10 @@ class Progress:
                 step += 1
                 if record.step != step:
                     raise ValueError(f"line {number} is step {record.step}, not {step}")
-            progress.records.append(record)
+            try:
+                progress.records.append(record)
+            except OverflowError as error:
+                raise ValueError(f"line {number} has a number that is too large") from error
         return progress
 
     def reopen(self, steps_per_epoch: int, total_steps: int) -> None:

@@ -127,8 +127,8 @@ class InstructTrainer:
         self.total_steps = config.epochs * self.steps_per_epoch
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
-        self.metrics = TrainingMetrics(self.total_steps)
         self.progress = Progress()
+        self.metrics = TrainingMetrics(self.total_steps, self.progress.records.steps)
         self._schedule: Schedule = make_schedule(
             config.schedule,
             peak=pipeline.learning_rate,
@@ -210,7 +210,7 @@ class InstructTrainer:
             stopped_early=stopped_early,
             total_time_ms=_milliseconds_since(self._started),
             initial_val_loss=self.progress.initial_val_loss,
-            steps=self.metrics.history,
+            steps=list(self.metrics.history),
         )
 
     def _go_on_from(self, resume: Resumable) -> None:
@@ -219,7 +219,7 @@ class InstructTrainer:
         run_folder.reopen(self._folder)
         self.progress = resume.progress
         self.progress.reopen(self.steps_per_epoch, self.total_steps)
-        self.metrics.history.extend(self.progress.of(StepRecord))
+        self.metrics.history = self.progress.records.steps
         self._saver.go_on_from(resume.kept, self.progress.step)
         self._started -= found.seconds("total_time_ms")
         if not self._is_between_epochs():
@@ -289,7 +289,6 @@ class InstructTrainer:
             rows=len(chosen),
             seconds=time.perf_counter() - started,
         )
-        self.metrics.add(record)
         self._write(record)
         self._observer.on_step(record)
 

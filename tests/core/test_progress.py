@@ -67,7 +67,7 @@ def whole() -> list[Record]:
 
 def test_records_are_read_back_as_they_were_to_the_last_digit() -> None:
     content = Progress(whole()).as_jsonl()
-    assert Progress.from_jsonl(content).records == whole()
+    assert list(Progress.from_jsonl(content).records) == whole()
     kinds = [json.loads(line)["kind"] for line in content.splitlines()]
     assert kinds == [
         "validation",
@@ -107,7 +107,9 @@ def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow
 ) -> None:
     progress = Progress(whole())
     progress.reopen(steps_per_epoch, total)
-    assert progress.records == whole()[:left]
+    assert list(progress.records) == whole()[:left]
+    assert progress.records[-1] == whole()[left - 1]
+    assert progress.records[1:3] == whole()[1:3]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,8 @@ def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow
             "step",
         ),
         (json.dumps({"kind": "skipped", **vars(skipped(5)), "rows": [[[]]]}), "rows"),
+        (json.dumps({"kind": "step", **vars(step(5)), "tokens": 10**30}), "too large"),
+        (json.dumps({"kind": "step", **vars(step(5)), "loss": 10**400}), "too large"),
         (Progress([step(6)]).as_jsonl().decode().strip(), "is step 6, not 5"),
         (Progress([step(4)]).as_jsonl().decode().strip(), "is step 4, not 5"),
     ],
