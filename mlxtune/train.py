@@ -6,6 +6,7 @@ light: the backend brings mlx, the core numpy.
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import sys
@@ -346,7 +347,8 @@ def finish(
         "best_epoch": result.best_epoch,
         "best_val_loss": result.best_val_loss,
         "total_time_ms": result.total_time_ms,
-        "adapter": str(output.absolute()),
+        # From the folder it is written in, so that both may be moved together.
+        "adapter": os.path.relpath(output, config.checkpoint_path),
         "sha256": file_hash(output),
     }
     write_result(config.checkpoint_path, ended)

@@ -31,10 +31,6 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(finished: Path, tmp_path: Path) -> Path:
     """A copy of it, to be spoiled; gives the folder of checkpoints."""
     shutil.copytree(finished, tmp_path / "out")
-    result = tmp_path / "out" / "checkpoints" / "result.json"
-    content = json.loads(result.read_text())
-    content["adapter"] = str(tmp_path / "out" / "adapters.safetensors")
-    result.write_text(json.dumps(content))
     return tmp_path / "out" / "checkpoints"
 
 

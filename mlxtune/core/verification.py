@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -149,7 +150,7 @@ def _verify_result(found: Verification, run: Path, progress: Progress | None) ->
     if progress is not None and steps != progress.step:
         problem = f"says {steps!r:.20} steps, {METRICS} has {progress.step}"
     found.add("result.json", problem, f"{steps} steps")
-    adapter = Path(str(result.get("adapter")))
+    adapter = Path(os.path.normpath(run / str(result.get("adapter"))))
     if adapter.exists() and not adapter.is_file():
         found.add("adapter", f"{adapter}: is no file", "")
         return
