@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mlxtune
-from mlxtune.core.checkpoint import write_checkpoint
+from mlxtune.core.checkpoint import find_checkpoints, write_checkpoint
 from mlxtune.core.files import write_file, write_json
 from mlxtune.errors import OutputError
 from tests.faults import FaultyDisk
@@ -166,3 +166,16 @@ def test_checkpoint_killed_at_any_step_does_not_stop_the_next_run_from_writing_i
             break
 
     assert killed_at > 8
+
+
+def test_checkpoint_that_had_stepped_aside_for_one_that_never_came_is_put_back(
+    tmp_path: Path,
+) -> None:
+    write_checkpoint(tmp_path / "best", adapter("old"), {"content": "old", "step": 3})
+    # Killed between the two renames.
+    (tmp_path / "best").rename(tmp_path / ".best.old")
+    good, bad = find_checkpoints(tmp_path)
+    assert [each.folder for each in good] == [tmp_path / "best"]
+    assert bad == {}
+    assert content_of(tmp_path / "best") == whole("old")
+    assert names_in(tmp_path) == ["best"]
