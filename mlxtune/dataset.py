@@ -6,6 +6,7 @@ What it needs is imported in the functions, as in train.py.
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -333,15 +334,20 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
     """Raise OutputError for a path that cannot be written, or that is read; `option` named it."""
     from mlxtune.core.files import check_writable
 
-    in_use = {path.resolve() for path in read}
+    in_use = set(map(_real, read))
     for path in written:
         if path.is_dir():
             raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
         # /dev/stdout may lead to a file, but it would itself be replaced.
-        parent = path.parent.resolve()
+        parent = _real(path.parent)
         device = parent == Path("/dev") or parent.is_relative_to("/proc")
         if device or (path.exists() and not path.is_file()):
             raise OutputError(f"{path}: is no regular file: choose another {option}")
-        if path.resolve() in in_use:
+        if _real(path) in in_use:
             raise OutputError(f"{path}: is read by this run: choose another {option}")
         check_writable(path.parent, option)
+
+
+def _real(path: Path) -> Path:
+    # Unlike Path.resolve, leaves alone a link that leads to itself.
+    return Path(os.path.realpath(path))

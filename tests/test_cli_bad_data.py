@@ -6,10 +6,13 @@ import gzip
 import json
 import os
 import re
+import resource
+import sys
 from pathlib import Path
 
 import pytest
 
+from mlxtune.core import datafiles
 from tests.command import ROWS, Cli, Outcome, files_in
 from tests.models import sums, write_chat
 
@@ -87,6 +90,45 @@ def test_rows_all_cut_to_nothing_name_the_limit_and_train_nothing(
 def test_refused_command_leaves_no_folder_behind(train: Cli, output: Path) -> None:
     assert train("--max-seq-len", 8).code == 1
     assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
+    train: Cli, tmp_path: Path, option: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    error = train(option, tmp_path / "pipe.jsonl").error
+    assert error == f"{tmp_path / 'pipe.jsonl'}: is no regular file: save the data in one"
+
+
+def test_line_without_an_end_is_refused_before_it_fills_the_memory(
+    train: Cli, tmp_path: Path
+) -> None:
+    # A megabyte on the disk, 300 in memory.
+    file = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(file, "wb", compresslevel=1) as zipped:
+        zipped.write(json.dumps({"messages": []}).encode() + b"\n{")
+        for _ in range(300):
+            zipped.write(b" " * 2**20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    error = train("--data", file).error
+    assert error == f"{file}:2: is longer than 67,108,864 bytes: write one JSON object a line"
+    # Kilobytes on Linux, bytes on macOS.
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 200 * (2**10 if sys.platform == "linux" else 2**20)
+
+
+def test_array_is_read_as_a_whole_only_up_to_a_size(
+    train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "array.json.gz"
+    content = json.dumps([{"text": "a" * 1000}] * 3).encode()
+    file.write_bytes(gzip.compress(content))
+    monkeypatch.setattr(datafiles, "_MAX_ARRAY", len(content))
+    assert train("--data", file, "--no-cache", "--dry-run", "--val-split", 0).code == 0
+    monkeypatch.setattr(datafiles, "_MAX_ARRAY", len(content) - 1)
+    error = train("--data", file, "--no-cache").error
+    assert error.startswith(f"{file}: is a JSON array of more than ")
 
 
 # Rows

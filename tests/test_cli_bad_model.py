@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import Cli, files_in, finish, start
+from tests.command import Cli, Outcome, files_in, finish, start
 from tests.models import write_tokenizer
 
 # The model folder
@@ -44,6 +44,43 @@ def to_garbled_sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(bytes(range(256)) * 8)
 
 
+def to_pipe(name: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def to_link(name: str, target: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def to_sparse(name: str, size: int) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.truncate(size)
+
+    return damage
+
+
+def change_header(old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Change the header of the weights, not its length."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        assert old in content[:4000]
+        path.write_bytes(content.replace(old, new, 1))
+
+    return damage
+
+
 DAMAGE = {
     "no config": (remove("config.json"), "has no config.json"),
     "config cut short": (write_text("config.json", "{"), "config.json"),
@@ -59,6 +96,45 @@ DAMAGE = {
     "other size": (set_config(hidden_size=32), "embed_tokens"),
     "a layer too many": (set_config(num_hidden_layers=3), "model.layers.2"),
     "a layer too few": (set_config(num_hidden_layers=1), "model.layers.1"),
+    "size is a fraction": (set_config(hidden_size=64.5), "config.json"),
+    "size is below zero": (set_config(intermediate_size=-96), "config.json"),
+    "size is absurd": (set_config(hidden_size=10**12), "config.json"),
+    "layers are absurd": (set_config(num_hidden_layers=10**9), "num_hidden_layers"),
+    "layers are more than the weights have": (set_config(num_hidden_layers=99), "tensors"),
+    "experts are text, which mlx-lm does not ask for": (
+        set_config(num_experts_per_tok="a"),
+        "num_experts",
+    ),
+    "base is a list, used when it computes": (set_config(rope_theta=[10000]), "cannot be loaded"),
+    "text_config is a list": (set_config(text_config=[1]), "text_config is no object"),
+    "config is a pipe": (to_pipe("config.json"), "config.json: is no regular file"),
+    "config is endless": (to_link("config.json", "/dev/zero"), "config.json: is no regular file"),
+    "config leads to itself": (to_link("config.json", "config.json"), "has no config.json"),
+    "config is huge": (to_sparse("config.json", 2**27), "config.json: is too large"),
+    "tokenizer is huge": (to_sparse("tokenizer.json", 2**31), "tokenizer.json: is too large"),
+    "generation_config is a list": (
+        write_text("generation_config.json", "[1]"),
+        "generation_config.json",
+    ),
+    "generation_config is a pipe": (to_pipe("generation_config.json"), "generation_config.json"),
+    "template is a pipe": (to_pipe("chat_template.jinja"), "chat_template.jinja"),
+    "template for tools is a pipe": (
+        to_pipe("additional_chat_templates/tool_use.jinja"),
+        "tool_use.jinja: is no regular file",
+    ),
+    "template is no text": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe\0"),
+        "chat_template.jinja",
+    ),
+    "tokenizer_config is a list": (write_text("tokenizer_config.json", "[1]"), "tokenizer"),
+    "weights are a pipe": (to_pipe("model.safetensors"), "model.safetensors: is no regular file"),
+    "weights lead to themselves": (to_link("model.safetensors", "model.safetensors"), "safetensor"),
+    "weights have another shape": (change_header(b"[320,64]", b"[320,65]"), "model.safetensors"),
+    "weights lie elsewhere": (
+        change_header(b'data_offsets":[', b'data_offsets":[9'),
+        "safetensors",
+    ),
+    "weights are of no type": (change_header(b'"F32"', b'"F99"'), "model.safetensors"),
     "no weights": (remove("model.safetensors"), "has no weights"),
     "weights are empty": (truncate(0), "download it again"),
     "weights cut in the header": (truncate(1000), "download it again"),
@@ -119,6 +195,18 @@ def test_model_that_cannot_be_downloaded_is_one_line_and_soon(tmp_path: Path, ch
     assert error.startswith("nobody/nothing: no such folder, and downloading it failed: ")
     assert time.monotonic() - started < 30
     assert not (tmp_path / "a").exists()
+
+
+def test_advice_of_transformers_to_the_makers_of_a_model_is_not_shown(
+    broken: Path, chat: Path
+) -> None:
+    path = broken / "tokenizer_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    arguments = ["--model-path", broken, "--data", chat, "--quiet", "--no-cache"]
+    # In a process of its own, for transformers says it once.
+    assert finish(start("inspect", *arguments)) == Outcome(0, "", "")
 
 
 def test_tokenizer_of_another_model_is_refused(train: Cli, broken: Path, output: Path) -> None:

@@ -101,6 +101,21 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted_and_nobody_is_asked(
     assert marker.exists()
 
 
+@pytest.mark.parametrize("kind", ["AutoTokenizer", "AutoConfig"])
+@pytest.mark.parametrize("file", ["{outside}/own.Own", "../own.Own", "a/../../own.Own"])
+def test_code_of_a_tokenizer_outside_of_the_folder_is_never_run(
+    train: Cli, with_tokenizer_code: Path, marker: Path, file: str, kind: str
+) -> None:
+    folder = with_tokenizer_code
+    (folder / "own.py").rename(folder.parent / "own.py")
+    name = "config.json" if kind == "AutoConfig" else "tokenizer_config.json"
+    file = file.format(outside=folder.parent)
+    change(folder / name, auto_map={kind: file if kind == "AutoConfig" else [None, file]})
+    error = train("--model-path", folder, "--trust-remote-code").error
+    assert error == f"{folder / name}: asks to run {file!r:.100}, which is not in its folder"
+    assert not marker.exists()
+
+
 def test_resumed_run_trusts_no_code_that_its_folder_says_it_trusted(
     train: Cli, cli: Cli, with_model_code: Path, marker: Path, output: Path
 ) -> None:

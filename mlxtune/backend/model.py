@@ -19,6 +19,9 @@ from mlxtune.backend.model_folder import check_weights, read_config
 from mlxtune.core.report import short_number
 from mlxtune.errors import ModelError, one_line
 
+# What is read of a config beside what mlx-lm makes of it.
+_NUMBERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_experts_per_tok")
+
 
 @dataclass(frozen=True)
 class BaseModel:
@@ -72,9 +75,11 @@ def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> B
         model, config = mlx_lm_utils.load_model(folder, lazy=True, **trust)
         chosen = _choose_dtype(model, dtype)
         _cast(model, chosen)
+        text_config = _text_config(config)
+        # Nothing is computed, but what cannot be, as with text in place of a number, is found here.
+        model(mx.zeros((1, 2), mx.int32))
     except Exception as error:
         raise _broken(folder, error) from error
-    text_config = config.get("text_config") or config
     return BaseModel(
         model=model,
         folder=folder,
@@ -87,6 +92,18 @@ def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> B
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
         text_config=text_config,
     )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config says of the language model. Raises TypeError where it is no config."""
+    text_config = config.get("text_config") or config
+    if not isinstance(text_config, Mapping):
+        raise TypeError("text_config is no object")
+    for name in _NUMBERS:
+        number = text_config.get(name) or config.get(name)
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{name} is no whole number")
+    return text_config
 
 
 def read_weights(base: BaseModel) -> None:

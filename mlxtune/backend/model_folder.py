@@ -60,6 +60,10 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         raise ModelError(
             f"{path}: is not valid JSON: {one_line(error)}: download it again"
         ) from error
+    except (AttributeError, TypeError) as error:
+        raise ModelError(
+            f"{path} or generation_config.json beside it: is no JSON object: download it again"
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: names no model_type: is this a language model's folder?")
     if config.get("model_file") is not None:
@@ -75,8 +79,25 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
     return config
 
 
+def check_auto_map(folder: Path) -> None:
+    """Raise ModelError where transformers, which is to run code, would run what lies elsewhere.
+
+    What begins with a repository and `--` it downloads, as the model's makers say.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        named = _json_object(folder / name).get("auto_map")
+        named = list(named.values()) if isinstance(named, dict) else [named]
+        for each in (inner for outer in named for inner in _listed(outer)):
+            if isinstance(each, str):
+                _check_code(folder / name, each.rpartition("--")[2], trusted=True)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
-    """Raise ModelError unless mlx-lm may run a file of the folder as the model's code."""
+    """Raise ModelError unless a file of the folder may be run as the model's code."""
     if not trusted:
         raise ModelError(
             f"{path}: asks to run {file!r:.100} of its folder: read that file, then give "
@@ -92,14 +113,8 @@ def check_files(folder: Path) -> None:
 
     Links to files elsewhere are as good as files: Hugging Face's cache is made of them.
     """
-    for path in folder.iterdir():
-        if path.is_dir() or path.suffix not in (
-            ".json",
-            ".jinja",
-            ".model",
-            ".txt",
-            ".safetensors",
-        ):
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.is_dir() or path.suffix not in _READ:
             continue
         if not path.is_file():
             raise ModelError(f"{path}: is no regular file: download it again")

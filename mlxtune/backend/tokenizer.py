@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import logging as transformers_logging
 
-from mlxtune.backend.model_folder import check_files
+from mlxtune.backend.model_folder import check_auto_map, check_files
 from mlxtune.core.encode import OffsetEncoded
 from mlxtune.errors import ModelError, one_line
 
@@ -48,6 +50,10 @@ class FastTokenizer:
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
+        self._folder = tokenizer.name_or_path
+        # What a folder may ask for, and transformers undoes where a text is encoded through it.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
@@ -64,7 +70,8 @@ class FastTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[_FastEncoded]:
         """Encode texts, control tokens parsed and none added."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        with _panics_as_errors(self._folder):
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [_FastEncoded(*each) for each in zip(encodings, map(len, texts), strict=True)]
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
@@ -155,6 +162,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTok
     Raises ModelError when it has none or a broken one, or one whose code is not trusted.
     """
     check_files(folder)
+    if trust_remote_code:
+        check_auto_map(folder)
     eos_ids = _eos_ids(folder)
     spm = folder / "tokenizer.model"
     if spm.is_file() and not (folder / "tokenizer.json").exists():
@@ -167,8 +176,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTok
     try:
         # Unless it is told, transformers asks on the terminal whether to run a folder's code.
         told = {"trust_remote_code": trust_remote_code}
-        tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=told)._tokenizer
+        with _without_advice(), _panics_as_errors(folder):
+            tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=told)._tokenizer
         loaded = FastTokenizer(tokenizer, eos_ids)
+    except ModelError:
+        raise
     except Exception as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ModelError(
@@ -185,6 +197,30 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTok
             f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model): download it again"
         )
     return loaded
+
+
+@contextmanager
+def _panics_as_errors(folder: str | Path) -> Iterator[None]:
+    """Within it, a panic of the Rust library `tokenizers`, which is no Exception, becomes one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(
+            f"{folder}: its tokenizer.json is damaged ({one_line(error)}): download it again"
+        ) from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Within it, transformers keeps to itself what it would advise the makers of the model."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _eos_ids(folder: Path) -> list[int]:

@@ -26,6 +26,8 @@ _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD = 8192
 # How much is read to find out that one object spans lines, when the first line is none.
 _ONE_OBJECT = 1 << 26
+# Bytes of a row, and of a file that is read as a whole: a small gzip file may hold any number.
+_MAX_LINE, _MAX_ARRAY = 1 << 26, 1 << 30
 _ROWS_AT_ONCE = 256
 # What the file holds may be anything, so a row is what comes out of the reader or a reason.
 Row = tuple[int, dict[str, Any] | BadRow]
@@ -85,8 +87,8 @@ def read_objects(path: Path) -> Iterator[Row]:
     """Yield the number of each row, from 1, and its object, or the reason why it has none.
 
     A row of JSON lines is a line that is neither blank nor a comment (`#` first), and its number
-    is the line's. Lines may be of any length and end in LF or CRLF; a UTF-8 byte order mark is
-    dropped. A row of a JSON array or of parquet is an element, numbered likewise.
+    is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of a JSON
+    array or of parquet is an element, numbered likewise.
 
     Only a JSON array is held in memory as a whole. Raises DataError when the file cannot be read.
     """
@@ -200,7 +202,7 @@ def _line_rows(path: Path) -> Iterator[Row]:
     first = True
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(file, path), start=1):
                 content = line.removeprefix(_UTF8_BOM) if number == 1 else line
                 content = content.strip()
                 if not content or content.startswith(b"#"):
@@ -212,6 +214,17 @@ def _line_rows(path: Path) -> Iterator[Row]:
                 yield number, parsed
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
+
+
+def _lines(file: IO[bytes] | gzip.GzipFile, path: Path) -> Iterator[bytes]:
+    number = 0
+    while line := file.readline(_MAX_LINE):
+        number += 1
+        if len(line) == _MAX_LINE and not line.endswith(b"\n"):
+            raise DataError(
+                f"{path}:{number}: is longer than {_MAX_LINE:,} bytes: write one JSON object a line"
+            )
+        yield line
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow:
@@ -251,9 +264,14 @@ def _refuse_object_over_lines(path: Path) -> None:
 def _array_rows(path: Path) -> Iterator[Row]:
     try:
         with _open(path) as file:
-            content = file.read().removeprefix(_UTF8_BOM)
+            content = file.read(_MAX_ARRAY + 1).removeprefix(_UTF8_BOM)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
+    if len(content) > _MAX_ARRAY:
+        raise DataError(
+            f"{path}: is a JSON array of more than {_MAX_ARRAY:,} bytes: write one JSON object a "
+            "line instead, which are read one by one"
+        )
     try:
         elements = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -290,7 +308,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 for row in _batch_rows(batch):
                     number += 1
                     yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path}: is a damaged parquet file ({_said(error)}): copy or write it again"
         ) from error

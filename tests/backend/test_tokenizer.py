@@ -262,3 +262,55 @@ def test_gemmas_turns_stand_between_control_tokens_of_a_tokenizer_model() -> Non
     assert control == ["<start_of_turn>", "<end_of_turn>"]
     assert {"<start_of_turn>", "<end_of_turn>", "<bos>"} <= set(tokenizer.control_tokens)
     assert "\n" not in tokenizer.control_tokens
+
+
+# What a folder may ask for
+
+
+def write_changed(folder: Path, **changes: Any) -> Path:
+    """Write a tokenizer whose tokenizer.json says something else."""
+    write_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_text_is_neither_cut_nor_padded_as_a_folder_may_say(tmp_path: Path) -> None:
+    # As is left behind where a tokenizer was saved in use; so large, it would end the process.
+    padding = {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|im_end|>"}
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    plain = load_tokenizer(write_changed(tmp_path / "plain"))
+    other = write_changed(tmp_path / "other", padding=padding, truncation=truncation)
+    texts = ["What is 1 + 1?", "a"]
+    expected = [encoded.ids for encoded in plain.encode_batch(texts)]
+    assert len(expected[0]) > 2
+    assert [encoded.ids for encoded in load_tokenizer(other).encode_batch(texts)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "said"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "", "charsmap"),
+        # A pattern that takes time without end for some texts.
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
+            "a" * 3000 + "b",
+            "retry-limit",
+        ),
+    ],
+    ids=["when it is loaded", "when it is used"],
+)
+def test_tokenizer_that_panics_is_an_error_that_names_its_folder(
+    tmp_path: Path, changes: dict[str, Any], text: str, said: str
+) -> None:
+    folder = write_changed(tmp_path, **changes)
+    with pytest.raises(ModelError, match=f"^{folder}: its tokenizer.json is damaged .*{said}"):
+        load_tokenizer(folder).encode_batch([text])
