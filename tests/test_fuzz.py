@@ -1,0 +1,126 @@
+"""Some of the cases of tests/fuzz.py, and that it finds what it looks for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests import fuzz, mutations
+from tests.fuzz import FOLDERS, Place, names_of, prepare, report, run_case
+from tests.models import THINKING, write_model
+
+SEED = 2
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """What cases are made of."""
+    before = Path.cwd()
+    made = Place(tmp_path_factory.mktemp("fuzz") / "place")
+    prepare(made)
+    os.chdir(before)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "count"), [("data", 300), *((kind, 20) for kind in FOLDERS)])
+def test_damaged_files_end_in_success_or_in_one_line(
+    place: Place, kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.cases)
+    found = {}
+    for number in range(count):
+        result = run_case(place, SEED, f"{kind}:{number}")
+        assert not result["problem"], f"{kind}:{number}: {result['problem']}\n{result['said']}"
+        found[number] = result["code"]
+    # Not all of them are hopeless, nor harmless.
+    assert {0} < set(found.values())
+
+
+def test_cases_depend_on_their_seed_and_number_alone(tmp_path: Path) -> None:
+    made = [mutations.data_file(Random(f"{seed}:data:{7}")) for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+    folders = []
+    for name in ("a", "b"):
+        folder = write_model(tmp_path / name, "qwen3")
+        (folder / "chat_template.jinja").write_text(THINKING)
+        mutations.mutate_model(Random("1:model:1"), folder)
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        folders.append([(path.name, path.read_bytes()) for path in files])
+    assert folders[0] == folders[1]
+
+
+def _write(path: Path) -> None:
+    path.write_text("x")
+
+
+FAULTS: dict[str, tuple[Callable[[Place], object], str]] = {
+    "a bug": (lambda place: 1 / 0, "ended with an exception"),
+    "an exit code of its own": (lambda place: sys.exit(3), "ended with 3"),
+    "an error that is not said": (lambda place: sys.exit(1), "ended with 1 and 0 lines of error"),
+    "a file beside": (lambda place: _write(place.guarded / "left"), "changed files outside of"),
+    "a file above": (lambda place: _write(Path("../left")), "changed files outside of"),
+    "the model": (lambda place: os.utime(place.model / "config.json"), "changed files outside of"),
+    "a file in its folder": (lambda place: _write(Path("left")), "inspect changed files in its"),
+    "noise": (lambda place: print("hm", file=sys.stderr), "said 'hm'"),
+    "a traceback": (lambda place: print("Traceback", file=sys.stderr), "showed a traceback"),
+    "colours": (
+        lambda place: print("warning: \x1b[31m", file=sys.stderr),
+        "sent control characters",
+    ),
+    "slow": (lambda place: time.sleep(0.2), "took 0."),
+}
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS.keys())
+def test_command_that_does_what_it_must_not_is_found_and_its_files_are_kept(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Place], object],
+    said: str,
+) -> None:
+    monkeypatch.chdir(place.cases)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.15 if "took" in said else 10)
+    monkeypatch.setattr(sys.modules["mlxtune.inspect"], "show", lambda config: fault(place))
+    # The first that is inspected.
+    results = ((name, run_case(place, SEED, name)) for name in names_of(20, 0))
+    name, result = next(each for each in results if each[1]["problem"])
+    assert result["problem"].startswith(said)
+    assert (place.case(name) / "here").is_dir()
+    found = result | {"name": name, "memory": 3 * 10**9}
+    assert report([found], 1.0)[-2:] == [
+        "FAILED: more memory than 2 GB",
+        f"FAILED: {name}: {result['problem']}",
+    ]
+    (place.guarded / "left").unlink(missing_ok=True)
+
+
+def test_case_that_ends_or_hangs_its_process_is_named_and_the_others_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, os, signal, time\n"
+        "import mlxtune.inspect\n"
+        "def show(config):\n"
+        "    if 'data-1/' in config.data[0]: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    if 'data-2/' in config.data[0]: time.sleep(60)\n"
+        "sys.modules['mlxtune.inspect'].show = show\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fuzz, "_SILENT", 8.0)
+    made = Place(tmp_path / "place")
+    prepare(made)
+    # Of these, all are inspected.
+    results = fuzz.fuzz(made, 5, [f"data:{number}" for number in range(4)])
+    assert {each["name"]: each["problem"] for each in results} == {
+        "data:0": "",
+        "data:1": "ended the process (exit -11)",
+        "data:2": "ended the process (it hung)",
+        "data:3": "",
+    }
