@@ -101,6 +101,19 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted_and_nobody_is_asked(
     assert marker.exists()
 
 
+def test_trust_is_passed_on_to_both_sides_of_a_benchmark(
+    cli: Cli, with_model_code: Path, chat: Path, marker: Path, tmp_path: Path
+) -> None:
+    work = ["--model-path", with_model_code, "--data", chat, "--steps", 1, "--repeats", 1]
+    json_file = ["--quiet", "--json", tmp_path / "bench.json"]
+    assert "--trust-remote-code" in cli("bench", *work, "--quiet").error
+    assert not marker.exists()
+    arguments = [*work, *json_file, "--against", "mlx-lm", "--trust-remote-code"]
+    assert cli("bench", *arguments).code == 0
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert [len(found[side]["runs"]) for side in ("ours", "theirs")] == [1, 1]
+
+
 @pytest.mark.parametrize("kind", ["AutoTokenizer", "AutoConfig"])
 @pytest.mark.parametrize("file", ["{outside}/own.Own", "../own.Own", "a/../../own.Own"])
 def test_code_of_a_tokenizer_outside_of_the_folder_is_never_run(

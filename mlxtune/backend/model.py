@@ -69,10 +69,8 @@ def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> B
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     check_weights(folder, config)
-    # Asked for where it is needed alone: mlx-lm knows the option since 0.31.4.
-    trust = {"trust_remote_code": True} if config.get("model_file") else {}
     try:
-        model, config = mlx_lm_utils.load_model(folder, lazy=True, **trust)
+        model, config = load_lazily(folder, config)
         chosen = _choose_dtype(model, dtype)
         _cast(model, chosen)
         text_config = _text_config(config)
@@ -92,6 +90,16 @@ def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> B
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
         text_config=text_config,
     )
+
+
+def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Have mlx-lm make a model with no weights read, of a folder whose code, if any, is trusted.
+
+    `config` is what `read_config` returns, and so is the second result, as mlx-lm completes it.
+    """
+    # Asked for where it is needed alone: mlx-lm knows the option since 0.31.4.
+    trust = {"trust_remote_code": True} if config.get("model_file") else {}
+    return mlx_lm_utils.load_model(folder, lazy=True, **trust)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

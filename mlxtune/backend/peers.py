@@ -15,13 +15,13 @@ import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend import adapters, lora
 from mlxtune.backend.memory import on_cpu
-from mlxtune.backend.model import BaseModel
+from mlxtune.backend.model import BaseModel, load_lazily
+from mlxtune.backend.model_folder import read_config
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.batch import run_length
 from mlxtune.core.benchmark import one_span
@@ -73,7 +73,8 @@ class MlxLm:
             mx.set_wired_limit(int(recommended))
         self.loss_function = "default"
         self._config = config
-        self._model, _ = mlx_lm_utils.load_model(folder, lazy=True)
+        trusts = config.trust_remote_code
+        self._model, _ = load_lazily(folder, read_config(folder, trust_remote_code=trusts))
         _cast(self._model, getattr(mx, config.dtype))
         mx.eval(self._model.parameters())
 
