@@ -72,9 +72,9 @@ def soak(steps: int, scratch: Path) -> list[Sample]:
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     model = write_model(scratch / "model", "qwen3")
     rows = write_chat(scratch / "chat.jsonl", sums(2000))
-    options: dict[str, Any] = {"batch_size": 4, "lr": 1e-4, "schedule": "constant", "val_rows": 8}
+    options: dict[str, Any] = {"batch_size": 1, "lr": 1e-4, "schedule": "constant", "val_rows": 8}
     options |= {"epochs": steps, "max_steps": steps, "patience": steps, "quiet": True}
-    options |= {"save_steps": 500, "save_minutes": 1.0, "targets": ("all",), "dropout": 0.1}
+    options |= {"save_steps": 500, "save_minutes": 1.0}
     import mlxtune.console
 
     mlxtune.console.RunConsole = Watched  # type: ignore[misc]
