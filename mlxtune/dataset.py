@@ -332,17 +332,18 @@ def check_corpus(
 
 def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
     """Raise OutputError for a path that cannot be written, or that is read; `option` named it."""
-    from mlxtune.core.files import check_writable
+    from mlxtune.core.files import as_output_error, check_writable
 
     in_use = set(map(_real, read))
     for path in written:
-        if path.is_dir():
-            raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
-        # /dev/stdout may lead to a file, but it would itself be replaced.
-        parent = _real(path.parent)
-        device = parent == Path("/dev") or parent.is_relative_to("/proc")
-        if device or (path.exists() and not path.is_file()):
-            raise OutputError(f"{path}: is no regular file: choose another {option}")
+        with as_output_error(path, option):
+            if path.is_dir():
+                raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
+            # /dev/stdout may lead to a file, but it would itself be replaced.
+            parent = _real(path.parent)
+            device = parent == Path("/dev") or parent.is_relative_to("/proc")
+            if device or (path.exists() and not path.is_file()):
+                raise OutputError(f"{path}: is no regular file: choose another {option}")
         if _real(path) in in_use:
             raise OutputError(f"{path}: is read by this run: choose another {option}")
         check_writable(path.parent, option)

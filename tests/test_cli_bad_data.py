@@ -131,6 +131,18 @@ def test_array_is_read_as_a_whole_only_up_to_a_size(
     assert error.startswith(f"{file}: is a JSON array of more than ")
 
 
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_name_that_is_too_long_for_a_file_is_said(train: Cli, option: str) -> None:
+    name = "a" * 5000
+    assert train(option, name).error == f"{name}: cannot be read: File name too long"
+
+
+def test_output_whose_name_is_too_long_is_an_error_before_any_work(train: Cli) -> None:
+    name = "a" * 5000
+    error = train("--output", name).error
+    assert error.startswith(f"{name}: cannot be written: File name too long")
+
+
 # Rows
 
 

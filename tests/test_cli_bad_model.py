@@ -178,6 +178,17 @@ def test_model_path_that_is_no_folder_is_named(
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("~nobody-at-all/model", "no such folder"),
+        ("a" * 5000, "cannot be read: File name too long"),
+    ],
+)
+def test_path_that_is_none_is_said(train: Cli, path: str, said: str) -> None:
+    assert train("--model-path", path).error == f"{path}: {said}: check --model-path"
+
+
 @pytest.mark.parametrize("path", ["./missing", "../missing"])
 def test_relative_folder_that_is_missing_is_not_looked_for_on_the_hub(
     train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -29,10 +30,17 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
     Raises ModelError.
     """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    # Unlike Path.expanduser, leaves alone what is no home of anybody.
+    folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
+    try:
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except OSError as error:
+        raise ModelError(
+            f"{model_path}: cannot be read: {error.strerror}: check --model-path"
+        ) from error
+    if is_file:
         raise ModelError(f"{model_path}: is a file: --model-path takes the folder that holds it")
     if not _REPOSITORY.fullmatch(model_path):
         raise ModelError(f"{model_path}: no such folder: check --model-path")

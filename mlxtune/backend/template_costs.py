@@ -171,10 +171,11 @@ def _text_method_cost(
     meter: Meter, owner: str, name: str, args: tuple[Any, ...], options: Any
 ) -> None:
     if name in TEXT_METHODS:
-        size = len(owner)
+        given = 0
         for value in args:
-            size += len(value) if type(value) is str else meter.weigh(value)
-        if name in _FROM_THE_END and len(owner) * (size - len(owner)) > _MAX_COMPARED:
+            given += len(value) if type(value) is str else meter.weigh(value)
+        size = len(owner) + given
+        if name in _FROM_THE_END and len(owner) * given > _MAX_COMPARED:
             raise TooLarge
         # What is split becomes a list, whose items take more than their characters.
         pieces = owner.count(args[0]) if name.endswith("split") and args and args[0] else 0

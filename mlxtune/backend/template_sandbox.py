@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Cycler, Joiner
+from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
@@ -54,7 +54,7 @@ _CALLED = (Macro, Undefined, Joiner, BlockReference, LoopContext)
 _HELPERS = (LoopContext, Cycler, Extension)
 _BUILT_IN = (str, dict, list, tuple)
 # Attributes that lead to nothing but a value, or a method that is paid for.
-_OF_DICTS = frozenset(dir(dict))
+_OF_DICTS, _VALUES = frozenset(dir(dict)), frozenset({str, int, bool, list, dict})
 _PLAIN: dict[type, frozenset[str]] = {
     str: TEXT_METHODS,
     LoopContext: names("index index0 revindex revindex0 first last length depth"),
@@ -153,6 +153,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if attribute in _PLAIN.get(kind, ()):
             return getattr(obj, attribute)
+        if isinstance(obj, Namespace) and not attribute.startswith("_"):
+            value = getattr(obj, attribute, None)
+            if type(value) in _VALUES:
+                return value
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -165,12 +169,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
         """Call a function or method of those that are known, or a macro."""
-        if not callable(function):
-            return super().call(context, function, *args, **options)  # which says so
+        if type(function) is Macro or not callable(function):  # which is said as ever
+            self.meter.spend()
+            return super().call(context, function, *args, **options)
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, _BUILT_IN):
-            for what in ("_loop_vars", "_block_vars"):  # which Jinja passes to its own functions
-                options.pop(what, None)
+            # What Jinja passes to functions of its own.
+            options.pop("_loop_vars", None)
+            options.pop("_block_vars", None)
             name = function.__name__
             if name == "join" and args and isinstance(args[0], Iterator):
                 args = (list(args[0]),)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,7 +75,7 @@ def write_checkpoint(
     target: Path,
     save: Callable[[Path], None],
     metadata: Mapping[str, Any],
-    metrics: bytes = b"",
+    metrics: Iterable[bytes] = (),
 ) -> None:
     """Put a checkpoint folder in place: what `save` writes into it, metadata, metrics, manifest.
 
@@ -93,7 +93,7 @@ def write_checkpoint(
         try:
             temporary.mkdir(parents=True)
             save(temporary)
-            write_file(temporary / METRICS, [metrics])
+            write_file(temporary / METRICS, metrics)
             write_json(temporary / METADATA, metadata)
             write_json(temporary / MANIFEST, _manifest(temporary))
             # A folder that is not empty cannot be renamed over; the old one steps aside first.

@@ -133,7 +133,11 @@ class Progress:
 
     def as_jsonl(self) -> bytes:
         """Return the content of metrics.jsonl."""
-        return "".join(map(_line, self.records)).encode()
+        return b"".join(self.lines(len(self.records)))
+
+    def lines(self, count: int) -> Iterator[bytes]:
+        """Yield the first lines of metrics.jsonl, so that it is never in memory as a whole."""
+        return (_line(self.records[i]).encode() for i in range(count))
 
     @classmethod
     def from_jsonl(cls, content: bytes) -> Progress:

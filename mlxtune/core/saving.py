@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ _RETRY_SECONDS = 60.0
 
 # Writes what a pipeline was when it was made, into a folder.
 Snapshot = Callable[[Path], None]
+# Gives the lines of metrics.jsonl as they were when it was made.
+Lines = Callable[[], Iterable[bytes]]
 
 
 class Saver:
@@ -66,7 +68,7 @@ class Saver:
         return by_steps or 0 < self._every_seconds <= passed
 
     def save(
-        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: bytes
+        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines
     ) -> None:
         """Write a checkpoint and remove older ones. Where it cannot be written, that is told.
 
@@ -75,7 +77,7 @@ class Saver:
         self._try(lambda: self.save_now(name, snapshot, metadata, metrics))
 
     def save_now(
-        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: bytes
+        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines
     ) -> Path:
         """Write a checkpoint and remove older ones. Raises OutputError where it cannot be."""
         self._step, self._at = metadata["step"], self._clock()
@@ -86,7 +88,7 @@ class Saver:
         checkpoint.prune(self.folder, set(self._kept))
         return target
 
-    def save_best(self, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: bytes) -> None:
+    def save_best(self, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines) -> None:
         """Write `best/`, at the next chance where it cannot be written now."""
         self._pending_best = lambda: self._write(checkpoint.BEST, snapshot, metadata, metrics)
         self._try(self.save_pending)
@@ -104,7 +106,7 @@ class Saver:
             checkpoint.prune(self.folder, set(self._kept[-self._keep :]))
 
     def _write(
-        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: bytes
+        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines
     ) -> Path:
         def fill(folder: Path) -> None:
             snapshot(folder)
@@ -112,7 +114,7 @@ class Saver:
                 write_json(folder / file, record)
 
         target = self.folder / name
-        checkpoint.write_checkpoint(target, fill, metadata, metrics)
+        checkpoint.write_checkpoint(target, fill, metadata, metrics())
         self.latest, self._failing = target, False
         self._on_saved(target)
         return target

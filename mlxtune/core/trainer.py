@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from mlxtune.core.metrics import (
 from mlxtune.core.observer import TrainingObserver
 from mlxtune.core.progress import MetricsLog, Progress, Record, improves
 from mlxtune.core.run_folder import Resumable
-from mlxtune.core.saving import Saver, Snapshot
+from mlxtune.core.saving import Lines, Saver, Snapshot
 from mlxtune.core.schedule import Schedule, make_schedule
 from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 
@@ -383,7 +384,7 @@ class InstructTrainer:
 
     def _checkpoint(
         self, metrics: InstructEpochMetrics | None = None
-    ) -> tuple[Snapshot, dict[str, Any], bytes]:
+    ) -> tuple[Snapshot, dict[str, Any], Lines]:
         """Return what a checkpoint holds, as it is now."""
         best = self.progress.best
         metadata = {
@@ -400,7 +401,8 @@ class InstructTrainer:
             "seed": self.config.seed,
             "config": self._run_config,
         }
-        return self.pipeline.snapshot(), metadata, self.progress.as_jsonl()
+        lines = partial(self.progress.lines, len(self.progress.records))
+        return self.pipeline.snapshot(), metadata, lines
 
 
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:

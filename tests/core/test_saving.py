@@ -38,10 +38,10 @@ class Disk:
         write_file(folder / "adapters.safetensors", [b"adapter"])
 
     def save(self, step: int) -> None:
-        self.saver.save(f"step-{step}", self.write, {"step": step}, b"")
+        self.saver.save(f"step-{step}", self.write, {"step": step}, list)
 
     def save_best(self, step: int) -> None:
-        self.saver.save_best(self.write, {"step": step}, b"")
+        self.saver.save_best(self.write, {"step": step}, list)
 
 
 def test_checkpoint_is_due_by_steps_or_by_minutes_whichever_comes(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_nothing_is_written_that_would_come_after_a_best_which_is_not_there(
     disk.save(4)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OutputError):
-        disk.saver.save_now("step-5", disk.write, {"step": 5}, b"")
+        disk.saver.save_now("step-5", disk.write, {"step": 5}, list)
     with pytest.raises(OutputError):
         disk.saver.finish()
 
