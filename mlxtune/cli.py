@@ -192,7 +192,7 @@ def _read_options(
     options: dict[str, Any] = {}
     problems: list[str] = []
     if config is not None:
-        options, problems = load_config_file(Path(config).expanduser(), kind)
+        options, problems = load_config_file(Path(os.path.expanduser(config)), kind)  # noqa: PTH111
     return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems
 
 

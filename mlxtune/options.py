@@ -10,6 +10,7 @@ import dataclasses
 import math
 import operator
 import os
+import reprlib
 import typing
 from collections.abc import Callable, Mapping
 from types import UnionType
@@ -41,7 +42,7 @@ class Bounds:
         if self.choices:
             if value in self.choices:
                 return None
-            return f"must be one of {', '.join(self.choices)}, not {value!r}"
+            return f"must be one of {', '.join(self.choices)}, not {_bounded(value)}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         if isinstance(value, float) and not math.isfinite(value):
@@ -56,6 +57,16 @@ class Bounds:
             if limit is not None and not holds(value, limit):
                 return f"must be {name} {limit:g}, not {_shown(value)}"
         return None
+
+
+def _bounded(value: Any) -> str:
+    """Return a value as Python writes it, but no more of it than one would read.
+
+    Aliases of YAML make a list of billions of items out of a few lines.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 200
+    return short.repr(value)
 
 
 def _shown(value: float) -> str:
@@ -281,7 +292,7 @@ def convert(value: Any, annotation: Any, *, several: bool = False) -> tuple[Any,
 def _convert_names(value: Any) -> tuple[Any, str | None]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        return None, f"must be names separated by commas, not {value!r}"
+        return None, f"must be names separated by commas, not {_bounded(value)}"
     stripped = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     return stripped, None
 
@@ -291,24 +302,24 @@ def _convert_items(value: Any) -> tuple[Any, str | None]:
         value = [f"{name}={key}" for name, key in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):
-        return None, f"must be text, or several texts, not {value!r}"
+        return None, f"must be text, or several texts, not {_bounded(value)}"
     return tuple(os.fspath(item) for item in items if os.fspath(item).strip()), None
 
 
 def _convert_str(value: Any) -> tuple[Any, str | None]:
     if isinstance(value, str | os.PathLike):
         return os.fspath(value), None
-    return None, f"must be text, not {value!r}"
+    return None, f"must be text, not {_bounded(value)}"
 
 
 def _convert_bool(value: Any) -> tuple[Any, str | None]:
     if isinstance(value, bool):
         return value, None
-    return None, f"must be true or false, not {value!r}"
+    return None, f"must be true or false, not {_bounded(value)}"
 
 
 def _convert_int(value: Any) -> tuple[Any, str | None]:
-    problem = f"must be a whole number, not {value!r}"
+    problem = f"must be a whole number, not {_bounded(value)}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None, problem
     try:
@@ -319,7 +330,7 @@ def _convert_int(value: Any) -> tuple[Any, str | None]:
 
 
 def _convert_float(value: Any) -> tuple[Any, str | None]:
-    problem = f"must be a number, not {value!r}"
+    problem = f"must be a number, not {_bounded(value)}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None, problem
     try:

@@ -438,7 +438,7 @@ def main() -> int:
     if any(line.startswith("FAILED") for line in lines):
         print(f"seed {options.seed}; the files are in {place.cases}")
         return 1
-    shutil.rmtree(place.root)
+    shutil.rmtree(place.root if options.keep else root)
     return 0
 
 
