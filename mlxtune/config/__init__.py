@@ -1,0 +1,24 @@
+"""The options of each command as frozen dataclasses, built from flags, a config file or Python.
+
+Each field takes its bounds and help from mlxtune.options.
+"""
+
+from mlxtune.config.commands import BenchConfig, InspectConfig, PlanConfig
+from mlxtune.config.data import DataConfig
+from mlxtune.config.file import CONFIGS, load_config_file
+from mlxtune.config.paths import as_path, user_cache
+from mlxtune.config.training import InstructConfig, InstructTrainingConfig, TrainConfig
+
+__all__ = [
+    "CONFIGS",
+    "BenchConfig",
+    "DataConfig",
+    "InspectConfig",
+    "InstructConfig",
+    "InstructTrainingConfig",
+    "PlanConfig",
+    "TrainConfig",
+    "as_path",
+    "load_config_file",
+    "user_cache",
+]

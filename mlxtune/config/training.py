@@ -1,0 +1,153 @@
+"""Options of a run, and the parts of them that trainer and pipeline take."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from mlxtune.checked import Checked
+from mlxtune.config.data import DataConfig
+from mlxtune.config.paths import as_path
+from mlxtune.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(DataConfig):
+    """Options of one run, for the command and for `mlxtune.train`.
+
+    Strings are converted to a field's type, so that values may come from flags and config files
+    alike.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    output: str = option("output", "adapters.safetensors")
+    checkpoint_dir: str | None = option("checkpoint_dir", None)
+    rank: int = option("rank", 8)
+    alpha: float = option("alpha", 16.0)
+    lr: float = option("lr", 1e-4)
+    epochs: int = option("epochs", 1)
+    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
+    memory_limit: float = option("memory_limit", 24.0)
+    schedule: str = option("schedule", "warmup-cosine")
+    warmup_fraction: float = option("warmup_fraction", 0.1)
+    lr_min: float = option("lr_min", 1e-6)
+    weight_decay: float = option("weight_decay", 0.01)
+    max_grad_norm: float = option("max_grad_norm", 1.0)
+    patience: int = option("patience", 5)
+    save_every: int = option("save_every", 1)
+    save_steps: int | None = option("save_steps", None)
+    save_minutes: float = option("save_minutes", 10.0)
+    keep: int = option("keep", 2)
+    overwrite: bool = option("overwrite", False)
+    on_nonfinite: str = option("on_nonfinite", "skip")
+    wait: bool = option("wait", False)
+    ignore_ledger: bool = option("ignore_ledger", False)
+    num_layers: int | None = option("num_layers", None)
+    dropout: float = option("dropout", 0.0)
+    max_steps: int | None = option("max_steps", None)
+    order: str = option("order", "shuffle")
+    dtype: str = option("dtype", "auto")
+    grad_checkpoint: str = option("grad_checkpoint", "auto")
+    compile: str = option("compile", "auto")
+    log_every: int = option("log_every", 10)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
+            problems += [
+                f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
+                "lower it or use another --schedule"
+            ]
+        return problems
+
+    @property
+    def output_path(self) -> Path:
+        """The adapter file to write."""
+        return as_path(self.output)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The checkpoint folder; by default `checkpoints` beside the output."""
+        if self.checkpoint_dir is None:
+            return self.output_path.parent / "checkpoints"
+        return as_path(self.checkpoint_dir)
+
+    def training(self) -> InstructTrainingConfig:
+        """Return the trainer's part of these options."""
+        names = {field.name for field in dataclasses.fields(InstructTrainingConfig)}
+        shared = {name: value for name, value in vars(self).items() if name in names}
+        # The trainer's own split is above 0; a run without validation hands it an empty set.
+        shared["val_split"] = self.val_split or InstructTrainingConfig.val_split
+        return InstructTrainingConfig(
+            **shared
+            | {
+                "early_stopping_patience": self.patience,
+                "checkpoint_dir": str(self.checkpoint_path),
+                "log_interval": self.log_every,
+            }
+        )
+
+    def pipeline(self) -> InstructConfig:
+        """Return the pipeline's part of these options."""
+        names = {field.name for field in dataclasses.fields(InstructConfig)}
+        shared = {name: value for name, value in vars(self).items() if name in names}
+        return InstructConfig(
+            **shared
+            | {
+                "lora_rank": self.rank,
+                "lora_alpha": self.alpha,
+                "learning_rate": self.lr,
+                "gradient_clip_norm": self.max_grad_norm,
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructTrainingConfig(Checked):
+    """Options of the trainer: epochs, split, validation, checkpoints, schedule.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    epochs: int = option("epochs", 3)
+    val_split: float = option("val_split", 0.2)
+    save_every: int = option("save_every", 1)
+    early_stopping_patience: int = option("patience", 5)
+    checkpoint_dir: str = option("checkpoint_dir", "checkpoints")
+    seed: int = option("seed", 42)
+    log_interval: int = option("log_every", 1)
+    warmup_fraction: float = option("warmup_fraction", 0.1)
+    lr_min: float = option("lr_min", 1e-6)
+    batch_size: int = option("batch_size", 4)
+    schedule: str = option("schedule", "warmup-cosine")
+    max_steps: int | None = option("max_steps", None)
+    order: str = option("order", "shuffle")
+    val_rows: int = option("val_rows", 1000)
+    save_steps: int | None = option("save_steps", None)
+    save_minutes: float = option("save_minutes", 10.0)
+    keep: int = option("keep", 2)
+    on_nonfinite: str = option("on_nonfinite", "skip")
+
+    def contradictions(self) -> list[str]:
+        return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructConfig(Checked):
+    """Options of the pipeline: LoRA, optimizer, clipping.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    lora_rank: int = option("rank", 16)
+    lora_alpha: float = option("alpha", 32.0)
+    learning_rate: float = option("lr", 2e-4)
+    epochs: int = option("epochs", 3)
+    max_seq_len: int = option("max_seq_len", 512)
+    gradient_clip_norm: float = option("max_grad_norm", 1.0)
+    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
+    num_layers: int | None = option("num_layers", None)
+    dropout: float = option("dropout", 0.0)
+    weight_decay: float = option("weight_decay", 0.01)
+    seed: int = option("seed", 42)
