@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxtune.checked import convert, field_types, flag
 from mlxtune.config import TrainConfig
 from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
-from mlxtune.options import convert, field_types, flag
 
 if TYPE_CHECKING:
     from mlxtune.core.checkpoint import Checkpoint

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.checked import flag
 from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
-from mlxtune.options import flag
 from tests.command import Cli, Outcome, files_in, finish, start
 
 

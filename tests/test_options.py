@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.checked import flag
 from mlxtune.config import CONFIGS, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.errors import ConfigError
-from mlxtune.options import OPTIONS, flag
+from mlxtune.options import OPTIONS
 from tests.configs import config, problems
 
 

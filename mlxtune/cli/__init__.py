@@ -1,0 +1,88 @@
+"""The command: builds a config, calls a recipe, prints, and is the only place that exits.
+
+Exit codes: 0 done, 1 a file, model or run failed, 2 options are wrong; 129, 130 and 143 a run that
+was stopped by a closed terminal, by Ctrl-C and by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import click
+
+from mlxtune.cli.bench import bench
+from mlxtune.cli.inspect import inspect
+from mlxtune.cli.plan import plan
+from mlxtune.cli.train import train
+from mlxtune.cli.verify import verify
+from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
+
+# In the order of --help.
+COMMANDS = (inspect, plan, train, verify, bench)
+
+
+class _InOrder(click.Group):
+    """A group whose help lists its commands in the order in which one uses them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_InOrder,
+    commands={str(each.name): each for each in COMMANDS},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="mlxtune", message="%(prog)s %(version)s")
+def command() -> None:
+    """Fine-tune MLX language models with LoRA."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit; what a person can mend ends in one line on stderr."""
+    warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
+        with command.make_context("mlxtune", arguments) as context:
+            command.invoke(context)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        _exit(error.format_message(), 2)
+    except (MlxTuneError, click.ClickException) as error:
+        if "--debug" in arguments:
+            raise
+        usage = isinstance(error, ConfigError | click.UsageError)
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        _fail(message, 2 if usage else 1)
+    except TrainingInterrupted as interrupt:
+        saved = "nothing to save"
+        if interrupt.checkpoint:
+            run = shlex.quote(str(interrupt.checkpoint.parent))
+            saved = f"saved to {interrupt.checkpoint}; go on with mlxtune train --resume {run}"
+        _exit(f"mlxtune: {interrupt}; {saved}", 128 + interrupt.signal)
+    except KeyboardInterrupt:
+        _exit("mlxtune: interrupted", 130)
+    except BrokenPipeError:
+        # What reads the output has seen enough; Python would say so again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _exit(f"mlxtune: error: {' '.join(message.split())}", code)
+
+
+def _exit(message: str, code: int) -> NoReturn:
+    # A name from a file may hold what a terminal would act on; the terminal itself may be gone.
+    with suppress(OSError):
+        click.echo(printable(message), err=True)
+    sys.exit(code)

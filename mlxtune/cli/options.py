@@ -1,0 +1,114 @@
+"""Click options from the fields of a config, and a config from what was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from mlxtune.checked import Checked, field_types, flag
+from mlxtune.config import load_config_file
+from mlxtune.errors import ConfigError
+from mlxtune.options import OPTIONS, SECTIONS
+
+Config = TypeVar("Config", bound=Checked)
+
+
+def config_options(config: type) -> list[click.Option]:
+    """Return a click option for each field of a config.
+
+    Values stay text, or None where not given: the config converts and checks all of them at once.
+    """
+    types = field_types(config)
+    return [
+        click.Option(
+            [flag(field.name)],
+            is_flag=types[field.name] is bool,
+            multiple=OPTIONS[field.metadata["option"]].several,
+            default=None,
+            metavar=_metavar(field.name, types[field.name]),
+            help=field.metadata["help"] + _default_text(field),
+        )
+        for field in dataclasses.fields(config)
+    ]
+
+
+def _metavar(name: str, annotation: Any) -> str | None:
+    bounds = OPTIONS[name]
+    if bounds.choices:
+        return "|".join(bounds.choices)
+    if annotation is bool:
+        return None
+    kinds = {"int": "N", "int | None": "N", "float": "X"}
+    return bounds.metavar or kinds.get(str(getattr(annotation, "__name__", annotation)), "PATH")
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if field.metadata["bounds"].required:
+        return "  [required]"
+    if field.default is None or field.default is False or field.default == ():
+        return ""
+    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
+
+
+class ConfigCommand(click.Command):
+    """A command with an option for each field of a config, and help in sections."""
+
+    config: type
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        shared: list[click.Parameter] = [
+            click.Option(
+                ["--config"], metavar="PATH", help="YAML or TOML file of options; flags win."
+            ),
+            click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+        ]
+        self.params = [*config_options(self.config), *self.params, *shared]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options section by section; those of the command itself close the last."""
+        records = {option.name: option.get_help_record(ctx) for option in self.get_params(ctx)}
+        names = {
+            section: [name for name in options if name in records]
+            for section, options in SECTIONS.items()
+        }
+        names["Run"].extend(str(name) for name in records if name not in OPTIONS)
+        for section, members in names.items():
+            if rows := [row for name in members if (row := records[name])]:
+                with formatter.section(section):
+                    formatter.write_dl(rows)
+
+
+def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
+    """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
+    options, problems = _read_options(kind, config, flags)
+    try:
+        checked = kind(**options)
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return checked
+
+
+def given(kind: type[Config], config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file and flags give, unchecked. Raises ConfigError for options unknown."""
+    options, problems = _read_options(kind, config, flags)
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _read_options(
+    kind: type[Config], config: str | None, flags: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    if config is not None:
+        options, problems = load_config_file(Path(os.path.expanduser(config)), kind)  # noqa: PTH111
+    return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems

@@ -1,0 +1,43 @@
+"""`mlxtune train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from mlxtune.cli.options import ConfigCommand, given, merged
+from mlxtune.config import TrainConfig
+
+
+class _TrainCommand(ConfigCommand):
+    config = TrainConfig
+
+
+@click.command(
+    cls=_TrainCommand,
+    epilog="Example: mlxtune train --model-path data/demo-qwen3 --data data/bookings.jsonl",
+)
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="",
+    metavar="[DIR]",
+    help="Go on with the run in a folder, by its own options; default: where checkpoints would be.",
+)
+@click.option("--dry-run", is_flag=True, help="Do everything up to the first step; print the plan.")
+def train(
+    config: str | None, debug: bool, dry_run: bool, resume: str | None, **options: Any
+) -> None:
+    """Train a LoRA adapter on chat data."""
+    if resume is None:
+        checked, found = merged(TrainConfig, config, options), None
+    else:
+        from mlxtune.resume import find_run
+
+        checked, found = find_run(resume, given(TrainConfig, config, options))
+
+    # Imported only now: the recipe loads mlx, and --help must not.
+    from mlxtune.train import train as run
+
+    run(checked, dry_run=dry_run, resume=found)
