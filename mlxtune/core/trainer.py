@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core import batch, run_folder
@@ -17,7 +17,6 @@ from mlxtune.core.corpus import Corpus
 from mlxtune.core.encode import Example
 from mlxtune.core.files import make_folder, write_json
 from mlxtune.core.metrics import (
-    InstructBatchResult,
     InstructEpochMetrics,
     SkippedStep,
     StepRecord,
@@ -26,6 +25,7 @@ from mlxtune.core.metrics import (
     perplexity,
 )
 from mlxtune.core.observer import TrainingObserver
+from mlxtune.core.pipeline import Pipeline
 from mlxtune.core.progress import MetricsLog, Progress, Record, improves
 from mlxtune.core.run_folder import Resumable
 from mlxtune.core.saving import Lines, Saver, Snapshot
@@ -35,40 +35,6 @@ from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 _EVALUATED_AT_ONCE = 32
 # Steps in a row that are not finite, after which a run ends.
 _SKIPPED_AT_MOST = 3
-
-
-class Pipeline(Protocol):
-    """What the trainer asks of a backend: a model, its LoRA matrices and an optimizer."""
-
-    @property
-    def learning_rate(self) -> float:
-        """The peak learning rate, which the schedule scales."""
-
-    def train_batch(
-        self, examples: Sequence[Example], *, step: int, learning_rate: float
-    ) -> InstructBatchResult:
-        """Take one optimizer step on all examples.
-
-        Raises NonFiniteLossError, and changes nothing, when the loss or gradient is not finite.
-        """
-
-    def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
-        """Return the loss over all supervised tokens of the examples."""
-
-    def snapshot(self) -> Snapshot:
-        """Return what writes the adapter, and all else that `restore` needs, into a folder.
-
-        It writes what is now, whenever it is called.
-        """
-
-    def load(self, folder: Path) -> None:
-        """Read back the adapter of a snapshot."""
-
-    def restore(self, folder: Path) -> None:
-        """Go on from a snapshot as if nothing had come between."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return what a checkpoint says of the adapter: lora_rank, lora_alpha, targets, …"""
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def test_losses_of_a_real_model_equal_the_golden_ones(shared: Path) -> None:
 
 
 def test_pipeline_is_what_the_trainer_asks_for(make_pipeline: MakePipeline) -> None:
-    from mlxtune.core.trainer import Pipeline
+    from mlxtune.core.pipeline import Pipeline
 
     pipeline: Pipeline = make_pipeline("qwen3")
     assert isinstance(pipeline.model, nn.Module)  # type: ignore[attr-defined]
