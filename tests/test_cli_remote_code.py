@@ -77,7 +77,7 @@ def test_looking_at_a_model_runs_none_of_its_code(
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("file", ["../own.py", "/tmp/own.py", "a/../../own.py", 3, ["own.py"]])
+@pytest.mark.parametrize("file", ["../own.py", "/own.py", "a/../../own.py", 3, ["own.py"]])
 def test_code_outside_of_the_folder_is_never_run(
     train: Cli, with_model_code: Path, marker: Path, file: Any
 ) -> None:
