@@ -20,7 +20,8 @@ from mlxtune.config import BenchConfig
 from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
 from mlxtune.errors import MlxTuneError
 from mlxtune.plan import choose_plan, first_epoch, work_of
-from mlxtune.train import open_model, say_findings, versions
+from mlxtune.provenance import versions
+from mlxtune.train import open_model, say_findings
 
 if TYPE_CHECKING:
     from mlxtune.console import RunConsole

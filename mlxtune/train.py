@@ -7,9 +7,6 @@ light: the backend brings mlx, the core numpy.
 from __future__ import annotations
 
 import os
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -17,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxtune.claims import check_paths, lock_folder, reserve_memory
 from mlxtune.config import TrainConfig, user_cache
-from mlxtune.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
-from mlxtune.errors import DataError, MlxTuneError, OutputError
+from mlxtune.dataset import Dataset, Reader, load_dataset
+from mlxtune.errors import DataError
 from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
+from mlxtune.provenance import provenance_of
 
 if TYPE_CHECKING:
     from mlxtune.backend.model import BaseModel
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from mlxtune.console import RunConsole
     from mlxtune.core.ledger import Ledger
     from mlxtune.core.memory_plan import MemoryPlan, Work
-    from mlxtune.core.model_files import ModelHash
     from mlxtune.core.run_folder import Resumable
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
@@ -165,69 +163,6 @@ def make_trainer(
     return trainer
 
 
-def check_paths(config: TrainConfig) -> Path:
-    """Find out before any work whether the files can be read and written.
-
-    Returns the model's folder. Raises ModelError, DataError or OutputError.
-    """
-    from mlxtune.backend import model_folder
-    from mlxtune.core.checkpoint import ADAPTER_CONFIG
-    from mlxtune.core.files import check_writable
-
-    folder = model_folder.find_folder(config.model_path)
-    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
-    output = config.output_path
-    if output.name == ADAPTER_CONFIG:
-        raise OutputError(f"{output}: is written beside the adapter: choose another --output")
-    read = [*data_files(config), *folder.iterdir()]
-    check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
-    check_writable(config.checkpoint_path, "--checkpoint-dir")
-    return folder
-
-
-def lock_folder(config: TrainConfig, resume: Resumable | None, held: ExitStack) -> None:
-    """Have no other process train into the folder for as long as `held`, or this process, lives.
-
-    Raises OutputError when one does, or when there is an unfinished run that is not to be resumed.
-    """
-    from mlxtune.core import run_folder
-
-    run = config.checkpoint_path
-    held.callback(run_folder.lock(run).release)
-    if resume is None and not config.overwrite and run_folder.unfinished(run):
-        raise OutputError(
-            f"{run}: holds an unfinished run: go on with it by mlxtune train --resume "
-            f"{shlex.quote(str(run))}, or start over with --overwrite"
-        )
-
-
-def reserve_memory(
-    config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
-) -> None:
-    """Reserve what the run is planned to take among the runs on this machine.
-
-    Raises MemoryLimitError when others hold it and the options say neither to wait nor to insist.
-    """
-    from mlxtune.backend import memory
-    from mlxtune.core import reservation
-
-    folder, run = user_cache() / "memory", str(config.checkpoint_path.absolute())
-    size, capacity = plan.peak.total, memory.capacity()
-    try:
-        if config.ignore_ledger:
-            lock = reservation.reserve(folder, size, sys.maxsize, run)
-        elif config.wait:
-            lock = reservation.reserve_when_free(folder, size, capacity, run, console.warn)
-        else:
-            lock = reservation.reserve(folder, size, capacity, run)
-    except OSError as error:
-        if isinstance(error, MlxTuneError):
-            raise
-        console.warn(f"{folder}: other runs cannot be told what memory this one takes: {error}")
-    else:
-        held.callback(lock.release)
-
-
 def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
     """Set the memory limits, then open the model, whose weights are not read yet."""
     from mlxtune.backend import memory, model
@@ -357,24 +292,3 @@ def finish(
     for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
         console.say("Done", line)
     console.say("Try it", report.usage_line(result, config), copyable=True)
-
-
-def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
-    """Return what a result depends on beside options and data."""
-    return {
-        "model_type": base.model_type,
-        "dtype": base.dtype,
-        "base_hash": model_hash.result(),
-        "versions": versions(),
-        "working_directory": str(Path.cwd()),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    import importlib.metadata
-
-    packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
-    return {"python": platform.python_version()} | {
-        package: importlib.metadata.version(package) for package in packages
-    }
