@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -16,6 +17,9 @@ from mlxtune.core import datafiles
 from tests.command import ROWS, Cli, Outcome, files_in
 from tests.models import sums, write_chat
 
+# The same bytes at any time, as names of tests are made of them.
+packed = functools.partial(gzip.compress, mtime=0)
+
 # The data file
 
 
@@ -26,9 +30,9 @@ from tests.models import sums, write_chat
         (b"\xef\xbb\xbf", "is empty|no rows"),
         (b"\n# a comment\n\n", "no rows|only blank lines and comments"),
         (bytes(range(256)) * 20, "is a binary file"),
-        (gzip.compress(b"{}\n"), "none of its 1 rows .*data.jsonl:1: no known format"),
-        (gzip.compress(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
-        (gzip.compress(bytes(range(256)) * 20), "is a binary file"),
+        (packed(b"{}\n"), "none of its 1 rows .*data.jsonl:1: no known format"),
+        (packed(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
+        (packed(bytes(range(256)) * 20), "is a binary file"),
         ('{"messages": []}\n'.encode("utf-16"), "is a binary file"),
         (b'[\n{"messages": []}\n]\n', "none of its 1 rows .*data.jsonl:1: no assist"),
         (b'[\n{"messages": []\n]\n', "data.jsonl:3: not a valid JSON array"),
@@ -123,7 +127,7 @@ def test_array_is_read_as_a_whole_only_up_to_a_size(
 ) -> None:
     file = tmp_path / "array.json.gz"
     content = json.dumps([{"text": "a" * 1000}] * 3).encode()
-    file.write_bytes(gzip.compress(content))
+    file.write_bytes(packed(content))
     monkeypatch.setattr(datafiles, "_MAX_ARRAY", len(content))
     assert train("--data", file, "--no-cache", "--dry-run", "--val-split", 0).code == 0
     monkeypatch.setattr(datafiles, "_MAX_ARRAY", len(content) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from mlxtune.core.datafiles import (
 from mlxtune.errors import DataError
 from tests.core.test_datafiles import BOM, GOOD, read, write
 
+# The same bytes at any time, as names of tests are made of them.
+packed = functools.partial(gzip.compress, mtime=0)
+
 # Files that are no data
 
 
@@ -23,11 +27,11 @@ from tests.core.test_datafiles import BOM, GOOD, read, write
     ("content", "reason"),
     [
         (b"", "is empty"),
-        (gzip.compress(b""), "is empty"),
+        (packed(b""), "is empty"),
         (b"\x1f\x8b", "is a damaged gzip file"),
         (b"\x1f\x8b\x08\x00 no gzip", "is a damaged gzip file"),
-        (gzip.compress(gzip.compress(GOOD)), "is a binary file"),
-        (gzip.compress(b"PAR1"), "is gzipped parquet"),
+        (packed(packed(GOOD)), "is a binary file"),
+        (packed(b"PAR1"), "is gzipped parquet"),
         (GOOD.decode().encode("utf-16"), "is a binary file"),
         (b"PK\x03\x04\x14\x00\x00", "is a binary file"),
     ],
@@ -45,7 +49,7 @@ def test_file_that_is_no_data_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize(
-    "content", [GOOD, BOM + b"\n [" + GOOD + b"]", gzip.compress(GOOD), b"PAR1", b"oops", b" "]
+    "content", [GOOD, BOM + b"\n [" + GOOD + b"]", packed(GOOD), b"PAR1", b"oops", b" "]
 )
 def test_file_that_looks_like_data_passes_the_check(tmp_path: Path, content: bytes) -> None:
     check_data_file(write(tmp_path, content))
@@ -136,7 +140,7 @@ def test_folder_of_many_files_is_told_in_one_short_line(tmp_path: Path) -> None:
 
 def test_two_train_files_in_a_folder_are_an_error_rather_than_a_choice(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "train.jsonl")
-    write(tmp_path, gzip.compress(GOOD), "train.jsonl.gz")
+    write(tmp_path, packed(GOOD), "train.jsonl.gz")
 
     with pytest.raises(DataError, match=r"is a folder with train\.jsonl and train\.jsonl\.gz: "):
         resolve([tmp_path])
