@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
+from mlxtune.doctor import doctor
 from mlxtune.inspect import inspect
 from mlxtune.resume import resume
 from mlxtune.train import TrainResult, train
@@ -62,6 +63,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "TrainingInterrupted",
+    "doctor",
     "inspect",
     "resume",
     "train",

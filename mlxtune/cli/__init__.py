@@ -17,6 +17,7 @@ from typing import NoReturn
 import click
 
 from mlxtune.cli.bench import bench
+from mlxtune.cli.doctor import doctor
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
 from mlxtune.cli.train import train
@@ -24,7 +25,7 @@ from mlxtune.cli.verify import verify
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
 # In the order of --help.
-COMMANDS = (inspect, plan, train, verify, bench)
+COMMANDS = (inspect, plan, train, verify, bench, doctor)
 
 
 class _InOrder(click.Group):

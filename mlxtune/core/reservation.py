@@ -47,7 +47,7 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _door(folder):
-        others = list(_held(folder))
+        others = reservations(folder)
         if others and sum(each.size for each in others) + size > capacity:
             raise MemoryLimitError(
                 f"this run needs {size / _GB:.1f} GB of {capacity / _GB:.1f}, and "
@@ -79,6 +79,11 @@ def reserve_when_free(
                 tell(f"waiting: {str(error).partition(': wait for it')[0]}")
             told = True
             sleep(POLL_SECONDS)
+
+
+def reservations(folder: Path) -> list[Reservation]:
+    """Return what other processes have reserved."""
+    return list(_held(folder))
 
 
 def _held(folder: Path) -> Iterator[Reservation]:
