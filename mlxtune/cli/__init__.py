@@ -7,6 +7,7 @@ was stopped by a closed terminal, by Ctrl-C and by SIGTERM.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import sys
 import warnings
@@ -17,6 +18,7 @@ from typing import NoReturn
 import click
 
 from mlxtune.cli.bench import bench
+from mlxtune.cli.completion import VARIABLE, complete, completion
 from mlxtune.cli.doctor import doctor
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
@@ -25,7 +27,7 @@ from mlxtune.cli.verify import verify
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
 # In the order of --help.
-COMMANDS = (inspect, plan, train, verify, bench, doctor)
+COMMANDS = (inspect, plan, train, verify, bench, doctor, completion)
 
 
 class _InOrder(click.Group):
@@ -40,7 +42,14 @@ class _InOrder(click.Group):
     commands={str(each.name): each for each in COMMANDS},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="mlxtune", message="%(prog)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, asked: _say_versions(context) if asked else None,
+    help="Show the version and exit.",
+)
 def command() -> None:
     """Fine-tune MLX language models with LoRA."""
 
@@ -49,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; what a person can mend ends in one line on stderr."""
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if asked := os.environ.get(VARIABLE):
+        sys.exit(complete(command, asked))
     try:
         # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
         with command.make_context("mlxtune", arguments) as context:
@@ -76,6 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)
+
+
+def _say_versions(context: click.Context) -> NoReturn:
+    from importlib import metadata
+
+    versions = []
+    for name in ("mlxtune", "mlx", "mlx-lm"):
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{name} not installed")
+    click.echo(f"{versions[0]} ({', '.join(versions[1:])}, Python {platform.python_version()})")
+    context.exit()
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -1,0 +1,124 @@
+"""Completion as the shells ask for it: by an environment variable, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import Cli
+
+COMMAND = [sys.executable, "-m", "mlxtune"]
+
+
+def completed(shell: str, *words: str, last: str = "") -> list[str]:
+    """Return what a shell is answered for `words`, the last of which is being typed."""
+    line = " ".join(["mlxtune", *words, last])
+    # fish gives the word itself, the others its place.
+    place = last if shell == "fish" else str(len(words) + 1)
+    environment = {
+        **os.environ,
+        "_MLXTUNE_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": line,
+        "COMP_CWORD": place,
+    }
+    process = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True)
+    assert process.stderr == ""
+    return process.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("shell", "dtypes"),
+    [
+        ("bash", ["plain,float32", "plain,float16"]),
+        ("zsh", ["plain", "float32", "_", "plain", "float16", "_"]),
+        ("fish", ["plain,float32", "plain,float16"]),
+    ],
+)
+def test_each_shell_is_given_the_choices_that_begin_so(shell: str, dtypes: list[str]) -> None:
+    assert completed(shell, "train", "--dtype", last="fl") == dtypes
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert "plain,train" in completed("bash", last="tr")
+    assert completed("bash", "train", last="--val-s") == ["plain,--val-split"]
+    assert completed("bash", "completion", last="z") == ["plain,zsh"]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["train", "--data"], "file"),
+        (["train", "--config"], "file"),
+        (["inspect", "--html"], "file"),
+        (["train", "--model-path"], "dir"),
+        (["verify", "--model-path"], "dir"),
+        (["train", "--checkpoint-dir"], "dir"),
+        (["train", "--resume"], "dir"),
+        (["verify"], "dir"),
+    ],
+)
+def test_files_and_folders_are_left_to_the_shell(words: list[str], kind: str) -> None:
+    assert completed("bash", *words, last="da") == [f"{kind},da"]
+
+
+def test_number_is_not_completed() -> None:
+    assert completed("bash", "train", "--rank", last="1") == []
+
+
+def test_completing_loads_nothing_slow() -> None:
+    code = (
+        "import sys\n"
+        "from mlxtune.cli import main\n"
+        "try: main()\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    words = {"COMP_WORDS": "mlxtune train --d", "COMP_CWORD": "2"}
+    environment = {**os.environ, **words, "_MLXTUNE_COMPLETE": "bash_complete"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "plain,--dtype" in process.stdout
+    loaded = {name.partition(".")[0] for name in process.stderr.split()}
+    assert not loaded & {"mlx", "mlx_lm", "transformers", "numpy", "rich"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_script_of_a_shell_asks_as_that_shell(cli: Cli, shell: str) -> None:
+    outcome = cli("completion", shell)
+    assert outcome.code == 0
+    assert f"_MLXTUNE_COMPLETE={shell}_complete" in outcome.out
+
+
+def test_unknown_shell_is_refused(cli: Cli) -> None:
+    assert "'bash', 'zsh', 'fish'" in cli("completion", "powershell").error
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_script_is_taken_by_its_shell_and_completes(cli: Cli, tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}, which is not installed")
+    script = tmp_path / "script"
+    script.write_text(cli("completion", shell).out)
+    own = tmp_path / "mlxtune"
+    own.write_text(f'#!/bin/sh\nexec {sys.executable} -m mlxtune "$@"\n')
+    own.chmod(0o755)
+    asked = {
+        "bash": f"source {script}; COMP_WORDS=(mlxtune trai); COMP_CWORD=1; "
+        "_mlxtune_completion mlxtune; echo ${COMPREPLY[@]}",
+        # Its functions want a terminal: that it is read is what can be seen without one.
+        "zsh": f"autoload -U compinit; compinit -D; source {script}; echo ${{_comps[mlxtune]}}",
+        "fish": f"source {script}; complete -C 'mlxtune trai'",
+    }
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    root = Path(__file__).parents[1]
+    environment["PYTHONPATH"] = str(root)
+    process = subprocess.run(
+        [shell, "-c", asked[shell]], env=environment, capture_output=True, text=True, check=True
+    )
+    expected = {"bash": "train", "zsh": "_mlxtune_completion", "fish": "train"}
+    assert process.stdout.split()[0] == expected[shell]
