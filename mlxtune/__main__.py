@@ -1,3 +1,5 @@
+"""The command as `python -m mlxtune`."""
+
 from mlxtune.cli import main
 
 main()

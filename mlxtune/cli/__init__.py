@@ -1,8 +1,4 @@
-"""The command: builds a config, calls a recipe, prints, and is the only place that exits.
-
-Exit codes: 0 done, 1 a file, model or run failed, 2 options are wrong; 129, 130 and 143 a run that
-was stopped by a closed terminal, by Ctrl-C and by SIGTERM.
-"""
+"""The command: builds a config, calls a recipe, prints, and is the only place that exits."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ import click
 from mlxtune.cli.bench import bench
 from mlxtune.cli.completion import VARIABLE, complete, completion
 from mlxtune.cli.doctor import doctor
+from mlxtune.cli.exit_codes import DONE, FAILED, MISUSED
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
 from mlxtune.cli.train import train
@@ -67,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
-        _exit(error.format_message(), 2)
+        _exit(error.format_message(), MISUSED)
     except (MlxTuneError, click.ClickException) as error:
         if "--debug" in arguments:
             raise
         usage = isinstance(error, ConfigError | click.UsageError)
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        _fail(message, 2 if usage else 1)
+        _fail(message, MISUSED if usage else FAILED)
     except TrainingInterrupted as interrupt:
         saved = "nothing to save"
         if interrupt.checkpoint:
@@ -85,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         # What reads the output has seen enough; Python would say so again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    sys.exit(0)
+        sys.exit(FAILED)
+    sys.exit(DONE)
 
 
 def _say_versions(context: click.Context) -> NoReturn:

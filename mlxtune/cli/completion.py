@@ -6,6 +6,8 @@ folder or one of a few words. Their metavar says so.
 
 from __future__ import annotations
 
+import re
+
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
@@ -43,7 +45,9 @@ class _Words(click.types.StringParamType):
     """Text whose values are what a metavar says: `a|b`, or PATH, FILE, DIR, RUN."""
 
     def __init__(self, metavar: str) -> None:
-        self._metavar = metavar.strip("[]")
+        # Of `RUN [RUN]...` and `[DIR]` the name.
+        named = re.match(r"\[?([A-Z]+)\b", metavar)
+        self._metavar = named[1] if named else metavar
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -1,0 +1,313 @@
+"""Write docs/reference.md, and the list of rooms in docs/architecture.md, from the code.
+
+    python docs/make_reference.py
+
+Both say what the code says: `tests/test_reference.py` fails while they do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+import mlxtune
+from mlxtune.checked import Bounds, Checked, field_types, flag
+from mlxtune.cli import COMMANDS
+from mlxtune.cli.exit_codes import EXIT_CODES
+from mlxtune.cli.options import ConfigCommand
+from mlxtune.core.run_files import RUN_FILES
+from mlxtune.options import SECTIONS
+
+DOCS = Path(__file__).parent
+PACKAGE = DOCS.parent / "mlxtune"
+REFERENCE, ARCHITECTURE = DOCS / "reference.md", DOCS / "architecture.md"
+ROOMS_BEGIN, ROOMS_END = "<!-- rooms: docs/make_reference.py -->", "<!-- end of rooms -->"
+KINDS = {"int": "whole number", "float": "number", "bool": "flag"}
+
+
+def reference() -> str:
+    """Return the text of docs/reference.md."""
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "Written by `docs/make_reference.py` from the code; change that, not this.",
+            "",
+            *_contents(),
+            "## Commands",
+            "",
+            *(line for each in COMMANDS for line in _command(each)),
+            "### `mlxtune --version`",
+            "",
+            "Prints the versions of mlxtune, mlx, mlx-lm and Python.",
+            "",
+            "## Exit codes",
+            "",
+            *_table(("code", "means"), [(str(code), said) for code, said in EXIT_CODES.items()]),
+            "## Files of a run",
+            "",
+            "Relative to the folder of `--output`; the second part is `--checkpoint-dir`, by "
+            "default `checkpoints`.",
+            "",
+            *_table(("file", "holds"), [(f"`{path}`", said) for path, said in RUN_FILES.items()]),
+            "## Python",
+            "",
+            *(line for name in mlxtune.__all__ for line in _name(name)),
+        ]
+    )
+
+
+def _contents() -> Iterator[str]:
+    names = ", ".join(f"[{each.name}](#mlxtune-{each.name})" for each in COMMANDS)
+    yield f"- [Commands](#commands): {names}"
+    yield "- [Exit codes](#exit-codes)"
+    yield "- [Files of a run](#files-of-a-run)"
+    yield "- [Python](#python)"
+    yield ""
+
+
+# Commands
+
+
+def _command(each: click.Command) -> Iterator[str]:
+    yield f"### `mlxtune {each.name}`"
+    yield ""
+    yield from _paragraphs(each.help or "")
+    arguments = [p for p in each.params if isinstance(p, click.Argument)]
+    usage = " ".join(["mlxtune", str(each.name), "[OPTIONS]", *map(_argument, arguments)])
+    example = (each.epilog or "").removeprefix("Example: ")
+    yield from ("```", usage, "```", "")
+    if example:
+        yield from ("Example:", "", "```sh", example, "```", "")
+    for section, rows in _sections(each):
+        if rows:
+            yield f"**{section}**"
+            yield ""
+            yield from _table(("option", "takes", "default", ""), rows)
+
+
+def _argument(argument: click.Argument) -> str:
+    if isinstance(argument.type, click.Choice):
+        return "|".join(map(str, argument.type.choices))
+    shown = argument.metavar or str(argument.name).upper()
+    if argument.nargs == -1 and not shown.endswith("..."):
+        shown += "..."
+    return shown if argument.required or shown.startswith("[") else f"[{shown}]"
+
+
+def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yield the options of a command section by section, those of its own in the last."""
+    fields = dataclasses.fields(each.config) if isinstance(each, ConfigCommand) else ()
+    types = field_types(each.config) if isinstance(each, ConfigCommand) else {}
+    # One command may call an option otherwise than another.
+    arguments = {p.name for p in each.params if isinstance(p, click.Argument)}
+    by_option = {f.metadata["option"]: f for f in fields if f.name not in arguments}
+    for section, options in SECTIONS.items():
+        ours = [by_option[name] for name in options if name in by_option]
+        yield section, [_option(field, types[field.name]) for field in ours]
+    names = {field.name for field in fields}
+    own = [p for p in each.params if isinstance(p, click.Option) and p.name not in names]
+    yield "Of the command itself" if fields else "Options", [_own_option(p) for p in own]
+
+
+def _option(field: dataclasses.Field[Any], annotation: Any) -> tuple[str, ...]:
+    bounds: Bounds = field.metadata["bounds"]
+    default = "required" if bounds.required else _default(field.default)
+    return f"`{flag(field.name)}`", _takes(bounds, annotation), default, field.metadata["help"]
+
+
+def _takes(bounds: Bounds, annotation: Any) -> str:
+    if bounds.choices:
+        return ", ".join(f"`{choice}`" for choice in bounds.choices)
+    limits = {
+        "at least": bounds.at_least,
+        "at most": bounds.at_most,
+        "above": bounds.above,
+        "below": bounds.below,
+    }
+    said = " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
+    kind = getattr(annotation, "__name__", str(annotation)).partition(" ")[0].partition("[")[0]
+    if kind in ("str", "tuple"):
+        named = bounds.metavar not in (None, "PATH", "FILE")
+        kind = f"`{bounds.metavar}`" if named else "path"
+    kind = KINDS.get(kind, kind)
+    return f"{kind}, {said}" if said else kind
+
+
+def _default(value: Any) -> str:
+    if value is None or value is False or value == () or value == "":
+        return ""
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _own_option(option: click.Option) -> tuple[str, ...]:
+    name = max(option.opts, key=len)
+    if isinstance(option.type, click.Choice):
+        takes = ", ".join(f"`{choice}`" for choice in option.type.choices)
+    elif option.is_flag:
+        takes = "flag"
+    else:
+        takes = KINDS.get(option.type.name.removesuffix("eger"), "text")
+        if option.metavar:
+            takes = {"PATH": "path", "FILE": "path"}.get(option.metavar, f"`{option.metavar}`")
+    if option.multiple:
+        takes += ", may be given again"
+    plain = isinstance(option.default, str | int | float)
+    default = "required" if option.required else _default(option.default if plain else None)
+    return f"`{name}`", takes, default, option.help or ""
+
+
+# Python
+
+
+def _name(name: str) -> Iterator[str]:
+    found = getattr(mlxtune, name)
+    yield f"### `{name}`"
+    yield ""
+    if inspect.isclass(found) and issubclass(found, BaseException):
+        bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
+        yield f"An exception, {bases}."
+        yield ""
+    elif inspect.isclass(found) and dataclasses.is_dataclass(found):
+        yield from ("```python", *_fields(found), "```", "")
+    else:
+        yield from ("```python", f"{name}{_signature(found)}", "```", "")
+    yield from _paragraphs(_doc(found))
+    if inspect.isclass(found) and not issubclass(found, BaseException):
+        yield from _methods(found)
+
+
+def _fields(found: type) -> Iterator[str]:
+    """Yield the fields of a dataclass as one would give them."""
+    yield f"{found.__name__}("
+    for field in dataclasses.fields(found):
+        given = ""
+        if field.default is not dataclasses.MISSING:
+            given = f" = {field.default!r}"
+        elif field.default_factory is not dataclasses.MISSING:
+            given = " = …"
+        yield f"    {field.name}: {field.type}{given},"
+    yield ")"
+
+
+def _methods(found: type) -> Iterator[str]:
+    for name, member in vars(found).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            yield f"- `.{name}`: {_first_line(_doc(member))}"
+        elif inspect.isfunction(member) or isinstance(member, classmethod):
+            function = member.__func__ if isinstance(member, classmethod) else member
+            if not (issubclass(found, Checked) and name == "contradictions"):
+                yield f"- `.{name}{_signature(function)}`: {_first_line(_doc(function))}"
+    yield ""
+
+
+def _signature(found: Any) -> str:
+    """Return a signature as it stands in the code, the same whatever the version of Python."""
+    parts, starred = [], False
+    for p in inspect.signature(found).parameters.values():
+        if p.name in ("self", "cls"):
+            continue
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            parts.append("*")
+        starred = starred or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        annotation = "" if p.annotation is p.empty else f": {p.annotation}"
+        default = "" if p.default is p.empty else f" = {_written(p.default)}"
+        parts.append(f"{stars}{p.name}{annotation}{default}")
+    returned = getattr(found, "__annotations__", {}).get("return")
+    arrow = f" -> {returned}" if returned and not inspect.isclass(found) else ""
+    return f"({', '.join(parts)}){arrow}"
+
+
+def _written(value: Any) -> str:
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return value.__name__ if value.__name__ != "<lambda>" else "…"
+    # The address of an object is another one each time.
+    return "…" if " at 0x" in repr(value) else repr(value)
+
+
+def _doc(found: Any) -> str:
+    own = found.__doc__ or ""
+    # What dataclasses make up where nobody wrote any.
+    return "" if own.startswith(f"{getattr(found, '__name__', '')}(") else inspect.cleandoc(own)
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield a docstring as Markdown; what is indented, or not to be wrapped, stays as it is."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        lines = paragraph.splitlines()
+        if not lines:
+            continue
+        if lines[0].strip() == "\b":
+            yield from ("```", *lines[1:], "```")
+        elif lines[0].startswith("    "):
+            yield from ("```", *inspect.cleandoc("\n" + paragraph).splitlines(), "```")
+        else:
+            yield " ".join(line.strip() for line in lines)
+        yield ""
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    yield _row(head)
+    yield _row(("---",) * len(head))
+    for row in rows:
+        yield _row(tuple(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row))
+    yield ""
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return re.sub(r" +", " ", f"| {' | '.join(cells)} |")
+
+
+# Rooms
+
+
+def rooms() -> str:
+    """Return the list of all modules, folder by folder, each with the first line of its text."""
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        folders.setdefault(path.parent, []).append(path)
+    lines: list[str] = []
+    for folder, files in folders.items():
+        own = folder / "__init__.py"
+        lines += [f"### `{folder.relative_to(DOCS.parent)}/`", "", _said(own), ""]
+        named = [f"`{path.name}`" for path in files if path != own]
+        rows = list(zip(named, (_said(path) for path in files if path != own), strict=True))
+        lines += _table(("room", "what it is"), rows)
+    return "\n".join(lines)
+
+
+def _said(path: Path) -> str:
+    return _first_line(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+
+
+def architecture(text: str) -> str:
+    """Return docs/architecture.md with the rooms as they are now."""
+    before, _, rest = text.partition(ROOMS_BEGIN)
+    _, _, after = rest.partition(ROOMS_END)
+    return f"{before}{ROOMS_BEGIN}\n\n{rooms()}\n{ROOMS_END}{after}"
+
+
+def main() -> None:
+    """Write both."""
+    REFERENCE.write_text(reference(), encoding="utf-8")
+    ARCHITECTURE.write_text(architecture(ARCHITECTURE.read_text(encoding="utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

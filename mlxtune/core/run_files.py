@@ -1,0 +1,45 @@
+"""Every file that a run leaves behind, and what it holds: for the reference, and for its test.
+
+Paths are relative to the folder of --output, with the default --checkpoint-dir.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST, MANIFEST, METADATA, METRICS
+from mlxtune.core.run_folder import LEDGER, PREVIOUS, RESULT
+
+_RUN = "checkpoints"
+# A checkpoint is one of these folders; N is an epoch or a step.
+_CHECKPOINT = f"{_RUN}/{{{BEST},epoch-N,step-N}}"
+RUN_FILES: dict[str, str] = {
+    ADAPTER: "the adapter, as mlx-lm loads it: of the best epoch by validation loss, or of the "
+    "last step without validation; its name is that of --output",
+    ADAPTER_CONFIG: "what mlx-lm asks of an adapter: its rank, scale, dropout and layers",
+    f"{_RUN}/{METRICS}": "a JSON line for every step, skipped step, validation and epoch so far",
+    f"{_RUN}/{LEDGER}": "where every row and every token of each data file went",
+    f"{_RUN}/{RESULT}": "how the run ended, once it has: steps, losses, the adapter's SHA-256",
+    f"{_CHECKPOINT}/{ADAPTER}": "the adapter at that moment",
+    f"{_CHECKPOINT}/{ADAPTER_CONFIG}": "the same as beside --output",
+    f"{_CHECKPOINT}/optimizer.safetensors": "AdamW's moments and step, for --resume",
+    f"{_CHECKPOINT}/{METRICS}": "the records up to that moment",
+    f"{_CHECKPOINT}/{LEDGER}": "the same as above",
+    f"{_CHECKPOINT}/{METADATA}": "every option, seeds, versions, hashes of the data and base model",
+    f"{_CHECKPOINT}/{MANIFEST}": "size and SHA-256 of each file of the checkpoint, written last",
+    f"{_RUN}/{PREVIOUS}/…": "the same of the run before, once a new one began in its place",
+}
+
+
+def described(path: str) -> str | None:
+    """Return the entry of RUN_FILES that a file of a run belongs to; None for one of none."""
+    for entry in RUN_FILES:
+        if re.fullmatch(_pattern(entry), path):
+            return entry
+    return None
+
+
+def _pattern(entry: str) -> str:
+    pattern = re.escape(entry).replace("…", ".*")
+    alternatives = re.sub(r"\\\{(.*?)\\\}", lambda m: f"({m[1].replace(',', '|')})", pattern)
+    return alternatives.replace(r"\-N", r"\-\d+")

@@ -1,0 +1,105 @@
+"""What is asked of every command: help with an example that can be typed, and a light start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from mlxtune.cli import COMMANDS
+from mlxtune.cli.options import ConfigCommand
+from tests.command import Cli
+
+ROOT = Path(__file__).parents[1]
+# Those whose result is a file, a conversation or text to be read or run as it is.
+NEEDS_NO_JSON = "train generate chat fuse export import report completion".split()
+each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda each: str(each.name))
+
+
+def examples(command: click.Command) -> list[list[str]]:
+    """Return the words of each example of a command, from `mlxtune` on."""
+    text = (command.epilog or "").removeprefix("Example: ")
+    parts: list[list[str]] = [[]]
+    words = shlex.shlex(text, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    for word in words:
+        if word in ("|", "&&", ";", "||"):
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return [part for part in parts if part[:1] == ["mlxtune"]]
+
+
+@each_command
+def test_help_says_what_a_command_does_and_shows_an_example(
+    cli: Cli, command: click.Command
+) -> None:
+    outcome = cli(command.name, "--help")
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert f"Usage: mlxtune {command.name} " in outcome.out
+    assert "Example: " in outcome.out
+    assert re.match(r"[A-Z]", command.help or "")
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert (parameter.help or "").strip(), parameter.name
+
+
+@each_command
+def test_example_can_be_typed_as_it_stands(command: click.Command) -> None:
+    typed = examples(command)
+    assert [words[1] for words in typed].count(str(command.name)) >= 1
+    for words in typed:
+        # With < and > what follows them is not the command's.
+        end = next((i for i, word in enumerate(words) if word[:1] in "<>"), len(words))
+        called = next(each for each in COMMANDS if each.name == words[1])
+        with called.make_context(called.name, words[2:end]) as context:
+            given = {k: v for k, v in context.params.items() if v not in (None, ())}
+        if isinstance(called, ConfigCommand):
+            names = called.config.__dataclass_fields__
+            called.config(**{k: v for k, v in given.items() if k in names})
+        for word in words:
+            if word.startswith(("data/", "docs/")):
+                assert (ROOT / word).exists(), word
+
+
+@each_command
+def test_program_gets_json_where_it_would_want_it(command: click.Command) -> None:
+    names = {parameter.name for parameter in command.params}
+    assert names & {"json", "as_json"} or command.name in NEEDS_NO_JSON
+
+
+def test_no_help_loads_anything_slow() -> None:
+    code = (
+        "import json, sys\n"
+        "from mlxtune.cli import COMMANDS, main\n"
+        "for each in ['', *(each.name for each in COMMANDS)]:\n"
+        "    try: main([each, '--help'] if each else ['--help'])\n"
+        "    except SystemExit as done: assert done.code == 0\n"
+        "print(json.dumps(list(sys.modules)), file=sys.stderr)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(process.stderr)}
+    slow = {"mlx", "mlx_lm", "transformers", "tokenizers", "numpy", "rich", "torch", "numba"}
+    assert not loaded & slow
+    assert process.stdout.count("Example: ") == len(COMMANDS)
+
+
+def test_help_of_the_group_lists_every_command_with_what_it_does(cli: Cli) -> None:
+    listed = cli("--help").out.partition("Commands:")[2].split("\n")
+    assert [line.split()[0] for line in listed if line.strip()] == [
+        str(each.name) for each in COMMANDS
+    ]

@@ -1,0 +1,32 @@
+"""A run leaves the files that the reference names, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.run_files import RUN_FILES, described
+from tests.command import Cli, files_in
+
+
+def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path) -> None:
+    for _ in range(2):  # the second moves the first one's files away
+        assert train("--save-steps", 2, "--keep", 5).code == 0
+    left = {path: described(path) for path in files_in(output.parent)}
+    assert [path for path, entry in left.items() if entry is None] == []
+    assert set(left.values()) == set(RUN_FILES)
+
+
+@pytest.mark.parametrize(
+    ("path", "entry"),
+    [
+        ("checkpoints/step-40/metadata.json", "checkpoints/{best,epoch-N,step-N}/metadata.json"),
+        ("checkpoints/previous/best/metadata.json", "checkpoints/previous/…"),
+        ("checkpoints/step-x/metadata.json", None),
+        ("checkpoints/step-1/metadata.json.tmp", None),
+        ("checkpoints/metricsXjsonl", None),
+    ],
+)
+def test_file_belongs_to_the_entry_that_names_it(path: str, entry: str | None) -> None:
+    assert described(path) == entry
