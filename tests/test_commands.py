@@ -19,7 +19,7 @@ from tests.command import Cli
 
 ROOT = Path(__file__).parents[1]
 # Those whose result is a file, a conversation or text to be read or run as it is.
-NEEDS_NO_JSON = "train generate chat fuse export import report completion".split()
+NEEDS_NO_JSON = ["train", "generate", "chat", "fuse", "export", "import", "report", "completion"]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda each: str(each.name))
 
 
