@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxtune.core.machine import MB, Device, Folder, Machine
+from mlxtune.core.machine import Device, Folder, Machine
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -191,7 +191,7 @@ def _limit(m: Machine, device: Device) -> Check:
         if m.wired_limit_mb == 0:
             more = (m.memory.total or 0) - 8 * GB
             if more > device.limit:
-                hint = f"for a larger model: sudo sysctl iogpu.wired_limit_mb={more // MB}"
+                hint = f"for a larger model: sudo sysctl iogpu.wired_limit_mb={more // 2**20}"
                 return Check(OK, "memory limit", found, f"{hint} (until the next start)")
         return Check(OK, "memory limit", found)
     if device.limit > device.capacity:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-MB = 10**6
 _MIB = 2**20
 
 

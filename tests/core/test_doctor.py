@@ -169,7 +169,7 @@ def test_default_limit_is_said_to_be_capped_with_a_way_to_more() -> None:
     (check,) = [c for c in diagnose(machine).checks if c.name == "memory limit"]
     assert check.level == "ok"
     assert "by default 11.0 GB: 24.0 GB, capped" in check.found
-    assert "sudo sysctl iogpu.wired_limit_mb=28000" in check.remedy
+    assert "sudo sysctl iogpu.wired_limit_mb=26702" in check.remedy
     set_already = replace(machine, wired_limit_mb=20000)
     assert all("sysctl" not in check.remedy for check in diagnose(set_already).checks)
 

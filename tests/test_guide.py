@@ -1,0 +1,165 @@
+"""The guide: its commands can be typed, its messages are said, its figures are those of now."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+
+from mlxtune.cli import COMMANDS
+from mlxtune.cli.options import ConfigCommand
+from tests import check_guide
+from tests.check_guide import ROOT, blocks
+
+GUIDE = check_guide.GUIDE.read_text(encoding="utf-8")
+BY_NAME = {str(command.name): command for command in COMMANDS}
+
+
+def in_blocks() -> list[str]:
+    """Return the commands of ours in the guide's blocks, which stand there whole."""
+    found = re.findall(r"(?ms)^```sh[^\n]*\n(.*?)^```$", GUIDE)
+    return sorted({line for block in found for line in re.findall(r"(?m)^mlxtune .*$", block)})
+
+
+def in_text() -> list[str]:
+    """Return those in its text and tables, where … stands for the rest."""
+    return sorted(set(re.findall(r"`(mlxtune [a-z]+ [^`]*)`", GUIDE)))
+
+
+def typed(line: str) -> tuple[click.Command, dict[str, Any]]:
+    """Return the command that a line calls, and what it gives. Raises UsageError."""
+    name, *words = (word for word in shlex.split(line)[1:] if word != "…")
+    if name not in BY_NAME:
+        pytest.skip(f"there is no mlxtune {name} yet")
+    command = BY_NAME[name]
+    with command.make_context(name, words) as context:
+        return command, {k: v for k, v in context.params.items() if v not in (None, ())}
+
+
+@pytest.mark.parametrize("line", in_blocks())
+def test_command_in_a_block_of_the_guide_can_be_typed(line: str) -> None:
+    command, given = typed(line)
+    if isinstance(command, ConfigCommand):
+        fields = {field.name for field in dataclasses.fields(command.config)}
+        command.config(**{name: value for name, value in given.items() if name in fields})
+
+
+@pytest.mark.parametrize("line", in_text())
+def test_command_in_the_text_of_the_guide_has_options_that_exist(line: str) -> None:
+    typed(line)
+
+
+def test_newcomers_path_goes_all_the_way() -> None:
+    called = [
+        word
+        for block in blocks(GUIDE)
+        for word in re.findall(r"(?m)^mlxtune ([a-z]+)", block.commands)
+    ]
+    path = ["doctor", "inspect", "plan", "train", "eval", "chat", "fuse", "export"]
+    assert [name for name in called if name in path] == path
+
+
+def test_short_form_takes_few_steps_and_changes_nothing_else() -> None:
+    text = "mlxtune train --lr 1\nmlxtune eval\n"
+    assert check_guide.shortened(text) == "mlxtune train --lr 1 --max-steps 6\nmlxtune eval\n"
+
+
+def test_block_says_what_it_writes_and_what_is_typed() -> None:
+    text = 'a\n```sh demo writes=x/y,z typed="Hi, you"\none\n```\n```sh\nnot run\n```\n'
+    (block,) = blocks(text)
+    assert (block.line, block.commands, block.writes) == (2, "one\n", ("x/y", "z"))
+    assert block.typed == "Hi, you\n"
+    with pytest.raises(ValueError, match="wirtes"):
+        list(blocks("```sh demo wirtes=x\n```\n"))
+
+
+@pytest.mark.parametrize(
+    ("commands", "writes", "said"),
+    [
+        ("true", (), None),
+        ("true\nfalse\ntrue", (), "ended with 1"),
+        ("touch a", ("a",), None),
+        ("touch a", ("b",), "did not write b"),
+        ("echo 'Traceback (most recent call last)'", (), "traceback"),
+        ("read line; test \"$line\" = 'Hi you'", (), None),
+    ],
+)
+def test_block_that_fails_is_found_out(
+    tmp_path: Path, commands: str, writes: tuple[str, ...], said: str | None
+) -> None:
+    block = check_guide.Block(1, "demo", commands, writes, "Hi you\n")
+    problem = check_guide.run(block, tmp_path, {"PATH": "/usr/bin:/bin"})
+    assert (problem is None) if said is None else (problem is not None and said in problem)
+
+
+# Messages
+
+
+@pytest.fixture(scope="module")
+def said_by_the_code() -> list[str]:
+    """Every text of the package, with … where a value goes."""
+    texts = []
+    for path in sorted((ROOT / "mlxtune").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def messages() -> list[str]:
+    """Return what stands in the first column of the tables of messages."""
+    tables = re.findall(r"(?ms)^\| message \| what to do \|\n\| --- \| --- \|\n(.*?)\n\n", GUIDE)
+    assert len(tables) == 2
+    return re.findall(r"(?m)^\| `(.*?)` \|", "\n".join(tables) + "\n")
+
+
+@pytest.mark.parametrize("message", messages())
+def test_message_of_the_guide_is_one_that_the_code_says(
+    message: str, said_by_the_code: list[str]
+) -> None:
+    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    assert any(pattern.search(text) for text in said_by_the_code)
+
+
+# Figures
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "docs" / "memory_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_memory_of_a_model_is_what_the_planner_says_now(maker: ModuleType, bits: int) -> None:
+    with maker.on_a_gpu():
+        found = maker.predicted("Qwen3 0.6B", bits)
+    assert f"| {found.cells()} |" in GUIDE, "out of date: run python docs/memory_table.py"
+    # By the model's own page: 0.6B parameters, of which 0.44B are not embeddings.
+    assert found.parameters == 596_049_920 or bits == 4
+
+
+def test_larger_models_and_longer_examples_take_more(maker: ModuleType) -> None:
+    rows = re.findall(r"(?m)^\| ([\w. ]+) \| (4|16) bits \| (.*) \|$", GUIDE)
+    assert {name for name, *_ in rows} == set(maker.MODELS)
+    for _, _, cells in rows:
+        weights, *peaks = map(float, cells.split(" | ")[:-1])
+        assert weights < peaks[0] < peaks[1] < peaks[2]
