@@ -95,6 +95,8 @@ def _device() -> tuple[Device | None, str]:
             errors="replace",
             timeout=_PATIENCE,
             env={**os.environ, "PYTHONPATH": path},
+            # Not where a file of the person's may bear the name of a library.
+            cwd="/",
         )
     except subprocess.TimeoutExpired:
         return None, f"no answer within {_PATIENCE:.0f} seconds"

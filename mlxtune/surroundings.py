@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from mlxtune.config import user_cache
+from mlxtune.config import as_path, user_cache
 from mlxtune.core import machine
 from mlxtune.core.machine import Folder, Memory, Power
 
@@ -80,21 +80,29 @@ def offline() -> str:
 
 def folders() -> dict[str, Folder]:
     """Return the folders that runs write to, by what they are for."""
-    found = {"folder": _folder(Path.cwd()), "cache": _folder(user_cache(), measured=True)}
-    found["downloads"] = _folder(_downloads())
-    try:
-        found["temporary"] = _folder(Path(tempfile.gettempdir()))
-    except FileNotFoundError:
-        found["temporary"] = Folder("", None, problem="no temporary folder can be written")
+    # Of these, the first may have been removed, and the last may be nowhere.
+    asked: dict[str, Callable[[], Path]] = {
+        "folder": Path.cwd,
+        "cache": user_cache,
+        "downloads": _downloads,
+        "temporary": lambda: Path(tempfile.gettempdir()),
+    }
+    found = {}
+    for name, path in asked.items():
+        try:
+            found[name] = _folder(path(), measured=name == "cache")
+        except OSError as error:
+            found[name] = Folder("", None, problem=error.strerror or str(error))
     return found
 
 
 def _downloads() -> Path:
     """Return where huggingface_hub keeps models, by its documentation of environment variables."""
     if own := os.environ.get("HF_HUB_CACHE"):
-        return Path(own)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("HF_HOME") or cache / "huggingface") / "hub"
+        return as_path(own)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return as_path(home) / "hub"
 
 
 def _folder(path: Path, *, measured: bool = False) -> Folder:

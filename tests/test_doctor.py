@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_mlx_that_cannot_be_imported_is_told_by_its_last_line(tmp_path: Path) ->
     assert outcome.code == 1
     assert "ImportError: libmlx.so: no such file" in outcome.out
     assert "Traceback" not in outcome.out + outcome.err
+
+
+def test_file_of_the_person_named_like_a_library_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("raise SystemExit(4)")
+    # As the installed command is started: without the folder that one is in.
+    code = "import sys; sys.path.remove(''); from mlxtune.cli import main; main(['doctor'])"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_mlx_imported_first_is_found_out() -> None:
@@ -179,6 +196,17 @@ def test_offline_is_what_hugging_face_takes_for_it(
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     assert surroundings.offline() == name
+
+
+def test_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> Path:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "cwd", gone)
+    monkeypatch.setattr(tempfile, "gettempdir", gone)
+    found = surroundings.folders()
+    assert found["folder"].problem == found["temporary"].problem == "No such file or directory"
+    assert found["cache"].problem == ""
 
 
 def test_tool_that_is_not_there_is_done_without() -> None:
