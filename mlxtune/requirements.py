@@ -9,14 +9,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from mlxtune.core.machine import Package
+from mlxtune.core.machine import MLX_LIBRARIES, Package
 
 _OURS = "mlxtune"
 # Whose requirements count too: with other versions they fail in ways that do not say so.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "dev")
-# Those that bring MLX's own library, each into the same place.
-_MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 _LIBRARY = "mlx/lib/libmlx."
 
 
@@ -35,7 +33,7 @@ def packages() -> tuple[Package, ...]:
 
 def mlx_libraries() -> tuple[str, ...]:
     """Return the packages that have put MLX's library in place."""
-    return tuple(name for name in _MLX_LIBRARIES if _brings_library(name))
+    return tuple(name for name in MLX_LIBRARIES if _brings_library(name))
 
 
 def _brings_library(name: str) -> bool:

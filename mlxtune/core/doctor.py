@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxtune.core.machine import Device, Folder, Machine
+from mlxtune.core.machine import MLX_LIBRARIES, Device, Folder, Machine
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -93,7 +93,9 @@ def _packages(m: Machine) -> Iterator[Check]:
     asked = [package for package in m.packages if not package.extra]
     shown = sorted((p for p in asked if p.name in _SHOWN), key=lambda p: _SHOWN.index(p.name))
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
-    bad = [package for package in asked if not package.serves]
+    # Any of them does: mlx-cpu need not be there where there is one for a GPU.
+    absent = {p.name for p in asked if p.installed is None} if m.libraries else set()
+    bad = [p for p in asked if not p.serves and not (p.name in absent & set(MLX_LIBRARIES))]
     # numba is for speed alone.
     slow = [package.name for package in bad if package.name in _FOR_SPEED]
     wrong = [package for package in bad if package.name not in _FOR_SPEED]
@@ -112,14 +114,9 @@ def _packages(m: Machine) -> Iterator[Check]:
         remedy = f"pip install --upgrade {name}"
         yield Check(PROBLEM, name, f"missing or too old: {_FOR_SPEED[name]}", remedy)
     if len(m.libraries) > 1:
-        # Whichever was installed last is in use, with the version of the other.
-        others = " ".join(m.libraries)
-        yield Check(
-            PROBLEM,
-            "mlx",
-            f"{' and '.join(m.libraries)} both bring MLX's library, into one file",
-            f"pip uninstall -y {others}, then install the one for this machine alone",
-        )
+        # Whichever was installed last is in use, perhaps with the version of another.
+        found = f"{' and '.join(m.libraries)} both bring MLX's library, into one file"
+        yield Check(PROBLEM, "mlx", found, _part(m))
     if m.mlx_first:
         remedy = "import mlxtune before mlx"
         found = "mlx was imported before mlxtune, which came too late to load a fast BLAS"
@@ -133,6 +130,14 @@ _FOR_SPEED = {
     "numba": "training on the CPU takes longer",
     "mkl": "without another fast BLAS, training on the CPU takes far longer",
 }
+
+
+def _part(m: Machine) -> str:
+    """Return how to keep one of the packages that bring MLX's library, as good as new."""
+    on_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
+    kept = on_gpu[-1] if on_gpu else m.libraries[0]
+    version = next((f"=={p.installed}" for p in m.packages if p.name == "mlx"), "")
+    return f"pip uninstall -y {' '.join(m.libraries)}, then pip install {kept}{version}"
 
 
 def _extras(m: Machine) -> str:

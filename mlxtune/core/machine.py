@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 _MIB = 2**20
+# The packages that bring MLX's own library, each into the same place.
+MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
 
 @dataclass(frozen=True)

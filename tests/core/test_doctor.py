@@ -143,10 +143,20 @@ def test_missing_numba_slows_down_and_does_not_stop() -> None:
     assert not check.stops
 
 
-def test_two_packages_that_bring_the_same_library_are_told_to_be_parted() -> None:
-    check = only(replace(LINUX, libraries=("mlx-cpu", "mlx-cuda-13")), "mlx")
+@pytest.mark.parametrize(("has_nvidia", "kept"), [(True, "mlx-cuda-13"), (False, "mlx-cpu")])
+def test_two_packages_that_bring_the_same_library_are_told_to_be_parted(
+    has_nvidia: bool, kept: str
+) -> None:
+    machine = replace(LINUX, libraries=("mlx-cpu", "mlx-cuda-13"), has_nvidia=has_nvidia)
+    check = next(c for c in bad(diagnose(machine)) if c.name == "mlx")
     assert "mlx-cpu and mlx-cuda-13" in check.found
-    assert "pip uninstall -y mlx-cpu mlx-cuda-13" in check.remedy
+    assert check.remedy == (f"pip uninstall -y mlx-cpu mlx-cuda-13, then pip install {kept}==9")
+
+
+def test_library_for_a_gpu_serves_in_place_of_that_for_the_cpu() -> None:
+    needed = replace(LINUX, packages=(*LINUX.packages, package("mlx-cpu", None)))
+    assert bad(diagnose(replace(needed, libraries=("mlx-cuda-13",)))) == []
+    assert only(replace(needed, libraries=()), "mlx-cpu").stops
 
 
 def test_extras_are_listed_and_those_for_nvidia_only_where_there_is_one() -> None:
