@@ -95,7 +95,7 @@ def _packages(m: Machine) -> Iterator[Check]:
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
     # Any of them does: mlx-cpu need not be there where there is one for a GPU.
     absent = {p.name for p in asked if p.installed is None} if m.libraries else set()
-    bad = [p for p in asked if not p.serves and not (p.name in absent & set(MLX_LIBRARIES))]
+    bad = [p for p in asked if not p.serves and p.name not in absent & set(MLX_LIBRARIES)]
     # numba is for speed alone.
     slow = [package.name for package in bad if package.name in _FOR_SPEED]
     wrong = [package for package in bad if package.name not in _FOR_SPEED]
@@ -164,7 +164,7 @@ def _device(m: Machine) -> Iterator[Check]:
         remedy = "MLX sees no GPU: run outside of a virtual machine, with the Mac's own Python"
         yield Check(PROBLEM, "device", found, remedy)
     elif m.has_nvidia and device.kind == "CPU":
-        remedy = "pip install 'mlxtune[cuda13]' (cuda12 for older drivers) to train on it"
+        remedy = "pip uninstall -y mlx-cpu, then pip install mlx-cuda-13 (12 for older drivers)"
         yield Check(NOTE, "device", f"{found}; there is an NVIDIA GPU, which is not used", remedy)
     else:
         yield Check(OK, "device", found)

@@ -115,7 +115,7 @@ def test_mac_without_metal_is_a_problem_that_does_not_stop() -> None:
 
 
 def test_gpu_that_is_not_used_is_noted() -> None:
-    assert "cuda13" in only(replace(LINUX, has_nvidia=True), "device").remedy
+    assert "mlx-cuda-13" in only(replace(LINUX, has_nvidia=True), "device").remedy
 
 
 def test_reference_blas_is_a_problem_with_both_remedies() -> None:
