@@ -52,10 +52,10 @@ class Layerwise:
         trained = [bool(tree_flatten(layer.trainable_parameters())) for layer in layers]
         first = trained.index(True)
         for layer in layers[first:]:
-            _intercept(layer, self._call)
+            intercept(layer, self._call)
         # Below the first that is trained there is no backward pass, and nothing to keep.
         for layer in layers[:first] if eager else ():
-            _intercept(layer, self._call_below)
+            intercept(layer, self._call_below)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -77,33 +77,9 @@ class Layerwise:
     def _call(self, layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if not self._running:
             return plain(*args, **options)
-        cache = next((c for c in (*args, *options.values()) if isinstance(c, PrefixCache)), None)
-        trained = tree_flatten(layer.trainable_parameters())
-        names = [name for name, _ in trained]
-        given = _floating((args, options))
-        keys, layout = replace(self._dropout), packed.layout()
-        made: list[Any] = []
-
-        def run(*inputs: mx.array) -> list[mx.array]:
-            # By the backward pass, another pass through the model may have set its own.
-            self._dropout.set(keys.rows, keys.positions)
-            own = inputs[len(given) : len(given) + len(names)]
-            layer.update(tree_unflatten(list(zip(names, own, strict=True))))
-            args_, options_ = _filled((args, options), inputs)
-            standing_in = cache.standing_in(inputs[len(given) + len(names) :]) if cache else None
-            with standing_in or nullcontext(), packed.laid_out(layout):
-                y = plain(*args_, **options_)
-                # Of what a layer gives, the arrays alone are kept: by the function's outputs.
-                made[:] = [tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, y)]
-                return [*_floating(y), *(cache.recorded if cache and not cache.given else ())]
-
-        values = [value for _, value in trained]
-        whole = [*given, *values, *(cache.given if cache else ())]
-        outputs = self._whole(layer, names, run, whole)
-        layer.update(tree_unflatten(trained))
-        if cache is not None and not cache.given:
-            cache.recorded = outputs[len(_floating(made[0])) :]
-        return _filled(made[0], outputs)
+        call = LayerCall(layer, plain, self._dropout, args, options)
+        outputs = self._whole(layer, call.names, call.run, [*call.given, *call.trained, *call.kept])
+        return call.result(outputs)
 
     def _whole(
         self, layer: nn.Module, names: Sequence[str], run: Run, given: list[mx.array]
@@ -144,6 +120,60 @@ class Layerwise:
         return self._reads.get(id(layer), Reads(inputs=behind))
 
 
+class LayerCall:
+    """A call of a layer as a function of arrays alone, which a gradient may flow through.
+
+    `run` takes the arrays `given` to the layer, its own that are `trained`, which have `names`, and
+    the keys and values `kept` of a prefix that ran before; `result` makes of what it returns what
+    the layer returns.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        plain: Callable[..., Any],
+        dropout: DropoutKeys,
+        args: Any,
+        options: Any,
+    ) -> None:
+        self.given = _floating((args, options))
+        trained = tree_flatten(layer.trainable_parameters())
+        self.names = [name for name, _ in trained]
+        self.trained = [value for _, value in trained]
+        caches = (c for c in (*args, *options.values()) if isinstance(c, PrefixCache))
+        self._cache = next(caches, None)
+        self.kept: list[mx.array] = list(self._cache.given) if self._cache else []
+        self._layer, self._plain = layer, plain
+        self._args, self._options = args, options
+        self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
+        self._made: Any = None
+
+    def run(self, *inputs: mx.array) -> list[mx.array]:
+        """Run the layer on its arrays; return those that it gives, and those that are recorded."""
+        # By the backward pass, another pass through the model may have set its own.
+        self._dropout.set(self._keys.rows, self._keys.positions)
+        cache, count = self._cache, len(self.given)
+        own = inputs[count : count + len(self.names)]
+        self._update(own)
+        args, options = _filled((self._args, self._options), inputs)
+        standing_in = cache.standing_in(inputs[count + len(own) :]) if cache else None
+        with standing_in or nullcontext(), packed.laid_out(self._layout):
+            y = self._plain(*args, **options)
+            # Of what a layer gives, the arrays alone are kept: by the function's outputs.
+            self._made = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, y)
+            return [*_floating(y), *(cache.recorded if cache and not cache.given else ())]
+
+    def result(self, outputs: list[mx.array]) -> Any:
+        """Return what the layer gives; it has its own arrays again."""
+        self._update(self.trained)
+        if self._cache is not None and not self._cache.given:
+            self._cache.recorded = outputs[len(_floating(self._made)) :]
+        return _filled(self._made, outputs)
+
+    def _update(self, own: Sequence[mx.array]) -> None:
+        self._layer.update(tree_unflatten(list(zip(self.names, own, strict=True))))
+
+
 # Stands where an array was, in what a layer takes or gives.
 _ARRAY = mx.array(0.0)
 
@@ -165,7 +195,8 @@ def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
     return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)
 
 
-def _intercept(module: nn.Module, call: Callable[..., Any]) -> None:
+def intercept(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call(module, plain, *args, **options)` run in the place of a module's own call."""
     kind = type(module)
 
     def instead(self: nn.Module, *args: Any, **options: Any) -> Any:
