@@ -14,9 +14,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from mlxtune.core import report
+from mlxtune.core import profile_report, report
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.observer import TrainingObserver
+from mlxtune.core.profile import ProfileRecord, StepProfile
 from mlxtune.core.trainer import InstructTrainer
 from mlxtune.errors import printable
 
@@ -74,6 +75,7 @@ class RunConsole(TrainingObserver):
         self._total_steps = 0
         self._epochs = 0
         self._average = report.SmoothedLoss()
+        self._profile = profile_report.ProfileSummary()
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
         """Print one line of a stage; text from files is never read as markup.
@@ -164,6 +166,12 @@ class RunConsole(TrainingObserver):
         if step == 0:
             self.say("Validation", f"before training: {report.loss(loss)}")
 
+    def on_profile(self, record: ProfileRecord) -> None:
+        """Print what a profiled step took; all of them are summed up at the end."""
+        self._profile.add(record)
+        if isinstance(record, StepProfile):
+            self.say("Profile", profile_report.step_line(record), copyable=True)
+
     def on_problem(self, message: str) -> None:
         """Warn of it."""
         self.warn(message)
@@ -173,7 +181,9 @@ class RunConsole(TrainingObserver):
         self.say("Training", report.epoch_line(metrics, best))
 
     def on_end(self) -> None:
-        """Close the bar."""
+        """Close the bar, and print the table of a profile."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        for number, line in enumerate(profile_report.table(self._profile)):
+            self.say("" if number else "Profile", line, copyable=True)

@@ -152,6 +152,10 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         "wait": Bounds("Wait where other runs hold the memory, instead of ending."),
         "ignore_ledger": Bounds("Train although other runs hold the memory."),
         "log_every": Bounds("Steps between progress lines when stderr is no terminal.", at_least=1),
+        "profile_interval": Bounds(
+            "Measure every so many steps, phase by phase and layer by layer; 0 turns it off.",
+            at_least=0,
+        ),
         "json": Bounds("Print JSON for programs; docs/inspect.md describes it."),
         "quiet": Bounds("Print warnings and errors only."),
     },

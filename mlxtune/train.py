@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mlxtune.console import RunConsole
     from mlxtune.core.ledger import Ledger
     from mlxtune.core.memory_plan import MemoryPlan, Work
+    from mlxtune.core.observer import TrainingObserver
+    from mlxtune.core.profile import Profiler
     from mlxtune.core.run_folder import Resumable
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
@@ -157,10 +159,29 @@ def make_trainer(
         run_config=asdict(config),
         observer=console,
         should_stop=should_stop,
+        profiler=make_profiler(config, setup.pipeline, console),
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)
     return trainer
+
+
+def make_profiler(
+    config: TrainConfig, pipeline: InstructPipeline, observer: TrainingObserver
+) -> Profiler | None:
+    """Return what measures the steps that are to be profiled; None where none are."""
+    if not config.profile_interval:
+        return None
+    from mlxtune.backend.profile import PipelineMeter
+    from mlxtune.core.profile import StepProfiler
+
+    return StepProfiler(
+        config.profile_interval,
+        PipelineMeter(pipeline),
+        config.checkpoint_path,
+        tell=observer.on_profile,
+        warn=observer.on_problem,
+    )
 
 
 def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from mlxtune.core.pack import Pack
 _POSITIONS_MULTIPLE = 64
 # Parameters from which on the CPU's kernels gain more than it takes to call them.
 _LARGE_MODEL = 10_000_000
+
+# The loss of the rows of hidden states (P, H) at the supervised positions.
+Head = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Forward:
             pack=how.pack and splits and eager,
         )
         self._shares: bool | None = None
+        self._around_head: Callable[[Head, mx.array], mx.array] | None = None
         # The longest example that may stand in one line with others, 0 where none may.
         self.packs_up_to = self._split.packs() if self.how.pack else 0
 
@@ -171,10 +176,21 @@ class Forward:
 
         `backward` tells whether a gradient will be asked for.
         """
-        if self._layerwise is None or not backward:
+        with self.running() if backward else nullcontext():
             return self._loss_sum(arrays)
-        with self._layerwise.running():
-            return self._loss_sum(arrays)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Have the layers that run in it prepare for their backward pass."""
+        return nullcontext() if self._layerwise is None else self._layerwise.running()
+
+    @contextmanager
+    def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
+        """Have `around(head, rows)` run in the place of `head(rows)`, where the model is split."""
+        self._around_head = around
+        try:
+            yield
+        finally:
+            self._around_head = None
 
     def _loss_sum(self, arrays: Mapping[str, Any]) -> mx.array:
         layout = arrays.get("layout")
@@ -194,11 +210,16 @@ class Forward:
         return caches
 
     def _loss_of(self, arrays: Mapping[str, Any], caches: list[Any] | None) -> mx.array:
-        inputs, targets = arrays["inputs"], arrays["targets"]
+        inputs = arrays["inputs"]
         if not self.how.split_head:
-            return cross_entropy_sum(self.model, inputs, targets, arrays["mask"])
+            return cross_entropy_sum(self.model, inputs, arrays["targets"], arrays["mask"])
         hidden = self._split.hidden(inputs, caches)
         rows = hidden.reshape(-1, hidden.shape[-1])[arrays["positions"]]
+        head = partial(self._head, arrays)
+        return head(rows) if self._around_head is None else self._around_head(head, rows)
+
+    def _head(self, arrays: Mapping[str, Any], rows: mx.array) -> mx.array:
+        targets = arrays["targets"]
         if self.how.cpu_kernels and self._split.weight is not None:
             return self._head_loss_sum(self._split.weight, rows, targets)
         losses = self._losses if self.how.cpu_kernels else fused_losses

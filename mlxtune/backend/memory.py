@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,8 +20,9 @@ _RAN_OUT = re.compile(
     r"|resource limit|memory allocation",
     re.IGNORECASE,
 )
-# The highest peak before MLX's own count was last reset.
+# The highest peak before MLX's own count was last reset, of the process and since `start_peak`.
 _highest = [0]
+_since_start = [0]
 
 
 @dataclass(frozen=True)
@@ -99,24 +102,50 @@ def peak_gb() -> float:
 
 def last_peak_gb() -> float:
     """Return the most memory that MLX has held at once since `start_peak`, in GB."""
-    return float(mx.get_peak_memory()) / GB
+    return _last_peak() / GB
+
+
+def _last_peak() -> int:
+    return max(_since_start[0], int(mx.get_peak_memory()))
 
 
 def start_peak() -> None:
     """Have the next peak be judged anew; `peak_bytes` stays what it was."""
     _highest[0] = peak_bytes()
+    _since_start[0] = 0
     mx.reset_peak_memory()
+
+
+def lap_peak() -> int:
+    """Return the most bytes that MLX has held at once since this was last asked.
+
+    All other peaks stay what they were.
+    """
+    peak = int(mx.get_peak_memory())
+    _highest[0], _since_start[0] = max(_highest[0], peak), max(_since_start[0], peak)
+    mx.reset_peak_memory()
+    return peak
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it, no peak is one of the run's."""
+    lap_peak()
+    try:
+        yield
+    finally:
+        mx.reset_peak_memory()
 
 
 def forget_peak() -> None:
     """Let all peaks start anew from what is in use."""
-    _highest[0] = 0
+    _highest[0] = _since_start[0] = 0
     mx.reset_peak_memory()
 
 
 def over_limit() -> bool:
     """Tell whether more has been in use since `start_peak` than the limit."""
-    return bool(mx.get_peak_memory() > mx.get_memory_limit())
+    return bool(_last_peak() > mx.get_memory_limit())
 
 
 def ran_out(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from mlxtune.backend import adapters, memory
 from mlxtune.backend.cpu.arrays import quiet
 from mlxtune.backend.forward import Execution, Forward
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
+from mlxtune.backend.profile import Phases
 from mlxtune.config import InstructConfig
 from mlxtune.core.batch import MicroBatch, collate, run_length
 from mlxtune.core.checkpoint import ADAPTER
@@ -80,8 +81,9 @@ class InstructPipeline:
             bias_correction=True,
         )
         self._optimizer.init(model.trainable_parameters())
-        gradients = mx.value_and_grad(self._scaled_loss)
-        self._gradients = mx.compile(gradients) if self.forward.how.compile else gradients
+        gradients = mx.value_and_grad(self.scaled_loss)
+        self.gradients = mx.compile(gradients) if self.forward.how.compile else gradients
+        self.phases = Phases()
         self._steps = 0
         self._warn = warn
         self._warned_of_single = False
@@ -117,6 +119,7 @@ class InstructPipeline:
         loss, grads, tokens = self.loss_and_gradients(examples, step)
         grads, norm = _clip(grads, self.config.gradient_clip_norm)
         mx.eval(grads, norm)
+        self.phases.end("clip")
         grad_norm = float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
@@ -126,6 +129,7 @@ class InstructPipeline:
             )
         self._update(grads, step, rate)
         memory.relieve_pressure()
+        self.phases.end("optimizer")
         self._steps = step
         return InstructBatchResult(
             loss, tokens, perplexity(loss), grad_norm, total_tokens=sum(map(len, examples))
@@ -150,12 +154,10 @@ class InstructPipeline:
         self.tokens_run = 0
         try:
             for group, batch in self.micro_batches(examples):
-                keys = None
-                if self.config.dropout:
-                    keys = step_keys(self.config.seed, step, batch.rows)
-                arrays = self.forward.arrays(batch, keys)
+                arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
+                self.phases.end("data", arrays)
                 with quiet():
-                    part, part_grads = self._gradients(parameters, arrays, mx.array(1 / tokens))
+                    part, part_grads = self.phases.gradients(self, parameters, arrays, scale)
                 loss = loss + part
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
                 # The device works on it while the next micro-batch is prepared.
@@ -163,6 +165,7 @@ class InstructPipeline:
                 self.tokens_run += group.tokens
                 memory.relieve_pressure()
             mx.eval(loss, grads)
+            self.phases.end("backward")
         finally:
             # What was traced stands in the model until now.
             self.model.update(parameters)
@@ -290,9 +293,16 @@ class InstructPipeline:
                 "the step was not applied: lower --lr"
             )
 
-    def _scaled_loss(
+    def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
+        """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""
+        keyed = self.config.dropout and self.model.training
+        keys = step_keys(self.config.seed, step, batch.rows) if keyed else None
+        return self.forward.arrays(batch, keys)
+
+    def scaled_loss(
         self, parameters: dict[str, Any], arrays: dict[str, Any], scale: mx.array
     ) -> mx.array:
+        """Return the loss of a micro-batch with these LoRA matrices, in its share of the step."""
         self.model.update(parameters)
         # Scaled by the count of the whole step before the backward pass, which keeps float16
         # gradients in range; the micro-batches then only add up.

@@ -51,6 +51,7 @@ class TrainConfig(DataConfig):
     grad_checkpoint: str = option("grad_checkpoint", "auto")
     compile: str = option("compile", "auto")
     log_every: int = option("log_every", 10)
+    profile_interval: int = option("profile_interval", 0)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
+from mlxtune.core.profile import ProfileRecord
 
 if TYPE_CHECKING:
     from mlxtune.core.trainer import InstructTrainer
@@ -32,8 +34,63 @@ class TrainingObserver:
     def on_checkpoint(self, folder: Path) -> None:
         """A checkpoint was written."""
 
+    def on_profile(self, record: ProfileRecord) -> None:
+        """A step, or the writing of a checkpoint, was profiled."""
+
     def on_problem(self, message: str) -> None:
         """Something went wrong that the run survives."""
 
     def on_end(self) -> None:
         """Training ended, however it did."""
+
+
+class Observers(TrainingObserver):
+    """Several observers, each of which hears of everything, in their order."""
+
+    def __init__(self, observers: Sequence[TrainingObserver]) -> None:
+        self._observers = list(observers)
+
+    def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_start(trainer, previous)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_step(record)
+
+    def on_evaluated(self, done: int, total: int) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_evaluated(done, total)
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_validation(step, loss)
+
+    def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_epoch(metrics, best)
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_checkpoint(folder)
+
+    def on_profile(self, record: ProfileRecord) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_profile(record)
+
+    def on_problem(self, message: str) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_problem(message)
+
+    def on_end(self) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_end()

@@ -2,6 +2,7 @@
 
 checkpoints/
 metrics.jsonl  ledger.json     what the run said so far, and where its rows went
+profile.jsonl                  where the time of its steps went, if that was asked for
 best/  epoch-2/  step-40/      checkpoints
 result.json                    how the run ended, once it has
 previous/                      the same of the run before
@@ -19,6 +20,7 @@ from typing import Any
 from mlxtune.core.checkpoint import BEST, METRICS, Checkpoint, checkpoint_folders, find_checkpoints
 from mlxtune.core.files import as_output_error, read_json, write_json
 from mlxtune.core.lock import Held, Lock
+from mlxtune.core.profile import PROFILE
 from mlxtune.core.progress import Progress
 from mlxtune.errors import OutputError
 
@@ -26,7 +28,7 @@ LEDGER = "ledger.json"
 RESULT = "result.json"
 PREVIOUS = "previous"
 LOCK = ".lock"
-_OF_A_RUN = ("epoch-*", "step-*", BEST, METRICS, LEDGER, RESULT)
+_OF_A_RUN = ("epoch-*", "step-*", BEST, METRICS, LEDGER, RESULT, PROFILE)
 
 
 @dataclass(frozen=True)

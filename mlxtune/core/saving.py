@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class Saver:
 
     `every_steps` and `every_minutes` say when one is due between the ends of epochs; `keep` how
     many remain beside `best/`. `records` are JSON values that each checkpoint holds, by file name.
-    `on_saved` hears of each that was written, `tell` of what could not be.
+    `on_saved` hears of each that was written, `tell` of what could not be; each is written within
+    `saving(step, folder)`.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Saver:
         keep: int,
         on_saved: Callable[[Path], None],
         tell: Callable[[str], None],
+        saving: Callable[[int, Path], AbstractContextManager[None]] = lambda *_: nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
@@ -47,6 +50,7 @@ class Saver:
         self._keep = keep
         self._on_saved = on_saved
         self._tell = tell
+        self._saving = saving
         self._clock = clock
         self._kept: list[Path] = []
         self._failing = False
@@ -114,7 +118,8 @@ class Saver:
                 write_json(folder / file, record)
 
         target = self.folder / name
-        checkpoint.write_checkpoint(target, fill, metadata, metrics())
+        with self._saving(metadata["step"], target):
+            checkpoint.write_checkpoint(target, fill, metadata, metrics())
         self.latest, self._failing = target, False
         self._on_saved(target)
         return target

@@ -26,6 +26,7 @@ from mlxtune.core.metrics import (
 )
 from mlxtune.core.observer import TrainingObserver
 from mlxtune.core.pipeline import Pipeline
+from mlxtune.core.profile import Profiler
 from mlxtune.core.progress import MetricsLog, Progress, Record, improves
 from mlxtune.core.run_folder import Resumable
 from mlxtune.core.saving import Lines, Saver, Snapshot
@@ -59,7 +60,8 @@ class InstructTrainer:
 
     `validation` replaces the split: its examples are evaluated and the whole corpus trains; when
     it is empty there is no validation. `sources` names the corpus's files. `run_config` is kept in
-    each checkpoint. `should_stop` is asked after each step and while validating.
+    each checkpoint. `should_stop` is asked after each step and while validating. `profiler` hears
+    of each step's phases.
 
     Raises ValueError when the corpus is empty or too small to split.
     """
@@ -75,6 +77,7 @@ class InstructTrainer:
         run_config: Mapping[str, Any] | None = None,
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        profiler: Profiler | None = None,
     ) -> None:
         if not corpus:
             raise ValueError("the corpus is empty: there is nothing to train on")
@@ -107,6 +110,7 @@ class InstructTrainer:
         self._run_config = dict(run_config) if run_config is not None else asdict(config)
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
+        self._profiler = profiler or Profiler()
         self._saver = Saver(
             self._folder,
             every_steps=config.save_steps,
@@ -114,6 +118,7 @@ class InstructTrainer:
             keep=config.keep,
             on_saved=self._observer.on_checkpoint,
             tell=self._observer.on_problem,
+            saving=self._profiler.saving,
         )
         self._log_fails = False
 
@@ -152,6 +157,7 @@ class InstructTrainer:
         if resume is not None:
             self._go_on_from(resume)
         self._log = MetricsLog(self._folder, self.progress)
+        self._profiler.start(self.progress.step)
         self._observer.on_start(self, previous)
         try:
             if resume is None:
@@ -234,16 +240,17 @@ class InstructTrainer:
         step = self.progress.step + 1
         learning_rate = self._schedule(step)
         started = time.perf_counter()
+        self._profiler.begin(step)
+        examples = [example for i in chosen for example in self.train_rows[i]]
+        self._profiler.end("data")
         try:
-            result = self.pipeline.train_batch(
-                [example for i in chosen for example in self.train_rows[i]],
-                step=step,
-                learning_rate=learning_rate,
-            )
+            result = self.pipeline.train_batch(examples, step=step, learning_rate=learning_rate)
         except NonFiniteLossError as error:
+            self._profiler.abandon()
             rows = [self._place_of(i) for i in chosen]
             self._skip(SkippedStep(step, epoch, learning_rate, str(error), rows), error)
             return
+        self._profiler.finish()
         record = StepRecord(
             step=step,
             epoch=epoch,
@@ -258,6 +265,7 @@ class InstructTrainer:
         )
         self._write(record)
         self._observer.on_step(record)
+        self._profiler.measure_layers(examples)
 
     def _place_of(self, index: int) -> str:
         file, row = self.train_rows.corpus.place_of(self.train_rows.indices[index])
