@@ -156,6 +156,11 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             "Measure every so many steps, phase by phase and layer by layer; 0 turns it off.",
             at_least=0,
         ),
+        "track": Bounds(
+            "Also write the run to trackio, tensorboard or wandb; may be given again.",
+            several=True,
+            metavar="NAME",
+        ),
         "json": Bounds("Print JSON for programs; docs/inspect.md describes it."),
         "quiet": Bounds("Print warnings and errors only."),
     },

@@ -26,7 +26,7 @@ _MAY_CHANGE = (
     *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir", "no_cache"),
     *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code"),
     *("save_every", "save_steps", "save_minutes", "keep", "overwrite", "on_nonfinite"),
-    *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval"),
+    *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval", "track"),
 )
 _NEVER_TAKEN = ("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
 _PATHS = ("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir")

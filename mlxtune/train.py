@@ -20,6 +20,7 @@ from mlxtune.dataset import Dataset, Reader, load_dataset
 from mlxtune.errors import DataError
 from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
 from mlxtune.provenance import provenance_of
+from mlxtune.tracking import check_trackers, trackers_of
 
 if TYPE_CHECKING:
     from mlxtune.backend.model import BaseModel
@@ -70,6 +71,7 @@ def train(
     from mlxtune.core.run_folder import LEDGER
     from mlxtune.interrupt import stop_on_interrupt
 
+    check_trackers(config.trackers)
     console = RunConsole(quiet=config.quiet, log_every=config.log_every, peak_gb=memory.peak_gb)
     folder, run = check_paths(config), config.checkpoint_path
     result = None
@@ -147,9 +149,11 @@ def make_trainer(
     config: TrainConfig, setup: Setup, console: RunConsole, should_stop: Callable[[], bool]
 ) -> InstructTrainer:
     """Make the trainer, and tell the ledgers which rows it holds out."""
+    from mlxtune.core.observer import Observers
     from mlxtune.core.trainer import InstructTrainer
 
     dataset = setup.dataset
+    observer = Observers([console, *trackers_of(config, console.warn)])
     trainer = InstructTrainer(
         setup.pipeline,
         dataset.corpus,
@@ -157,9 +161,9 @@ def make_trainer(
         validation=dataset.validation,
         sources=[ledger.path for ledger in dataset.ledgers],
         run_config=asdict(config),
-        observer=console,
+        observer=observer,
         should_stop=should_stop,
-        profiler=make_profiler(config, setup.pipeline, console),
+        profiler=make_profiler(config, setup.pipeline, observer),
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)

@@ -10,6 +10,9 @@ from mlxtune.config.data import DataConfig
 from mlxtune.config.paths import as_path
 from mlxtune.options import option
 
+# Each is an extra of the package.
+TRACKERS = ("trackio", "tensorboard", "wandb")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DataConfig):
@@ -52,6 +55,7 @@ class TrainConfig(DataConfig):
     compile: str = option("compile", "auto")
     log_every: int = option("log_every", 10)
     profile_interval: int = option("profile_interval", 0)
+    track: tuple[str, ...] = option("track", ())
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -60,7 +64,16 @@ class TrainConfig(DataConfig):
                 f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
                 "lower it or use another --schedule"
             ]
+        if unknown := [name for name in self.trackers if name not in TRACKERS]:
+            names = ", ".join(map(repr, unknown))
+            problems += [f"--track must be {' or '.join(TRACKERS)}, not {names}"]
         return problems
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names after --track, each once."""
+        names = (name.strip() for given in self.track for name in given.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def output_path(self) -> Path:

@@ -10,7 +10,7 @@ from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.profile import ProfileRecord
 
 if TYPE_CHECKING:
-    from mlxtune.core.trainer import InstructTrainer
+    from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
 
 class TrainingObserver:
@@ -39,6 +39,9 @@ class TrainingObserver:
 
     def on_problem(self, message: str) -> None:
         """Something went wrong that the run survives."""
+
+    def on_result(self, result: InstructTrainResult) -> None:
+        """Training came to its end."""
 
     def on_end(self) -> None:
         """Training ended, however it did."""
@@ -89,6 +92,11 @@ class Observers(TrainingObserver):
         """Tell each."""
         for each in self._observers:
             each.on_problem(message)
+
+    def on_result(self, result: InstructTrainResult) -> None:
+        """Tell each."""
+        for each in self._observers:
+            each.on_result(result)
 
     def on_end(self) -> None:
         """Tell each."""

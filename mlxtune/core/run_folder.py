@@ -5,6 +5,7 @@ metrics.jsonl  ledger.json     what the run said so far, and where its rows went
 profile.jsonl                  where the time of its steps went, if that was asked for
 best/  epoch-2/  step-40/      checkpoints
 result.json                    how the run ended, once it has
+tracking.json  tensorboard/  wandb/  what trackers know the run by, and their files
 previous/                      the same of the run before
 .lock                          held by the process that trains here
 """
@@ -28,7 +29,13 @@ LEDGER = "ledger.json"
 RESULT = "result.json"
 PREVIOUS = "previous"
 LOCK = ".lock"
-_OF_A_RUN = ("epoch-*", "step-*", BEST, METRICS, LEDGER, RESULT, PROFILE)
+# What the run is known by to each tracker, and the files of those that keep theirs here.
+TRACKING = "tracking.json"
+TENSORBOARD = "tensorboard"
+_OF_A_RUN = (
+    *("epoch-*", "step-*", BEST, METRICS, LEDGER, RESULT),
+    *(PROFILE, TRACKING, TENSORBOARD, "wandb"),
+)
 
 
 @dataclass(frozen=True)

@@ -169,12 +169,17 @@ class InstructTrainer:
             stopped_early = self._run_epochs()
             self._saver.finish()
             self._write_log()
+            result = self._result(stopped_early)
+            self._observer.on_result(result)
         except NonFiniteLossError as error:
             saved = self._saver.latest
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
             raise NonFiniteLossError(f"{error}; {kept}") from error
         finally:
             self._observer.on_end()
+        return result
+
+    def _result(self, stopped_early: bool) -> InstructTrainResult:
         best = self.progress.best
         return InstructTrainResult(
             epoch_metrics=self.progress.epochs,
