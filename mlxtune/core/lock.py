@@ -73,6 +73,7 @@ def _locked(path: Path) -> int:
             # Its last holder may have removed the file after we opened it.
             if _is(path, descriptor):
                 return descriptor
+        # Of whatever kind, Ctrl-C too: a descriptor that stays open would hold the lock.
         except BaseException:
             os.close(descriptor)
             raise
