@@ -57,6 +57,8 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "cache_dir": None,
         "no_cache": False,
         "log_every": 10,
+        "profile_interval": 0,
+        "track": (),
         "quiet": False,
         "save_steps": None,
         "save_minutes": 10.0,
