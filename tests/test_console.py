@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from mlxtune.console import RunConsole, Surviving
-from mlxtune.core.metrics import StepRecord
 from mlxtune.errors import printable
+from tests.core.records import step_record
 
 
 class Gone(io.StringIO):
@@ -32,23 +32,8 @@ class Gone(io.StringIO):
         return super().write(text)
 
 
-def record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=1,
-        loss=2.0,
-        learning_rate=1e-4,
-        grad_norm=1.0,
-        perplexity=7.4,
-        tokens=100,
-        supervised_tokens=50,
-        rows=4,
-        seconds=0.1,
-    )
-
-
 def trainer(taken: int = 0) -> Any:
-    history = [record(step) for step in range(1, taken + 1)]
+    history = [step_record(step) for step in range(1, taken + 1)]
     return SimpleNamespace(
         total_steps=10,
         config=SimpleNamespace(epochs=1),
@@ -64,7 +49,7 @@ def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> Non
     console = RunConsole(console=Console(file=stream, force_terminal=True, width=100))
     actions = {
         "start": lambda: console.on_start(trainer(), None),
-        "step": lambda: console.on_step(record(1)),
+        "step": lambda: console.on_step(step_record(1)),
         "warning": lambda: console.warn("something"),
         "end": console.on_end,
     }
@@ -72,7 +57,7 @@ def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> Non
         if name == closed_at:
             terminal.closed_by_now = True
         act()
-    console.on_step(record(2))
+    console.on_step(step_record(2))
     console.say("Done", "nobody hears")
     console.close()
 

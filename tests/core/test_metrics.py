@@ -10,31 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.metrics import (
-    StepRecord,
     TrainingMetrics,
     perplexity,
 )
-
-
-def record(step: int, loss: float, supervised_tokens: int = 10) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=1,
-        loss=loss,
-        learning_rate=1e-4,
-        grad_norm=0.5,
-        perplexity=perplexity(loss),
-        tokens=50,
-        supervised_tokens=supervised_tokens,
-        rows=4,
-        seconds=0.25,
-    )
+from tests.core.records import step_record
 
 
 def history(*losses: float, max_steps: int = 10) -> TrainingMetrics:
     metrics = TrainingMetrics(max_steps)
     for step, loss in enumerate(losses, start=1):
-        metrics.add(record(step, loss))
+        metrics.add(step_record(step, loss=loss))
     return metrics
 
 
@@ -68,7 +53,7 @@ def test_average_loss_weighs_each_step_by_its_supervised_tokens(
 ) -> None:
     metrics = TrainingMetrics(len(steps))
     for step, (loss, tokens) in enumerate(steps, start=1):
-        metrics.add(record(step, loss, tokens))
+        metrics.add(step_record(step, loss=loss, supervised_tokens=tokens))
 
     total = sum(Fraction(loss) * tokens for loss, tokens in steps)
     expected = float(total / sum(tokens for _, tokens in steps))
@@ -77,8 +62,8 @@ def test_average_loss_weighs_each_step_by_its_supervised_tokens(
 
 def test_average_loss_is_no_mean_of_means() -> None:
     metrics = TrainingMetrics(2)
-    metrics.add(record(1, loss=1.0, supervised_tokens=30))
-    metrics.add(record(2, loss=5.0, supervised_tokens=10))
+    metrics.add(step_record(1, loss=1.0, supervised_tokens=30))
+    metrics.add(step_record(2, loss=5.0, supervised_tokens=10))
 
     assert metrics.average_loss() == 2.0
 
@@ -94,7 +79,7 @@ def test_before_the_first_step_there_is_no_loss_and_no_last_step() -> None:
 def test_last_step_is_the_latest_record() -> None:
     metrics = history(3.0, 2.0)
 
-    assert metrics.last_step() == record(2, 2.0)
+    assert metrics.last_step() == step_record(2, loss=2.0)
     assert [one.step for one in metrics.history] == [1, 2]
 
 

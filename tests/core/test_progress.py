@@ -11,45 +11,22 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.metrics import (
-    InstructEpochMetrics,
     SkippedStep,
     StepRecord,
     ValidationRecord,
 )
 from mlxtune.core.progress import MetricsLog, Progress, Record, same_but_for_times
 from mlxtune.errors import OutputError
+from tests.core.records import epoch_metrics, step_record
 
 
 def step(number: int, epoch: int = 1) -> StepRecord:
-    return StepRecord(
-        step=number,
-        epoch=epoch,
-        loss=2.0 / number,
-        learning_rate=1e-4,
-        grad_norm=0.1 + 0.2,
-        perplexity=7.4,
-        tokens=100,
-        supervised_tokens=50,
-        rows=4,
-        seconds=0.1,
-    )
+    # Its gradient's norm is a number whose shortest form has 17 digits.
+    return step_record(number, epoch=epoch, loss=2.0 / number, grad_norm=0.1 + 0.2)
 
 
 def skipped(number: int, epoch: int = 1) -> SkippedStep:
     return SkippedStep(number, epoch, 1e-4, "the loss is nan", ["chat.jsonl:4", "chat.jsonl:9"])
-
-
-def epoch(number: int, val_loss: float | None) -> InstructEpochMetrics:
-    return InstructEpochMetrics(
-        epoch=number,
-        train_loss=2.0,
-        train_perplexity=7.4,
-        val_loss=val_loss,
-        val_perplexity=None if val_loss is None else 3.0,
-        learning_rate=1e-4,
-        epoch_time_ms=12,
-        samples_per_sec=3.5,
-    )
 
 
 def validation(number: int, loss: float) -> ValidationRecord:
@@ -60,8 +37,8 @@ def whole() -> list[Record]:
     """Two epochs of two steps, of which one was skipped."""
     return [
         validation(0, 4.0),
-        *(step(1), skipped(2), validation(2, 3.0), epoch(1, 3.0)),
-        *(step(3, 2), step(4, 2), validation(4, 3.5), epoch(2, 3.5)),
+        *(step(1), skipped(2), validation(2, 3.0), epoch_metrics(1, 3.0)),
+        *(step(3, 2), step(4, 2), validation(4, 3.5), epoch_metrics(2, 3.5)),
     ]
 
 
@@ -80,7 +57,7 @@ def test_what_follows_from_the_records() -> None:
     progress = Progress(whole())
     assert progress.step == 4
     assert [metrics.epoch for metrics in progress.epochs] == [1, 2]
-    assert progress.best == epoch(1, 3.0)
+    assert progress.best == epoch_metrics(1, 3.0)
     assert progress.initial_val_loss == 4.0
     assert progress.skipped_in_a_row == []
 
@@ -92,9 +69,9 @@ def test_what_follows_from_the_records() -> None:
 
 
 def test_first_of_two_epochs_that_are_as_good_is_the_best() -> None:
-    records: list[Record] = [epoch(1, 3.0), epoch(2, 3.0), epoch(3, None)]
-    assert Progress(records).best == epoch(1, 3.0)
-    assert Progress([epoch(1, None)]).best is None
+    records: list[Record] = [epoch_metrics(1, 3.0), epoch_metrics(2, 3.0), epoch_metrics(3, None)]
+    assert Progress(records).best == epoch_metrics(1, 3.0)
+    assert Progress([epoch_metrics(1, None)]).best is None
 
 
 @pytest.mark.parametrize(
@@ -150,8 +127,8 @@ def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: st
 
 
 def test_runs_are_the_same_whatever_time_they_took() -> None:
-    slower = [replace(step(1), seconds=9.0), replace(epoch(1, 3.0), epoch_time_ms=99)]
-    assert same_but_for_times(slower, [step(1), epoch(1, 3.0)])
+    slower = [replace(step(1), seconds=9.0), replace(epoch_metrics(1, 3.0), epoch_time_ms=99)]
+    assert same_but_for_times(slower, [step(1), epoch_metrics(1, 3.0)])
     assert not same_but_for_times([step(1)], [replace(step(1), loss=2.1)])
     assert not same_but_for_times([step(1)], [step(1), step(2)])
 

@@ -19,6 +19,7 @@ from mlxtune.core.inspection import Finding, Place
 from mlxtune.core.ledger import Ledger
 from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+from tests.core.records import epoch_metrics, step_record
 
 
 @pytest.mark.parametrize(
@@ -143,19 +144,8 @@ def test_finding_names_the_first_row_and_how_many_more_there_are(
 
 
 def record(step: int, **changes: Any) -> StepRecord:
-    values = {
-        "step": step,
-        "epoch": 1,
-        "loss": 2.34567,
-        "learning_rate": 1e-4,
-        "grad_norm": 0.98765,
-        "perplexity": 10.4,
-        "tokens": 3000,
-        "supervised_tokens": 1000,
-        "rows": 4,
-        "seconds": 0.5,
-    }
-    return StepRecord(**values | changes)
+    values = {"loss": 2.34567, "grad_norm": 0.98765, "tokens": 3000, "supervised_tokens": 1000}
+    return step_record(step, **values | {"seconds": 0.5} | changes)
 
 
 def test_smoothed_loss_is_an_exponential_moving_average_from_the_first_loss() -> None:
@@ -194,16 +184,7 @@ def test_step_line_has_loss_rate_norm_speed_and_memory() -> None:
 
 
 def epoch(number: int, val_loss: float | None) -> InstructEpochMetrics:
-    return InstructEpochMetrics(
-        epoch=number,
-        train_loss=2.0,
-        train_perplexity=7.389,
-        val_loss=val_loss,
-        val_perplexity=None if val_loss is None else 1.0,
-        learning_rate=1e-4,
-        epoch_time_ms=65_000,
-        samples_per_sec=12.34,
-    )
+    return epoch_metrics(number, val_loss, epoch_time_ms=65_000, samples_per_sec=12.34)
 
 
 def test_epoch_line_tells_a_best_epoch_from_another_and_from_one_without_validation() -> None:
