@@ -5,36 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import mlxtune
 from mlxtune.core.lock import Held, Lock, holder_of
+from tests.holders import hold_elsewhere
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 from mlxtune.core.lock import Lock
 lock = Lock(Path(sys.argv[1]), {"run": "theirs"})
-print("held", flush=True)
-time.sleep(60)
 """
-
-
-def hold_elsewhere(path: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(Path(mlxtune.__file__).parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
 
 
 def test_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
@@ -55,7 +38,7 @@ def test_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
 
 def test_lock_of_another_process_says_who_it_is_and_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    process = hold_elsewhere(path)
+    process = hold_elsewhere(HOLDER, path)
     try:
         with pytest.raises(Held) as held:
             Lock(path)

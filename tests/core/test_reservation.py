@@ -5,38 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import mlxtune
 from mlxtune.core import reservation
 from mlxtune.core.reservation import reserve, reserve_when_free
 from mlxtune.errors import MemoryLimitError
+from tests.holders import hold_elsewhere
 
 GB = 10**9
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 from mlxtune.core.reservation import reserve
 lock = reserve(Path(sys.argv[1]), int(sys.argv[2]), 10**18, "their run")
-print("held", flush=True)
-time.sleep(60)
 """
-
-
-def hold_elsewhere(folder: Path, size: int) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(Path(mlxtune.__file__).parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), str(size)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -47,7 +31,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 def test_runs_that_fit_together_are_let_in_and_one_more_is_told_who_holds_what(
     tmp_path: Path,
 ) -> None:
-    theirs = hold_elsewhere(tmp_path / "new" / "folder", 6 * GB)
+    theirs = hold_elsewhere(HOLDER, tmp_path / "new" / "folder", 6 * GB)
     try:
         mine = reserve(tmp_path / "new" / "folder", 4 * GB, 10 * GB, "mine")
         with pytest.raises(MemoryLimitError) as refused:
@@ -67,7 +51,7 @@ def test_runs_that_fit_together_are_let_in_and_one_more_is_told_who_holds_what(
 
 
 def test_what_a_dead_process_held_is_free_and_its_file_removed(tmp_path: Path) -> None:
-    kill(hold_elsewhere(tmp_path, 10 * GB))
+    kill(hold_elsewhere(HOLDER, tmp_path, 10 * GB))
     assert len(list(tmp_path.glob("*.run"))) == 1
     lock = reserve(tmp_path, 10 * GB, 10 * GB, "mine")
     assert list(tmp_path.glob("*.run")) == [lock.path]
@@ -81,7 +65,7 @@ def test_run_by_itself_is_let_in_whatever_it_takes(tmp_path: Path) -> None:
 
 
 def test_whoever_waits_is_let_in_when_the_other_ends(tmp_path: Path) -> None:
-    theirs = hold_elsewhere(tmp_path, 10 * GB)
+    theirs = hold_elsewhere(HOLDER, tmp_path, 10 * GB)
     told: list[str] = []
     slept: list[float] = []
 
