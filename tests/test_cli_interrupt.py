@@ -22,15 +22,34 @@ def long_run(model: Path, chat: Path, output: Path) -> list[object]:
     return ["train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1]
 
 
+def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
+    """Send a signal to a run that has said something, and wait for its end."""
+    process = start(*run)
+    read = read_until(process, heard)
+    process.send_signal(number)
+    return finish(process, read)
+
+
+def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
+    """Send a signal again to a run that has said that it will stop."""
+    # Steps long enough for that.
+    rows = write_chat(output.parents[1] / "many.jsonl", sums(4000))
+    paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
+    process = start("train", *paths, "--batch-size", 4000)
+    read = read_until(process, "Plan")
+    time.sleep(0.3)
+    process.send_signal(number)
+    read += read_until(process, "stopping")
+    process.send_signal(number)
+    return finish(process, read)
+
+
 def test_interrupt_finishes_the_step_saves_and_says_where(
     long_run: list[object], model: Path, output: Path
 ) -> None:
     from mlx_lm.utils import load
 
-    process = start(*long_run)
-    read = read_until(process, "step 3/")
-    process.send_signal(signal.SIGINT)
-    outcome = finish(process, read)
+    outcome = signalled(long_run, "step 3/", signal.SIGINT)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     lines = outcome.err.splitlines()
@@ -75,17 +94,8 @@ def test_interrupt_in_a_step_lets_the_step_end(
     assert (folder / "adapters.safetensors").is_file()
 
 
-def test_second_interrupt_ends_at_once(model: Path, tmp_path: Path, output: Path) -> None:
-    # Steps long enough to be interrupted twice.
-    rows = write_chat(tmp_path / "many.jsonl", sums(4000))
-    paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
-    process = start("train", *paths, "--batch-size", 4000)
-    read = read_until(process, "Plan")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    read += read_until(process, "stopping")
-    process.send_signal(signal.SIGINT)
-    outcome = finish(process, read)
+def test_second_interrupt_ends_at_once(model: Path, output: Path) -> None:
+    outcome = signalled_twice(model, output, signal.SIGINT)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
@@ -112,10 +122,7 @@ def test_interrupt_while_loading_ends_without_a_traceback(
 
 
 def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[object]) -> None:
-    process = start(*long_run)
-    read = read_until(process, "Memory")
-    process.send_signal(signal.SIGINT)
-    outcome = finish(process, read)
+    outcome = signalled(long_run, "Memory", signal.SIGINT)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     assert outcome.err.splitlines()[-1].startswith("mlxtune: interrupted")
@@ -127,10 +134,7 @@ def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[obje
 def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     long_run: list[object], output: Path, number: signal.Signals, code: int
 ) -> None:
-    process = start(*long_run)
-    read = read_until(process, "step 3/")
-    process.send_signal(number)
-    outcome = finish(process, read)
+    outcome = signalled(long_run, "step 3/", number)
     assert outcome.code == code
     said = re.search(r"saved to (\S+);", outcome.err.splitlines()[-1])
     assert said
@@ -138,16 +142,9 @@ def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     assert not (output.parent / "checkpoints" / ".lock").exists()
 
 
-def test_second_signal_to_terminate_ends_at_once(model: Path, tmp_path: Path, output: Path) -> None:
-    rows = write_chat(tmp_path / "many.jsonl", sums(4000))
-    paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
-    process = start("train", *paths, "--batch-size", 4000)
-    read = read_until(process, "Plan")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    read += read_until(process, "stopping")
-    process.send_signal(signal.SIGTERM)
-    assert finish(process, read).code in (143, -signal.SIGTERM)
+def test_second_signal_to_terminate_ends_at_once(model: Path, output: Path) -> None:
+    outcome = signalled_twice(model, output, signal.SIGTERM)
+    assert outcome.code in (143, -signal.SIGTERM)
     assert not list(output.parent.rglob("*.safetensors"))
 
 
