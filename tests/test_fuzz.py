@@ -11,9 +11,11 @@ from random import Random
 
 import pytest
 
-from tests import fuzz, mutations
-from tests.fuzz import FOLDERS, Place, names_of, prepare, report, run_case
+from tests import fuzz, fuzz_cases, mutations
+from tests.fuzz import names_of, report
+from tests.fuzz_cases import FOLDERS, Place, prepare, run_case
 from tests.models import THINKING, write_model
+from tests.mutated_folders import mutate_model
 
 SEED = 2
 
@@ -49,7 +51,7 @@ def test_cases_depend_on_their_seed_and_number_alone(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = write_model(tmp_path / name, "qwen3")
         (folder / "chat_template.jinja").write_text(THINKING)
-        mutations.mutate_model(Random("1:model:1"), folder)
+        mutate_model(Random("1:model:1"), folder)
         files = sorted(path for path in folder.iterdir() if path.is_file())
         folders.append([(path.name, path.read_bytes()) for path in files])
     assert folders[0] == folders[1]
@@ -85,7 +87,7 @@ def test_command_that_does_what_it_must_not_is_found_and_its_files_are_kept(
     said: str,
 ) -> None:
     monkeypatch.chdir(place.cases)
-    monkeypatch.setattr(fuzz, "SECONDS", 0.15 if "took" in said else 10)
+    monkeypatch.setattr(fuzz_cases, "SECONDS", 0.15 if "took" in said else 10)
     monkeypatch.setattr(sys.modules["mlxtune.inspect"], "show", lambda config: fault(place))
     # The first that is inspected.
     results = ((name, run_case(place, SEED, name)) for name in names_of(20, 0))
