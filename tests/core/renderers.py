@@ -164,3 +164,6 @@ def answers(rendering: Rendering) -> list[str]:
 
 def prompts(rendering: Rendering) -> list[str]:
     return [one.text[:start] for one in rendering.texts for start, _ in one.spans]
+
+
+TWO_TURNS = converse(("user", "Hi"), ("assistant", "Hello!"), ("user", "?"), ("assistant", "!"))
