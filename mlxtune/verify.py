@@ -107,6 +107,9 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             output=str(Path(scratch) / ADAPTER),
             checkpoint_dir=str(Path(scratch) / "checkpoints"),
             quiet=True,
+            # It is no run of its own to follow or to measure.
+            track=(),
+            profile_interval=0,
         )
         try:
             train(own, resume=resumed, stop_after=newest.step)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxtune import ConfigError, TrainConfig, train
+from mlxtune import ConfigError, TrainConfig, train, verify
 from mlxtune.core.run_folder import TRACKING, find_resumable
 from mlxtune.core.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
 from mlxtune.tracking.observer import TrackingObserver
 from mlxtune.tracking.tracker import TrackedRun, Value
 from tests.core.fake_pipeline import CORPUS, FakePipeline, options
+from tests.models import sums, write_chat
 
 
 class FakeTracker:
@@ -132,6 +135,17 @@ def test_run_that_is_tracked_from_its_resume_on_is_written_from_its_start(tmp_pa
     assert shown(tracker.logs) == shown(whole.logs)
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"fake": "../../elsewhere"}', '{"fake": 3}'])
+def test_what_is_no_identity_of_ours_is_none(tmp_path: Path, content: str) -> None:
+    with pytest.raises(TrainingInterrupted):
+        tracked(tmp_path, FakeTracker(), stop_at=4)
+    (tmp_path / "checkpoints" / TRACKING).write_text(content)
+    tracker = FakeTracker()
+    assert tracked(tmp_path, tracker, resume=True) == []
+    assert re.fullmatch("[0-9a-f]{8}", tracker.runs[0].identity)
+    assert tracker.runs[0].step == 0
+
+
 def test_new_run_in_the_folder_is_another_run_for_the_tracker(tmp_path: Path) -> None:
     first, second = FakeTracker(), FakeTracker()
     tracked(tmp_path, first)
@@ -155,7 +169,9 @@ def test_trackers_are_named_with_commas_or_one_by_one(given: Any) -> None:
 
 
 def test_unknown_tracker_is_an_error_that_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="--track must be trackio or tensorboard or wandb, not"):
+    with pytest.raises(
+        ConfigError, match="--track must be one of trackio, tensorboard, wandb, not"
+    ):
         TrainConfig("model", "data.jsonl", track="wandb,mlflow")
 
 
@@ -168,3 +184,23 @@ def test_missing_package_is_an_error_before_any_work(
     )
     with pytest.raises(ConfigError, match=r"--track wandb .*pip install 'mlxtune\[wandb\]'"):
         train(TrainConfig("no/model", "no/data.jsonl", track="wandb"))
+
+
+def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[str, ...], int]] = []
+
+    def trackers_of(config: TrainConfig, warn: Any) -> list[TrackingObserver]:
+        asked.append((config.trackers, config.profile_interval))
+        return []
+
+    recipe = sys.modules["mlxtune.train"]
+    monkeypatch.setattr(recipe, "check_trackers", lambda names: None)
+    monkeypatch.setattr(recipe, "trackers_of", trackers_of)
+    chat = write_chat(tmp_path / "chat.jsonl", sums(8))
+    output = str(tmp_path / "out/adapters.safetensors")
+    options: dict[str, Any] = {"output": output, "quiet": True, "track": "wandb"}
+    train(TrainConfig(str(model), str(chat), profile_interval=1, **options))
+    assert verify(tmp_path / "out", replay=True).ok
+    assert asked == [(("wandb",), 1), ((), 0)]

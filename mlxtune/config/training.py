@@ -66,7 +66,7 @@ class TrainConfig(DataConfig):
             ]
         if unknown := [name for name in self.trackers if name not in TRACKERS]:
             names = ", ".join(map(repr, unknown))
-            problems += [f"--track must be {' or '.join(TRACKERS)}, not {names}"]
+            problems += [f"--track must be one of {', '.join(TRACKERS)}, not {names}"]
         return problems
 
     @property

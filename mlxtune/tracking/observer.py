@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,8 @@ from mlxtune.tracking.tracker import TrackedRun, Tracker, Value
 if TYPE_CHECKING:
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
 
+_IDENTITY = re.compile("[0-9a-f]{8}")
+
 
 class TrackingObserver(TrainingObserver):
     """Writes what a run says to a tracker, until that fails; `warn` hears of it once."""
@@ -49,23 +52,20 @@ class TrackingObserver(TrainingObserver):
         self._works = False
 
     def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
-        """Open the run; one that is gone on with but new to the tracker is written from its start.
-
-        Where the folder does not take what the run is known by, a later run is another one.
-        """
+        """Open the run; where it goes on but is new to the tracker, write it from its start."""
         self._works = True
         self._try(lambda: self._start(trainer))
 
     def _start(self, trainer: InstructTrainer) -> None:
         folder, step = self._config.checkpoint_path, trainer.progress.step
         known = _read(folder / TRACKING) if step else {}
-        identity = known.get(self._name)
-        new = not identity
+        identity = str(known.get(self._name, ""))
+        new = not _IDENTITY.fullmatch(identity)
         if new:
             identity = secrets.token_hex(4)
             write_json(folder / TRACKING, {**known, self._name: identity})
         run = TrackedRun(
-            identity=str(identity),
+            identity=identity,
             name=_name_of(self._config),
             folder=folder,
             step=0 if new else step,
