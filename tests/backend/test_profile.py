@@ -47,9 +47,12 @@ def test_profiled_run_gives_the_same_bits(way: str) -> None:
 @pytest.mark.parametrize("way", ["recompute with shared prefixes", "all"])
 def test_layers_are_measured_in_every_architecture(model_type: str, way: str) -> None:
     pipeline = fresh(model_folder(model_type), WAYS[way], 60, targets=("v_proj",), num_layers=1)
-    before = bits(pipeline)
+    before, arrays = bits(pipeline), dict(tree_flatten(pipeline.model.parameters()))
     layers = PipelineMeter(pipeline).layers(fixed_step(), 1)
     assert bits(pipeline) == before
+    # The same arrays, which hold no graph of the pass.
+    after = dict(tree_flatten(pipeline.model.parameters()))
+    assert all(after[name] is array for name, array in arrays.items())
     count = len(pipeline.model.layers)
     assert [layer.name for layer in layers] == [*(f"layers.{i}" for i in range(count)), "head"]
     for layer in layers:
@@ -145,13 +148,12 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
 
 
 def test_profiling_leaves_the_peaks_of_the_run_as_they_are() -> None:
-    pipeline = fresh(model_folder("qwen3"), SPLIT, 10_000)
+    pipeline = fresh(model_folder("qwen3"), SPLIT, 100_000)
     meter = PipelineMeter(pipeline)
     memory.forget_peak()
     pipeline.train_batch(fixed_step())
     highest, last = memory.peak_bytes(), memory.last_peak_gb()
-    memory.lap_peak()
-    meter.layers([*fixed_step(), *fixed_step(), *fixed_step()], 1)
+    meter.layers(fixed_step() * 20, 1)
     assert memory.peak_bytes() == highest
     assert memory.last_peak_gb() == last
 
