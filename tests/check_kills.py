@@ -32,7 +32,10 @@ OPTIONS = (
     *("--epochs", str(EPOCHS), "--batch-size", "4", "--save-steps", "2", "--max-seq-len", "224"),
     *("--dropout", "0.1", "--lr", "1e-3", "--targets", "all", "--val-rows", "8", "--quiet"),
 )
-_TIMES = ("seconds", "epoch_time_ms", "samples_per_sec")
+_TIMES = (
+    *("seconds", "epoch_time_ms", "samples_per_sec"),
+    *("memory", "micro_batches", "run_tokens", "padding"),
+)
 _ENDS_WITHIN = 120.0
 
 

@@ -16,7 +16,10 @@ from tests.command import Cli, Outcome, finish, read_until, start
 from tests.models import sums, write_chat, write_model
 
 OPTIONS = ("--epochs", "3", "--lr", "1e-2", "--targets", "all", "--dropout", "0.1")
-_TIMES = ("seconds", "epoch_time_ms", "samples_per_sec")
+_TIMES = (
+    *("seconds", "epoch_time_ms", "samples_per_sec"),
+    *("memory", "micro_batches", "run_tokens", "padding"),
+)
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:

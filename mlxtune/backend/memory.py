@@ -100,13 +100,14 @@ def peak_gb() -> float:
     return peak_bytes() / GB
 
 
+def last_peak_bytes() -> int:
+    """Return the most memory that MLX has held at once since `start_peak`, in bytes."""
+    return max(_since_start[0], int(mx.get_peak_memory()))
+
+
 def last_peak_gb() -> float:
     """Return the most memory that MLX has held at once since `start_peak`, in GB."""
-    return _last_peak() / GB
-
-
-def _last_peak() -> int:
-    return max(_since_start[0], int(mx.get_peak_memory()))
+    return last_peak_bytes() / GB
 
 
 def start_peak() -> None:
@@ -145,7 +146,7 @@ def forget_peak() -> None:
 
 def over_limit() -> bool:
     """Tell whether more has been in use since `start_peak` than the limit."""
-    return bool(_last_peak() > mx.get_memory_limit())
+    return bool(last_peak_bytes() > mx.get_memory_limit())
 
 
 def ran_out(error: BaseException) -> bool:

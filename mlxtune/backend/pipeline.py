@@ -24,6 +24,7 @@ from mlxtune.core.batch import MicroBatch, collate, run_length
 from mlxtune.core.checkpoint import ADAPTER
 from mlxtune.core.encode import Example
 from mlxtune.core.files import make_folder
+from mlxtune.core.memory_plan import used_tokens
 from mlxtune.core.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.core.pack import Pack, Packed, pack, plan_packs
 from mlxtune.core.plan import Group, StepCost, plan_step
@@ -45,7 +46,8 @@ class InstructPipeline:
     gradient, no more than `how` the step is computed does, and is halved when a step takes more
     memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
     written; `provenance` is asked for more to say in a checkpoint. `tokens_run` counts the tokens
-    that the last step ran, padding included.
+    that the last step ran, `padding_run` those of padding among them, `micro_batches_run` in how
+    many micro-batches.
 
     Raises ModelError when a target matches nothing.
     """
@@ -69,7 +71,7 @@ class InstructPipeline:
         how = how or Execution.best(self.lora.total_parameters)
         self.forward = Forward(model, self.lora.dropout_keys, how)
         self.cost = cost or step_cost()
-        self.tokens_run = 0
+        self.tokens_run = self.padding_run = self.micro_batches_run = 0
         self._base_model = base_model
         self._provenance = provenance
         # Decoupled weight decay and bias correction as in AdamW, arXiv:1711.05101, algorithm 2.
@@ -87,6 +89,8 @@ class InstructPipeline:
         self._steps = 0
         self._warn = warn
         self._warned_of_single = False
+        # Of the step under way, where the count was reset since it began.
+        self._step_peak = 0
         # What loading took is no measure of a step.
         memory.start_peak()
 
@@ -114,6 +118,8 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
         """
+        memory.start_peak()
+        self._step_peak = 0
         step = self._steps + 1 if step is None else step
         rate = self.config.learning_rate if learning_rate is None else learning_rate
         loss, grads, tokens = self.loss_and_gradients(examples, step)
@@ -132,7 +138,15 @@ class InstructPipeline:
         self.phases.end("optimizer")
         self._steps = step
         return InstructBatchResult(
-            loss, tokens, perplexity(loss), grad_norm, total_tokens=sum(map(len, examples))
+            avg_loss=loss,
+            total_response_tokens=tokens,
+            perplexity=perplexity(loss),
+            grad_norm=grad_norm,
+            total_tokens=sum(map(len, examples)),
+            memory=max(self._step_peak, memory.last_peak_bytes()),
+            micro_batches=self.micro_batches_run,
+            run_tokens=self.tokens_run,
+            padding=self.padding_run,
         )
 
     def loss_and_gradients(
@@ -151,7 +165,7 @@ class InstructPipeline:
         parameters = self.model.trainable_parameters()
         tokens = sum(int(example.assistant_mask[1:].sum()) for example in examples)
         loss, grads = mx.array(0.0), None
-        self.tokens_run = 0
+        self.tokens_run = self.padding_run = self.micro_batches_run = 0
         try:
             for group, batch in self.micro_batches(examples):
                 arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
@@ -162,7 +176,9 @@ class InstructPipeline:
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
                 # The device works on it while the next micro-batch is prepared.
                 mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
+                self.micro_batches_run += 1
                 self.tokens_run += group.tokens
+                self.padding_run += group.tokens - used_tokens(group, examples)
                 memory.relieve_pressure()
             mx.eval(loss, grads)
             self.phases.end("backward")
@@ -258,6 +274,7 @@ class InstructPipeline:
                 )
         if memory.over_limit():
             over = f"{memory.last_peak_gb():.2f} GB were in use"
+            self._step_peak = memory.last_peak_bytes()
             memory.start_peak()
             if not self._halve(examples, over) and not self._warned_of_single:
                 self._warned_of_single = True

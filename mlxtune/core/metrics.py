@@ -32,6 +32,9 @@ class InstructBatchResult:
 
     `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
     the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too.
+    The others say how it was run, 0 where that was not measured: the most `memory` in use at once,
+    in bytes, `micro_batches`, and the tokens that went through the model, those of `padding` among
+    them.
     """
 
     avg_loss: float
@@ -39,11 +42,19 @@ class InstructBatchResult:
     perplexity: float
     grad_norm: float | None = None
     total_tokens: int = 0
+    memory: int = field(default=0, compare=False)
+    micro_batches: int = field(default=0, compare=False)
+    run_tokens: int = field(default=0, compare=False)
+    padding: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer update. `tokens` are those the model read, `seconds` wall time."""
+    """One optimizer update. `tokens` are those of its examples, `seconds` wall time.
+
+    What follows `seconds` says how it was run, as in InstructBatchResult; 0 where that was not
+    measured, as by earlier versions.
+    """
 
     step: int
     epoch: int
@@ -55,6 +66,10 @@ class StepRecord:
     supervised_tokens: int
     rows: int
     seconds: float
+    memory: int = 0
+    micro_batches: int = 0
+    run_tokens: int = 0
+    padding: int = 0
 
 
 class StepHistory(Sequence[StepRecord]):

@@ -199,14 +199,20 @@ _VALUES: dict[str, tuple[type, ...]] = {
 }
 
 
+# Values that depend on the machine and its memory, not on what was learned.
+MEASURED = (
+    *("seconds", "epoch_time_ms", "samples_per_sec"),
+    *("memory", "micro_batches", "run_tokens", "padding"),
+)
+
+
 def same_but_for_times(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    """Tell whether records are the same, whatever time each took."""
+    """Tell whether records are the same, whatever time and memory each took."""
     return [_without_times(record) for record in some] == [_without_times(r) for r in others]
 
 
 def _without_times(record: Record) -> dict[str, Any]:
-    times = ("seconds", "epoch_time_ms", "samples_per_sec")
-    return {name: value for name, value in asdict(record).items() if name not in times}
+    return {name: value for name, value in asdict(record).items() if name not in MEASURED}
 
 
 def improves(metrics: InstructEpochMetrics, best: InstructEpochMetrics | None) -> bool:

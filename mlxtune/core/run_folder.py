@@ -1,11 +1,14 @@
 """The folder of a run: what lies in it, whether it can be gone on with, and how it gives way.
 
 checkpoints/
+run.json                       what the run is: its options, model, plan and data
 metrics.jsonl  ledger.json     what the run said so far, and where its rows went
 profile.jsonl                  where the time of its steps went, if that was asked for
 best/  epoch-2/  step-40/      checkpoints
 result.json                    how the run ended, once it has
 tracking.json  tensorboard/  wandb/  what trackers know the run by, and their files
+evaluation.json                what the adapter gained on the validation rows
+report.html                    a page of all that
 previous/                      the same of the run before
 .lock                          held by the process that trains here
 """
@@ -25,15 +28,18 @@ from mlxtune.core.profile import PROFILE
 from mlxtune.core.progress import Progress
 from mlxtune.errors import OutputError
 
+ABOUT = "run.json"
 LEDGER = "ledger.json"
 RESULT = "result.json"
+EVALUATION = "evaluation.json"
+REPORT = "report.html"
 PREVIOUS = "previous"
 LOCK = ".lock"
 # What the run is known by to each tracker, and the files of those that keep theirs here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
-    *("epoch-*", "step-*", BEST, METRICS, LEDGER, RESULT),
+    *("epoch-*", "step-*", BEST, METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT),
     *(PROFILE, TRACKING, TENSORBOARD, "wandb"),
 )
 

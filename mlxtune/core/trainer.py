@@ -138,11 +138,16 @@ class InstructTrainer:
         return self._folder / BEST
 
     def train(
-        self, records: Mapping[str, Any] | None = None, *, resume: Resumable | None = None
+        self,
+        records: Mapping[str, Any] | None = None,
+        *,
+        beside: Mapping[str, Any] | None = None,
+        resume: Resumable | None = None,
     ) -> InstructTrainResult:
         """Run all epochs, or those that are left after the checkpoint of `resume`.
 
-        `records` are written as JSON beside the checkpoints and into each, by file name.
+        `records` are written as JSON beside the checkpoints and into each, by file name, those
+        of `beside` not into each.
 
         Raises NonFiniteLossError, OutputError when the best or the last checkpoint cannot be
         written, ModelError when that to resume does not fit, and TrainingInterrupted, with the
@@ -151,7 +156,7 @@ class InstructTrainer:
         make_folder(self._folder)
         previous = None if resume else run_folder.set_previous_aside(self._folder)
         self._saver.records = dict(records or {})
-        for name, record in self._saver.records.items():
+        for name, record in {**self._saver.records, **(beside or {})}.items():
             write_json(self._folder / name, record)
         self._started = self._epoch_started = time.perf_counter()
         if resume is not None:
@@ -267,6 +272,10 @@ class InstructTrainer:
             supervised_tokens=result.total_response_tokens,
             rows=len(chosen),
             seconds=time.perf_counter() - started,
+            memory=result.memory,
+            micro_batches=result.micro_batches,
+            run_tokens=result.run_tokens,
+            padding=result.padding,
         )
         self._write(record)
         self._observer.on_step(record)

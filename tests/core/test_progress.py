@@ -53,6 +53,13 @@ def test_records_are_read_back_as_they_were_to_the_last_digit() -> None:
     ]
 
 
+def test_steps_of_earlier_versions_which_measured_less_are_read() -> None:
+    older = {"kind": "step", **vars(step(1))}
+    for name in ("memory", "micro_batches", "run_tokens", "padding"):
+        assert older.pop(name) == 0
+    assert list(Progress.from_jsonl(json.dumps(older).encode()).records) == [step(1)]
+
+
 def test_what_follows_from_the_records() -> None:
     progress = Progress(whole())
     assert progress.step == 4
@@ -129,6 +136,8 @@ def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: st
 def test_runs_are_the_same_whatever_time_they_took() -> None:
     slower = [replace(step(1), seconds=9.0), replace(epoch_metrics(1, 3.0), epoch_time_ms=99)]
     assert same_but_for_times(slower, [step(1), epoch_metrics(1, 3.0)])
+    otherwise = replace(step(1), memory=10**9, micro_batches=4, run_tokens=120, padding=20)
+    assert same_but_for_times([otherwise], [step(1)])
     assert not same_but_for_times([step(1)], [replace(step(1), loss=2.1)])
     assert not same_but_for_times([step(1)], [step(1), step(2)])
 
