@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterator, Sequence
 from html import escape as escape_html
-from importlib import resources
 from itertools import groupby
 from pathlib import PurePath
-from string import Template
-from typing import Any
 from urllib.parse import quote
 
 from mlxtune.core import visible
 from mlxtune.core.inspection import Finding, Inspection, Piece, ShownExample
+from mlxtune.core.page_parts import figure_list, fill, html_text, ledger_article, percent
 from mlxtune.core.report import count
 from mlxtune.core.visible import Stretch
 
@@ -24,37 +20,20 @@ _HEAD, _TAIL = 400, 120
 
 def render_page(inspection: Inspection) -> str:
     """Return the page, which encodes to UTF-8. Its only script and style are allowed by hash."""
-    folder = resources.files(__package__)
-    page, style, script = (
-        folder.joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("html", "css", "js")
-    )
-    return Template(page).substitute(
-        style=style,
-        style_hash=_hash(style),
-        script=script,
-        script_hash=_hash(script),
-        title=_html(f"{_file_names(inspection)} · mlxtune inspect"),
+    return fill(
+        "page.html",
+        ("page.css",),
+        "page.js",
+        title=html_text(f"{_file_names(inspection)} · mlxtune inspect"),
         header=_header(inspection),
         findings=_findings(inspection),
-        ledgers="".join(map(_ledger, inspection.files)),
+        ledgers="".join(map(ledger_article, inspection.files)),
         lengths=_lengths(inspection),
         cost=_cost(inspection),
         shown_note=_shown_note(inspection),
         count=f"{len(inspection.shown):,}",
         examples="\n".join(_examples(inspection)),
     )
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _html(text: object) -> str:
-    return escape_html(visible.escape(str(text)))
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 def _file_names(inspection: Inspection) -> str:
@@ -72,11 +51,11 @@ def _header(inspection: Inspection) -> str:
         "Batch": count(inspection.batch_size, "row"),
     }
     pairs = "".join(
-        f"<div><dt>{name}</dt><dd>{_html(value)}</dd></div>" for name, value in settings.items()
+        f"<div><dt>{name}</dt><dd>{html_text(value)}</dd></div>" for name, value in settings.items()
     )
     return (
-        f"<h1><span>{_html(_file_names(inspection))},</span> as <span>{_html(model)}</span> "
-        f"will read it</h1>"
+        f"<h1><span>{html_text(_file_names(inspection))},</span> "
+        f"as <span>{html_text(model)}</span> will read it</h1>"
         f'<dl class="settings">{pairs}</dl>{_verdict(inspection)}{_figures(inspection)}'
     )
 
@@ -99,10 +78,10 @@ def _figures(inspection: Inspection) -> str:
     train = sum(ledger["rows_train"] for ledger in inspection.files)
     read = sum(ledger["rows_read"] for ledger in inspection.files)
     whole, supervised = inspection.tokens, inspection.supervised
-    return _figure_list(
+    return figure_list(
         {
             f"of {count(read, 'row')} read are for training": train,
-            f"supervised tokens, {_percent(supervised.total, whole.total)} of all": (
+            f"supervised tokens, {percent(supervised.total, whole.total)} of all": (
                 supervised.total
             ),
             f"tokens in the longest of {count(inspection.examples, 'example')}": whole.max,
@@ -111,14 +90,6 @@ def _figures(inspection: Inspection) -> str:
             ),
         }
     )
-
-
-def _figure_list(figures: dict[str, int | str]) -> str:
-    pairs = "".join(
-        f"<div><dt>{name}</dt><dd>{value if isinstance(value, str) else f'{value:,}'}</dd></div>"
-        for name, value in figures.items()
-    )
-    return f'<dl class="figures">{pairs}</dl>'
 
 
 def _findings(inspection: Inspection) -> str:
@@ -137,11 +108,11 @@ def _finding(finding: Finding, ids: dict[tuple[str, int], int], searchable: bool
     level, sign = ("error", "✕ Error") if finding.level == "error" else ("warning", "! Warning")
     places = []
     for place in finding.places:
-        name = f'<span class="path">{_html(place.path)}:{place.row}</span>'
+        name = f'<span class="path">{html_text(place.path)}:{place.row}</span>'
         number = ids.get((place.path, place.row))
         if number is not None:
             name = f'<a href="#e{number}">{name}</a>'
-        detail = f' <span class="detail">{_html(place.detail)}</span>' if place.detail else ""
+        detail = f' <span class="detail">{html_text(place.detail)}</span>' if place.detail else ""
         places.append(f"<li>{name}{detail}</li>")
     if more := max(0, finding.rows - len({(p.path, p.row) for p in finding.places})):
         places.append(f'<li class="muted">and {count(more, "more row")}</li>')
@@ -150,66 +121,9 @@ def _finding(finding: Finding, ids: dict[tuple[str, int], int], searchable: bool
         places.append(f'<li><a href="{address}">Show its rows on this page</a></li>')
     return (
         f'<li class="finding {level}"><header><span class="level">{sign}</span>'
-        f"<h3>{_html(finding.kind)}</h3> "
+        f"<h3>{html_text(finding.kind)}</h3> "
         f'<span class="rows">{count(finding.rows, "row") if finding.rows else ""}</span></header>'
-        f'<p>{_html(finding.advice)}</p><ul class="places">{"".join(places)}</ul></li>'
-    )
-
-
-def _ledger(ledger: dict[str, Any]) -> str:
-    skipped = sum(ledger["rows_skipped"].values())
-    rows = [
-        (ledger["rows_train"], "train", "train"),
-        (ledger["rows_validation"], "validation", "validation"),
-        (skipped, "skipped", "skipped"),
-    ]
-    tokens = [
-        (ledger["tokens_supervised"], "supervised", "supervised"),
-        (ledger["tokens_context"], "context", "context-part"),
-        (ledger["tokens_truncated"], "truncated", "truncated"),
-    ]
-    reasons = ""
-    if skipped:
-        parts = " + ".join(
-            f"<b>{number:,}</b> {_html(kind)}"
-            for kind, number in sorted(ledger["rows_skipped"].items())
-        )
-        reasons = f'<p class="reasons"><b>{skipped:,}</b> skipped = {parts}</p>'
-    notes = f"in {count(ledger['examples'], 'example')}"
-    if cut := ledger["rows_truncated"]:
-        notes += f"; truncated: {count(cut, 'row')}"
-    return (
-        f'<article class="file"><h3 class="path">{_html(ledger["path"])}</h3>'
-        f"{_sum(ledger['rows_read'], 'rows read', rows)}{reasons}"
-        f'{_sum(ledger["tokens"], "tokens", tokens)}<p class="reasons">{notes}</p></article>'
-    )
-
-
-def _sum(whole: int, name: str, parts: Sequence[tuple[int, str, str]]) -> str:
-    """Return `whole = part + part + part` above a bar; ≠ where it does not add up."""
-    adds_up = whole == sum(number for number, _, _ in parts)
-    equals = ("operator", "=") if adds_up else ("operator wrong", "≠")
-    terms = f'<span class="part"><b>{whole:,}</b> {name}</span>'
-    for (style, sign), (number, part, swatch) in zip(
-        [equals, *[("operator", "+")] * len(parts)], parts, strict=False
-    ):
-        terms += (
-            f' <span><span class="{style}">{sign}</span> <span class="part"><b>{number:,}</b> '
-            f'<span class="swatch {swatch}">{part}</span></span></span>'
-        )
-    return f'<p class="sum">{terms}</p>{_bar(parts)}'
-
-
-def _bar(parts: Sequence[tuple[int, str, str]]) -> str:
-    whole, start, boxes = sum(number for number, _, _ in parts) or 1, 0.0, ""
-    for number, _, style in parts:
-        width = 100 * number / whole
-        if number:
-            boxes += f'<rect class="{style}" x="{start:.2f}" width="{width:.2f}" height="1"/>'
-        start += width
-    return (
-        '<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
-        f"{boxes}</svg>"
+        f'<p>{html_text(finding.advice)}</p><ul class="places">{"".join(places)}</ul></li>'
     )
 
 
@@ -256,11 +170,11 @@ def _limits(inspection: Inspection) -> str:
 
 def _cost(inspection: Inspection) -> str:
     cost = inspection.cost
-    return _figure_list(
+    return figure_list(
         {
             f"optimizer steps of {count(inspection.batch_size, 'row')}": cost.steps,
             "tokens through the model, without padding": cost.tokens,
-            f"of them supervised ({_percent(cost.supervised, cost.tokens)})": cost.supervised,
+            f"of them supervised ({percent(cost.supervised, cost.tokens)})": cost.supervised,
             "tokens in one validation": cost.validation_tokens,
         }
     )
@@ -281,12 +195,13 @@ def _examples(inspection: Inspection) -> Iterator[str]:
 
 def _example(example: ShownExample, number: int, levels: dict[str, str], max_seq_len: int) -> str:
     facts = [f"part {example.part} of {example.parts}"] * (example.parts > 1) + [
-        _html(example.split),
+        html_text(example.split),
         count(example.tokens, "token"),
-        f"{example.supervised:,} supervised ({_percent(example.supervised, example.tokens)})",
+        f"{example.supervised:,} supervised ({percent(example.supervised, example.tokens)})",
     ]
     kinds = " ".join(
-        f'<span class="kind{" error" if levels.get(kind) == "error" else ""}">{_html(kind)}</span>'
+        f'<span class="kind{" error" if levels.get(kind) == "error" else ""}">'
+        f"{html_text(kind)}</span>"
         for kind in example.kinds
     )
     cut = ""
@@ -296,8 +211,8 @@ def _example(example: ShownExample, number: int, levels: dict[str, str], max_seq
         cut = f'<p class="cut">… {more} {verb} beyond --max-seq-len {max_seq_len}</p>'
     return (
         f'<article class="example" id="e{number}" data-row="{example.row}" '
-        f'data-split="{_html(example.split)}"><header>'
-        f'<h3 class="path">{_html(example.path)}:{example.row}</h3><p>{" · ".join(facts)}</p>'
+        f'data-split="{html_text(example.split)}"><header>'
+        f'<h3 class="path">{html_text(example.path)}:{example.row}</h3><p>{" · ".join(facts)}</p>'
         + (f'<p class="kinds">{kinds}</p>' if kinds else "")
         + f"</header>{_text(example.pieces)}{cut}</article>"
     )

@@ -1,0 +1,115 @@
+"""Parts of a page that those of `inspect` and `report` share."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from html import escape as escape_html
+from importlib import resources
+from string import Template
+from typing import Any
+
+from mlxtune.core import visible
+from mlxtune.core.report import count
+
+
+def fill(name: str, style: Sequence[str], script: str, **parts: str) -> str:
+    """Return a page from its files here, which encodes to UTF-8.
+
+    Its only script and style, the files that are named, are allowed by their hash.
+    """
+    folder = resources.files(__package__)
+
+    def read(file: str) -> str:
+        return folder.joinpath(file).read_text("utf-8")
+
+    styles, scripts = "".join(map(read, style)), read(script)
+    return Template(read(name)).substitute(
+        style=styles,
+        style_hash=_hash(styles),
+        script=scripts,
+        script_hash=_hash(scripts),
+        **parts,
+    )
+
+
+def _hash(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def html_text(text: object) -> str:
+    """Return a text as HTML, in which nothing stays invisible and nothing acts."""
+    return escape_html(visible.escape(str(text)))
+
+
+def percent(part: float, whole: float) -> str:
+    """Return a share in whole percent."""
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def figure_list(figures: Mapping[str, int | str]) -> str:
+    """Return numbers in large type, each above what it is."""
+    pairs = "".join(
+        f"<div><dt>{name}</dt><dd>{value if isinstance(value, str) else f'{value:,}'}</dd></div>"
+        for name, value in figures.items()
+    )
+    return f'<dl class="figures">{pairs}</dl>'
+
+
+def ledger_article(ledger: Mapping[str, Any]) -> str:
+    """Return where the rows and tokens of a file went, as sums that add up."""
+    skipped = sum(ledger["rows_skipped"].values())
+    rows = [
+        (ledger["rows_train"], "train", "train"),
+        (ledger["rows_validation"], "validation", "validation"),
+        (skipped, "skipped", "skipped"),
+    ]
+    tokens = [
+        (ledger["tokens_supervised"], "supervised", "supervised"),
+        (ledger["tokens_context"], "context", "context-part"),
+        (ledger["tokens_truncated"], "truncated", "truncated"),
+    ]
+    reasons = ""
+    if skipped:
+        parts = " + ".join(
+            f"<b>{number:,}</b> {html_text(kind)}"
+            for kind, number in sorted(ledger["rows_skipped"].items())
+        )
+        reasons = f'<p class="reasons"><b>{skipped:,}</b> skipped = {parts}</p>'
+    notes = f"in {count(ledger['examples'], 'example')}"
+    if cut := ledger["rows_truncated"]:
+        notes += f"; truncated: {count(cut, 'row')}"
+    return (
+        f'<article class="file"><h3 class="path">{html_text(ledger["path"])}</h3>'
+        f"{_sum(ledger['rows_read'], 'rows read', rows)}{reasons}"
+        f'{_sum(ledger["tokens"], "tokens", tokens)}<p class="reasons">{notes}</p></article>'
+    )
+
+
+def _sum(whole: int, name: str, parts: Sequence[tuple[int, str, str]]) -> str:
+    """Return `whole = part + part + part` above a bar; ≠ where it does not add up."""
+    adds_up = whole == sum(number for number, _, _ in parts)
+    equals = ("operator", "=") if adds_up else ("operator wrong", "≠")
+    terms = f'<span class="part"><b>{whole:,}</b> {name}</span>'
+    for (style, sign), (number, part, swatch) in zip(
+        [equals, *[("operator", "+")] * len(parts)], parts, strict=False
+    ):
+        terms += (
+            f' <span><span class="{style}">{sign}</span> <span class="part"><b>{number:,}</b> '
+            f'<span class="swatch {swatch}">{part}</span></span></span>'
+        )
+    return f'<p class="sum">{terms}</p>{_bar(parts)}'
+
+
+def _bar(parts: Sequence[tuple[int, str, str]]) -> str:
+    whole, start, boxes = sum(number for number, _, _ in parts) or 1, 0.0, ""
+    for number, _, style in parts:
+        width = 100 * number / whole
+        if number:
+            boxes += f'<rect class="{style}" x="{start:.2f}" width="{width:.2f}" height="1"/>'
+        start += width
+    return (
+        '<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
+        f"{boxes}</svg>"
+    )
