@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
 from mlxtune.doctor import doctor
 from mlxtune.inspect import inspect
+from mlxtune.report import report
 from mlxtune.resume import resume
+from mlxtune.runs import runs
 from mlxtune.train import TrainResult, train
 from mlxtune.verify import verify
 
@@ -65,7 +67,9 @@ __all__ = [
     "TrainingInterrupted",
     "doctor",
     "inspect",
+    "report",
     "resume",
+    "runs",
     "train",
     "verify",
 ]

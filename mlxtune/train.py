@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxtune.about import about_run
 from mlxtune.claims import check_paths, lock_folder, reserve_memory
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.dataset import Dataset, Reader, load_dataset
 from mlxtune.errors import DataError
 from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
 from mlxtune.provenance import provenance_of
+from mlxtune.report import write_page
 from mlxtune.tracking import check_trackers, trackers_of
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def train(
     """
     from mlxtune.backend import memory
     from mlxtune.console import RunConsole
-    from mlxtune.core.run_folder import LEDGER
+    from mlxtune.core.run_folder import ABOUT, LEDGER
     from mlxtune.interrupt import stop_on_interrupt
 
     check_trackers(config.trackers)
@@ -92,7 +94,11 @@ def train(
                 if not run.is_dir():
                     lock_folder(config, resume, held)
                 ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
-                result = trainer.train({LEDGER: ledgers}, resume=resume)
+                result = trainer.train(
+                    {LEDGER: ledgers},
+                    beside={ABOUT: setup.about(config, trainer, resume)},
+                    resume=resume,
+                )
         if result is not None:
             finish(config, setup, trainer, result, console)
     return TrainResult(
@@ -113,6 +119,13 @@ class Setup:
     pipeline: InstructPipeline
     planned: MemoryPlan
     plan: MemoryPlan
+
+    def about(
+        self, config: TrainConfig, trainer: InstructTrainer, resume: Resumable | None
+    ) -> dict[str, Any]:
+        """Return what the run writes down of itself."""
+        made = (self.base, self.pipeline, self.plan, trainer, self.dataset)
+        return about_run(config, *made, resumed=resume is not None)
 
 
 def prepare(
@@ -307,6 +320,7 @@ def finish(
         "best_epoch": result.best_epoch,
         "best_val_loss": result.best_val_loss,
         "total_time_ms": result.total_time_ms,
+        "peak_memory": memory.peak_bytes(),
         # From the folder it is written in, so that both may be moved together.
         "adapter": os.path.relpath(output, config.checkpoint_path),
         "sha256": file_hash(output),
@@ -316,4 +330,6 @@ def finish(
     predicted = setup.plan.peak.total / memory.GB
     for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
         console.say("Done", line)
+    if (page := write_page(config.checkpoint_path, console.warn)) is not None:
+        console.say("Done", f"report: {page}")
     console.say("Try it", report.usage_line(result, config), copyable=True)

@@ -21,7 +21,7 @@ CHECKPOINT = {
     *(ADAPTER, "adapter_config.json", "optimizer.safetensors"),
     *("metadata.json", "metrics.jsonl", "ledger.json", "manifest.json"),
 }
-RUN = {"metrics.jsonl", "ledger.json", "result.json"}
+RUN = {"run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,14 @@ from mlxtune.cli.doctor import doctor
 from mlxtune.cli.exit_codes import DONE, FAILED, MISUSED
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
+from mlxtune.cli.report import report
+from mlxtune.cli.runs import runs
 from mlxtune.cli.train import train
 from mlxtune.cli.verify import verify
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
 # In the order of --help.
-COMMANDS = (inspect, plan, train, verify, bench, doctor, completion)
+COMMANDS = (doctor, inspect, plan, train, report, runs, verify, bench, completion)
 
 
 class _InOrder(click.Group):

@@ -1,0 +1,145 @@
+(() => {
+  "use strict";
+  const root = document.documentElement;
+  const SVG = "http://www.w3.org/2000/svg";
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const hidden = new Set();
+
+  // Theme, as on the page of inspect.
+  const button = document.getElementById("theme");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const setTheme = (theme) => {
+    if (theme === "dark" || theme === "light") root.dataset.theme = theme;
+    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
+    button.textContent = isDark ? "Light" : "Dark";
+    button.setAttribute("aria-label", "Switch to the " + (isDark ? "light" : "dark") + " theme");
+  };
+  button.addEventListener("click", () => setTheme(button.textContent.toLowerCase()));
+  dark.addEventListener("change", () => setTheme());
+  button.hidden = false;
+  setTheme(new URLSearchParams(location.hash.slice(1)).get("theme"));
+
+  const say = (value) => {
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e7 || size < 1e-4) return value.toExponential(3);
+    return value.toLocaleString("en", { maximumSignificantDigits: 5 });
+  };
+
+  // The place in ascending numbers that is nearest to one.
+  const nearest = (numbers, x) => {
+    let low = 0, high = numbers.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (numbers[middle] < x) low = middle + 1; else high = middle;
+    }
+    return low > 0 && x - numbers[low - 1] < numbers[low] - x ? low - 1 : low;
+  };
+
+  const make = (name, attributes) => {
+    const element = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const percent = (share) => (100 * share).toFixed(2) + "%";
+
+  const figures = Array.from(document.querySelectorAll("figure[data-chart]"), (figure) => {
+    const data = charts[Number(figure.dataset.chart)];
+    const plot = figure.querySelector(".plot"), tip = figure.querySelector(".tip");
+    const pointer = figure.querySelector(".pointer");
+    const [low, high] = data.x;
+    const across = (x) => (x - low) / (high - low);
+    const up = (y) => {
+      const [bottom, top] = data.axes[figure.dataset.scale];
+      return figure.dataset.scale === "log"
+        ? Math.log(y / bottom) / Math.log(top / bottom) : (y - bottom) / (top - bottom);
+    };
+    const shown = () => data.series.filter((each) => !hidden.has(each.run));
+    const every = [...new Set(data.series.flatMap((each) => each.x))].sort((a, b) => a - b);
+
+    const clear = () => { pointer.setAttribute("hidden", ""); tip.hidden = true; };
+    const line = (x) => {
+      pointer.removeAttribute("hidden");
+      pointer.replaceChildren(make("line",
+        { x1: percent(across(x)), x2: percent(across(x)), y1: 0, y2: "100%" }));
+    };
+    // Tells the values at the step nearest to x, each curve's own where it has none there.
+    const tell = (x) => {
+      const tracks = shown();
+      if (!tracks.length) { clear(); return; }
+      const dense = tracks.find((each) => !each.sparse) || tracks[0];
+      const at = dense.x[nearest(dense.x, x)];
+      line(at);
+      const title = document.createElement("b");
+      title.textContent = data.name + " " + at.toLocaleString("en");
+      const rows = tracks.map((each) => {
+        const place = nearest(each.x, at), row = document.createElement("span");
+        const name = document.createElement("em"), value = document.createElement("strong");
+        row.className = each.style + " " + each.draw;
+        name.textContent = each.name +
+          (each.x[place] === at ? "" : " at " + each.x[place].toLocaleString("en"));
+        value.textContent = say(each.y[place]);
+        row.append(name, value);
+        if (figure.dataset.scale !== "log" || each.y[place] > 0) {
+          pointer.append(make("circle", { class: each.style, r: 4,
+            cx: percent(across(each.x[place])), cy: percent(1 - up(each.y[place])) }));
+        }
+        return row;
+      });
+      tip.replaceChildren(title, ...rows);
+      tip.hidden = false;
+      const width = plot.clientWidth, left = across(at) * width;
+      const beside = left > width / 2 ? left - tip.offsetWidth - 12 : left + 12;
+      tip.style.left = Math.max(Math.min(beside, width - tip.offsetWidth), -40) + "px";
+      figure.at = at;
+    };
+
+    const follow = (event) => {
+      const box = plot.getBoundingClientRect();
+      const x = low + Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * (high - low);
+      tell(x);
+      for (const other of figures) if (other.plot !== plot) other.line(x);
+    };
+    const leave = () => { for (const each of figures) each.clear(); };
+    plot.addEventListener("pointermove", follow);
+    plot.addEventListener("pointerdown", follow);
+    plot.addEventListener("pointerleave", leave);
+    plot.addEventListener("blur", leave);
+    plot.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { leave(); return; }
+      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -25, PageDown: 25 }[event.key];
+      const ends = { Home: 0, End: every.length - 1 }[event.key];
+      if (step === undefined && ends === undefined) return;
+      event.preventDefault();
+      const from = figure.at === undefined ? 0 : nearest(every, figure.at);
+      const place = ends === undefined ? from + step : ends;
+      tell(every[Math.min(every.length - 1, Math.max(0, place))]);
+    });
+    const choice = figure.querySelector(".scale");
+    if (choice) {
+      choice.hidden = false;
+      choice.addEventListener("change", (event) => {
+        figure.dataset.scale = event.target.value;
+        for (const group of figure.querySelectorAll("svg > g.linear, svg > g.log")) {
+          group.toggleAttribute("hidden", !group.classList.contains(event.target.value));
+        }
+      });
+    }
+    const within = (x) => { if (x >= low && x <= high) line(x); else clear(); };
+    return { plot, clear, line: within };
+  });
+
+  const runs = document.getElementById("runs");
+  if (runs) {
+    runs.addEventListener("change", (event) => {
+      const run = Number(event.target.value);
+      if (event.target.checked) hidden.delete(run); else hidden.add(run);
+      for (const element of document.querySelectorAll(`[data-run="${run}"]`)) {
+        element.toggleAttribute("hidden", !event.target.checked);
+      }
+    });
+  }
+  addEventListener("beforeprint", () => {
+    for (const folded of document.querySelectorAll("details")) folded.open = true;
+  });
+})();

@@ -1,0 +1,424 @@
+"""Sections of the page of a run, as HTML. What stands in files is escaped here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlxtune.core.charts import draw_bars
+from mlxtune.core.page_parts import html_text, ledger_article
+from mlxtune.core.report import count, duration, memory
+from mlxtune.core.run_charts import planned_shares
+from mlxtune.core.run_record import Run, mapping, number, objects, text, whole
+from mlxtune.core.run_summary import (
+    RunSummary,
+    ledgers_of,
+    loss_text,
+    options_of,
+    samples_of,
+    tokens_run,
+)
+
+_GB = 1e9
+# Of a text, so many characters are shown; of samples and of skipped steps, so many.
+_MOST_TEXT, _MOST_SAMPLES, _MOST_SKIPPED = 4000, 40, 100
+_MOST_EPOCHS = 200
+
+
+def section(name: str, title: str, body: str) -> str:
+    """Return a section with its heading."""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title">'
+        f'<h2 id="{name}-title">{title}</h2>{body}</section>'
+    )
+
+
+def table(
+    caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]], style: str = ""
+) -> str:
+    """Return a table that scrolls within itself; cells are HTML, the first of a row its name."""
+    head = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(f"<td>{cell}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll {style}" tabindex="0" role="region" aria-label="{caption}"><table>'
+        f"<caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        "</div>"
+    )
+
+
+def note(body: str) -> str:
+    """Return a remark; `body` is HTML."""
+    return f'<p class="note">{body}</p>'
+
+
+# The course
+
+
+def epochs_table(run: Run, summary: RunSummary) -> str:
+    """Return a line for each epoch that ended."""
+    if not run.epochs:
+        return ""
+    rows = []
+    for epoch in run.epochs[-_MOST_EPOCHS:]:
+        best = summary.best_epoch is not None and whole(epoch, "epoch") == summary.best_epoch
+        took, speed = number(epoch, "epoch_time_ms"), number(epoch, "samples_per_sec")
+        mark = ' <span class="now">best</span>' if best else ""
+        rows.append(
+            (
+                f"{whole(epoch, 'epoch') or 0:,}{mark}",
+                _digits(number(epoch, "train_loss")),
+                _digits(number(epoch, "val_loss")),
+                _digits(number(epoch, "val_perplexity")),
+                "–" if speed is None else f"{speed:,.1f}",
+                "–" if took is None else duration(took / 1000),
+            )
+        )
+    headings = ("epoch", "training loss", "validation loss", "perplexity", "rows/s", "time")
+    return table("Epochs", headings, rows, "spaced")
+
+
+def _digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def skipped_section(run: Run) -> str:
+    """Return the steps that were not applied, nothing where there are none."""
+    if not run.skipped:
+        return ""
+    rows = []
+    for each in run.skipped[:_MOST_SKIPPED]:
+        places = each.get("rows")
+        named = [str(place) for place in places] if isinstance(places, list) else []
+        more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+        shown = ", ".join(named[:8]) + more
+        rows.append(
+            (
+                f"{whole(each, 'step') or 0:,}",
+                html_text(text(each, "reason")),
+                f'<span class="path">{html_text(shown)}</span>',
+            )
+        )
+    caption = f"{count(len(run.skipped), 'step')} not applied"
+    body = table(caption, ("step", "why", "its rows"), rows, "words")
+    return section("skipped", "Skipped steps", body)
+
+
+# What the adapter changed
+
+
+def evaluation_section(run: Run) -> str:
+    """Return what an evaluation found, or how to get one."""
+    title = "Before and after"
+    if not run.evaluation:
+        model, data = text(run.config, "model_path") or "MODEL", "FILE"
+        command = f"mlxtune eval --model-path {model} --adapter {run.name} --data {data} --generate"
+        body = note(
+            "Nobody has asked yet whether the adapter helps. A run with validation rows asks at "
+            f"its end, and <code>{html_text(command)}</code> does, with answers side by side."
+        )
+        return section("evaluation", title, body)
+    parts = [_interval(run.evaluation), _changed_rows(run.evaluation), _samples(run)]
+    return section("evaluation", title, "".join(parts))
+
+
+def verdict_of(evaluation: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the style of an evaluation's verdict, and what it says; None where it says none."""
+    verdict, rows = text(evaluation, "verdict"), whole(evaluation, "rows")
+    difference, low, high = (
+        number(evaluation, "difference", name) for name in ("loss", "low", "high")
+    )
+    if difference is None or verdict not in ("helped", "hurt", "cannot tell"):
+        return None
+    on = f" on {count(rows, 'row')}" if rows else ""
+    confidence = number(evaluation, "difference", "confidence") or 0.95
+    interval = ""
+    if low is not None and high is not None:
+        interval = f" ({confidence:.0%} interval {_signed(low)} to {_signed(high)})"
+    changed = f"the loss{on} changed by {_signed(difference)} nats a token{interval}."
+    if verdict == "helped":
+        return "", f"✓ The adapter helped: {changed}"
+    if verdict == "hurt":
+        return "error", f"✕ The adapter hurt: {changed}"
+    return "warning", f"! Nobody can tell whether the adapter helped: {changed}"
+
+
+def _signed(value: float) -> str:
+    return ("−" if value < 0 else "+") + loss_text(abs(value))
+
+
+def _interval(evaluation: Mapping[str, Any]) -> str:
+    """Return base and adapted loss in large type, and the difference with its interval as a bar."""
+    base, adapted = (number(evaluation, name, "loss") for name in ("base", "adapted"))
+    figures = [("loss of the base model", base), ("loss with the adapter", adapted)]
+    cells = "".join(
+        f"<div><dt>{name}</dt><dd>{loss_text(value)}</dd></div>" for name, value in figures
+    )
+    exact = mapping(mapping(evaluation, "generated"), "exact_match")
+    for name, said in (("base", "answers exact before"), ("adapted", "answers exact after")):
+        if (share := number(exact, name)) is not None:
+            cells += f"<div><dt>{said}</dt><dd>{_share(share)}</dd></div>"
+    found = f'<dl class="figures">{cells}</dl>'
+    low, middle, high = (number(evaluation, "difference", name) for name in ("low", "loss", "high"))
+    if low is None or middle is None or high is None or not low <= middle <= high:
+        return found
+    return found + _interval_bar(low, middle, high)
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if 0 <= value <= 1 else f"{value:g}"
+
+
+def _interval_bar(low: float, middle: float, high: float) -> str:
+    """Return the difference of the losses with its interval, beside zero."""
+    left, right = min(low, 0.0), max(high, 0.0)
+    room = 0.06 * (right - left) or 1.0
+    left, right = left - room, right + room
+
+    def at(value: float) -> str:
+        return f"{100 * (value - left) / (right - left):.2f}%"
+
+    width = f"{max(100 * (high - low) / (right - left), 0.4):.2f}%"
+    said = f"Difference of the losses {_signed(middle)}, from {_signed(low)} to {_signed(high)}"
+    return (
+        f'<figure class="interval"><figcaption>{said}; below zero is better</figcaption>'
+        f'<svg role="img" aria-label="{said}"><line class="base" x1="0" x2="100%" y1="32" '
+        f'y2="32"/><line class="zero" x1="{at(0)}" x2="{at(0)}" y1="14" y2="50"/>'
+        f'<rect x="{at(low)}" width="{width}" y="25" height="14" rx="3"/>'
+        f'<circle cx="{at(middle)}" cy="32" r="6"/>'
+        f'<text x="{at(0)}" y="64" class="x">0</text></svg></figure>'
+    )
+
+
+def _changed_rows(evaluation: Mapping[str, Any]) -> str:
+    tables = []
+    for name, title in (("gained", "Rows that gained most"), ("lost", "Rows that lost most")):
+        rows, fell = [], []
+        for each in objects(evaluation, name)[:10]:
+            before, after = number(each, "base_loss"), number(each, "adapted_loss")
+            change = "–" if before is None or after is None else _signed(after - before)
+            fell.append(before is not None and after is not None and after < before)
+            place = f"{text(each, 'path')}:{whole(each, 'row') or 0}"
+            rows.append(
+                (
+                    f'<span class="path">{html_text(place)}</span>',
+                    loss_text(before),
+                    loss_text(after),
+                    change,
+                )
+            )
+        if name == "lost" and all(fell):
+            title = "Rows that gained least"
+        if rows:
+            tables.append(table(title, ("row", "before", "after", "change"), rows))
+    return f'<div class="pair">{"".join(tables)}</div>' if tables else ""
+
+
+def _samples(run: Run) -> str:
+    samples = samples_of(run)
+    if not samples:
+        return note(
+            "No answers were written: <code>mlxtune eval --generate</code> brings them "
+            "side by side."
+        )
+    articles = "".join(map(_sample, samples[:_MOST_SAMPLES]))
+    return f'<h3 class="over">Answers side by side</h3><div class="samples">{articles}</div>'
+
+
+def _sample(sample: Mapping[str, Any]) -> str:
+    place = f"{text(sample, 'path')}:{whole(sample, 'row') or 0}"
+    expected = _words(sample.get("expected"))
+    boxes = [_answer("expected", sample.get("expected"), None)]
+    for name, title in (("base", "before"), ("adapted", "after")):
+        right = _words(sample.get(name)).strip() == expected.strip()
+        boxes.append(_answer(title, sample.get(name), right))
+    return (
+        f'<article class="sample"><header><h4 class="path">{html_text(place)}</h4></header>'
+        f'<div class="prompt">{_block(_words(sample.get("prompt")))}</div>'
+        f'<div class="answers">{"".join(boxes)}</div></article>'
+    )
+
+
+def _answer(title: str, value: Any, right: bool | None) -> str:
+    mark = ""
+    if right is not None:
+        mark = (
+            '<span class="right">✓ exact</span>' if right else '<span class="other">differs</span>'
+        )
+    style = "answer" if right is None else f"answer {'same' if right else 'differs'}"
+    return f'<div class="{style}"><h5>{title} {mark}</h5>{_block(_words(value))}</div>'
+
+
+def _words(value: Any) -> str:
+    """Return a text, or what stands in place of one, as text."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _block(words: str) -> str:
+    more = ""
+    if len(words) > _MOST_TEXT:
+        more = f'<p class="note">… {len(words) - _MOST_TEXT:,} more characters</p>'
+    lines = "\n".join(map(html_text, words[:_MOST_TEXT].split("\n")))
+    return f"<pre>{lines or '(nothing)'}</pre>{more}"
+
+
+# Plan, data, options, origin
+
+
+def plan_section(run: Run, summary: RunSummary) -> str:
+    """Return what was planned beside what came of it."""
+    planned, came = planned_shares(run), tokens_run(run)
+    if planned["micro_batch_tokens"] is None and summary.peak_memory is None:
+        body = note("The run did not write down its plan: an earlier version made it.")
+        return section("plan", "The plan, and what came of it", body)
+    peak, limit = summary.predicted_memory, number(mapping(run.about, "plan"), "memory", "limit")
+    rows = [
+        ("peak memory", _bytes(peak), _bytes(summary.peak_memory)),
+        (
+            "micro-batches a step",
+            _decimal(planned["micro_batches_per_step"]),
+            _decimal(came["micro_batches_per_step"]),
+        ),
+        ("padding", _part(planned["padding_share"]), _part(came["padding_share"])),
+        (
+            "tokens run, of those of the data",
+            _part(planned["run_share"]),
+            _part(came["run_share"]),
+        ),
+        ("steps", _whole(summary.total_steps), f"{summary.step:,}"),
+    ]
+    body = table("Planned and measured", ("", "planned", "measured"), rows)
+    if limit is not None:
+        tokens = planned["micro_batch_tokens"]
+        kept = mapping(run.about, "plan").get("grad_checkpoint") is True
+        body += note(
+            f"Within {_bytes(limit)}: micro-batches of up to {_whole(tokens)} tokens; activations "
+            + ("computed again in the backward pass." if kept else "kept for the backward pass.")
+        )
+    return section("plan", "The plan, and what came of it", body + _memory_parts(run))
+
+
+def _memory_parts(run: Run) -> str:
+    """Return of what the predicted peak is made, as a bar."""
+    plan = mapping(run.about, "plan")
+    parts = [(name, number(plan, "memory", name) or 0.0) for name in _PARTS]
+    whole_ = sum(size for _, size in parts)
+    if not whole_:
+        return ""
+    start, boxes, keys = 0.0, "", ""
+    for place, (name, size) in enumerate(parts):
+        share = 100 * max(size, 0.0) / whole_
+        boxes += f'<rect class="p{place}" x="{start:.2f}" width="{share:.2f}" height="1"/>'
+        keys += f'<li class="swatch p{place}">{name} <b>{_bytes(size)}</b></li>'
+        start += share
+    return (
+        '<figure class="parts"><figcaption>Of what the predicted peak is made</figcaption>'
+        '<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
+        f'{boxes}</svg><ul class="keys">{keys}</ul></figure>'
+    )
+
+
+_PARTS = ("weights", "optimizer", "activations", "head")
+
+
+def _bytes(value: float | None) -> str:
+    return "–" if value is None else memory(value / _GB)
+
+
+def _decimal(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _part(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _whole(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def data_section(run: Run) -> str:
+    """Return where every row and token went, and how long examples are."""
+    ledgers = ledgers_of(run)
+    body = "".join(map(ledger_article, ledgers)) or note("The run wrote down no ledger.")
+    lengths, charts = mapping(run.about, "lengths"), ""
+    for name, title, style in (
+        ("tokens", "Length", "context-part"),
+        ("supervised", "Supervised", "supervised"),
+    ):
+        charts += _histogram(mapping(lengths, name), title, style)
+    if charts:
+        body += f'<div class="pair over">{charts}</div>'
+    return section("data", "Where every row went", body)
+
+
+def _histogram(found: Mapping[str, Any], title: str, style: str) -> str:
+    counts = found.get("counts")
+    start, width = whole(found, "start"), whole(found, "width")
+    numbers = counts if isinstance(counts, list) else []
+    if not all(type(each) is int and 0 <= each < 2**53 for each in numbers):
+        return ""
+    if start is None or not width or width < 1 or not any(numbers) or len(numbers) > 1000:
+        return ""
+    drawn = draw_bars(title, "tokens", start, width, numbers, "examples", style)
+    middle = ", ".join(
+        f"{name} <b>{whole(found, key) or 0:,}</b>"
+        for key, name in (("p50", "median"), ("p95", "95th percentile"), ("max", "longest"))
+    )
+    return f'<div class="framed">{drawn}<p class="reasons">{middle}</p></div>'
+
+
+def options_section(run: Run) -> str:
+    """Return the options, those that are not the default first."""
+    options = options_of(run)
+    if not options:
+        body = note("The run wrote down no options before its first checkpoint.")
+        return section("options", "Options", body)
+
+    def rows(differ: bool) -> list[tuple[str, str, str]]:
+        return [
+            (f'<span class="path">{html_text(name)}</span>', html_text(own), html_text(default))
+            for name, (own, default, differs) in options.items()
+            if differs == differ
+        ]
+
+    others = rows(False)
+    body = table("Not the default", ("option", "value", "default"), rows(True), "words")
+    same = table("At its default", ("option", "value"), [row[:2] for row in others], "words")
+    return section(
+        "options",
+        "Options",
+        f"{body}<details class='more'><summary>{count(len(others), 'option')} at the default"
+        f"</summary>{same}</details>",
+    )
+
+
+def origin_section(run: Run, summary: RunSummary) -> str:
+    """Return what the result depends on beside the options: model, data, versions; and itself."""
+    pairs = [
+        ("run", str(run.folder)),
+        ("adapter", summary.adapter),
+        ("adapter's SHA-256", summary.sha256),
+        ("base model", text(run.about, "model", "description")),
+        ("base model's hash", text(run.metadata, "base_hash")),
+        ("data's hash", text(run.about, "data_hash") or text(run.metadata, "data_hash")),
+        ("LoRA", text(run.about, "lora", "description")),
+        ("template", text(run.about, "template")),
+        ("device", text(run.about, "device")),
+        ("checkpoints", ", ".join(run.checkpoints)),
+    ]
+    versions = mapping(run.about, "versions") or mapping(run.metadata, "versions")
+    pairs += [(str(name), str(version)) for name, version in versions.items()]
+    rows = [
+        (html_text(name), f'<span class="path">{html_text(value)}</span>')
+        for name, value in pairs
+        if value
+    ]
+    return section("origin", "Origin", table("Model, data and versions", ("", ""), rows, "words"))
