@@ -101,6 +101,8 @@ def train(
                 )
         if result is not None:
             finish(config, setup, trainer, result, console)
+            if (page := write_page(run, console.warn)) is not None:
+                console.say("Report", str(page))
     return TrainResult(
         training=result,
         adapter=None if dry_run else config.output_path,
@@ -330,6 +332,4 @@ def finish(
     predicted = setup.plan.peak.total / memory.GB
     for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
         console.say("Done", line)
-    if (page := write_page(config.checkpoint_path, console.warn)) is not None:
-        console.say("Done", f"report: {page}")
     console.say("Try it", report.usage_line(result, config), copyable=True)

@@ -86,7 +86,10 @@ def tick_label(value: float, step: float) -> str:
         return "0"
     if abs(value) >= 1e10 or step < 1e-4:
         digits = max(1, math.ceil(math.log10(abs(value) / step) - 1e-9) + 2)
-        return short_exponent(f"{value:.{digits}g}")
+        if 1e-3 < abs(value) < 1e10:
+            return f"{value:.{digits}g}"
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if step >= size / 10 and abs(value) >= (size if size > 1e3 else 1e4):
             return f"{value / size:.12g}{suffix}"
@@ -95,9 +98,3 @@ def tick_label(value: float, step: float) -> str:
     if not math.isclose(round(step, decimals), step):
         decimals += 1
     return f"{value:,.{decimals}f}"
-
-
-def short_exponent(number: str) -> str:
-    """Return `1e-5` for `1e-05`."""
-    mantissa, e, exponent = number.partition("e")
-    return f"{mantissa}e{int(exponent)}" if e else number

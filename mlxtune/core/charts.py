@@ -122,7 +122,11 @@ def _caption(chart: Chart, choice: bool, shown: str = "linear") -> str:
     ) + "".join(f'<li class="key ref">{html_text(level.name)}</li>' for level in chart.levels)
     if chart.skipped:
         keys += '<li class="key skip">skipped step</li>'
-    legend = f'<ul class="keys">{keys}</ul>' if keys and (len(named) > 1 or chart.large) else ""
+    legend = (
+        f'<ul class="keys">{keys}</ul>'
+        if keys and (len(named) > 1 or chart.levels or chart.large)
+        else ""
+    )
     scale = ""
     if choice:
         scale = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from mlxtune.core.charts import Chart, Level, Series
 from mlxtune.core.curves import decimate, smooth, span_for
@@ -33,7 +33,8 @@ def _loss(run: Run, summary: RunSummary) -> Chart:
     x = [steps["step"][i] for i in shown]
     averages = smooth(steps["loss"], span)
     validation = _validation(run)
-    ends = [float(b) for a, b, epoch, after in _neighbours(run) if epoch != after for b in [a]]
+    both = pairwise(zip(steps["step"], steps["epoch"], strict=True))
+    ends = [step for (step, epoch), (_, following) in both if epoch != following]
     return Chart(
         title="Training and validation",
         unit="nats a supervised token",
@@ -58,12 +59,6 @@ def _said_of_loss(summary: RunSummary, losses: Sequence[float]) -> str:
         said += f"; validation {loss_text(summary.initial_val_loss)} before"
         said += f", {loss_text(summary.best_val_loss)} at best"
     return said
-
-
-def _neighbours(run: Run) -> list[tuple[float, float, float, float]]:
-    """Return neighbouring steps with their epochs."""
-    both = zip(run.steps["step"], run.steps["epoch"], strict=True)
-    return [(a, b, epoch, after) for (a, epoch), (b, after) in pairwise(both)]
 
 
 def _skipped(run: Run) -> list[float]:
@@ -107,7 +102,7 @@ def _course(run: Run, summary: RunSummary) -> list[Chart]:
         Chart(
             title="Memory",
             unit=f"{unit} at the peak of each step",
-            series=(_curve("in use", "memory", steps["step"], used),),
+            series=_with_highest("memory", steps["step"], used),
             said=_said(f"Memory in {unit}", used),
             from_zero=True,
             levels=_near(used, predicted, f"predicted peak {predicted:.3g} {unit}"),
@@ -149,6 +144,17 @@ def _both(name: str, style: str, x: Sequence[float], y: Sequence[float]) -> tupl
     return (
         Series("each step", style, at, [y[i] for i in shown], "faint"),
         Series(f"averaged over {span}", style, at, [averages[i] for i in shown]),
+    )
+
+
+def _with_highest(style: str, x: Sequence[float], y: Sequence[float]) -> tuple[Series, ...]:
+    """Return a curve as it is, faint, and the highest value so far."""
+    shown = decimate(y, _POINTS)
+    highest = list(accumulate((y[i] for i in shown), max))
+    at = [x[i] for i in shown]
+    return (
+        Series("each step", style, at, [y[i] for i in shown], "faint"),
+        Series("highest so far", style, at, highest),
     )
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.axis import spans_much
 from mlxtune.core.checkpoint import BEST, MANIFEST, METRICS
 from mlxtune.core.run_folder import ABOUT, LEDGER
 from mlxtune.core.run_page import when
@@ -107,10 +108,15 @@ def stretch_means(values: Sequence[float], most: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], *, unicode: bool = True) -> str:
-    """Return values as blocks of eight heights, the lowest value being the lowest."""
+    """Return values as blocks of eight heights, the lowest value being the lowest.
+
+    Heights are those of the logarithms where values are far apart, as in a chart.
+    """
     blocks = _BLOCKS if unicode else _ASCII_BLOCKS
     if not values:
         return ""
+    if spans_much(values):
+        values = [math.log(value) for value in values]
     low, high = min(values), max(values)
     if high == low:
         return blocks[0] * len(values)

@@ -283,7 +283,7 @@ def _results(summaries: Sequence[RunSummary]) -> str:
         *("run", "validation loss before", "at best", "training loss", "steps"),
         *("tokens/s", "peak memory", "time"),
     )
-    return table("Results", headings, rows)
+    return table("Losses, speed and memory", headings, rows)
 
 
 def _differences(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> str:
@@ -298,4 +298,4 @@ def _differences(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> str:
         f'<span class="key {style_of(i)}">{html_text(PurePath(each.name).name)}</span>'
         for i, each in enumerate(summaries)
     ]
-    return table("Options that differ", ("option", *names), rows)
+    return table("The value in each run", ("option", *names), rows)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend import memory
 from mlxtune.backend.forward import Forward
 from mlxtune.backend.pipeline import InstructPipeline
 from mlxtune.errors import MemoryLimitError
@@ -131,3 +132,47 @@ def test_validation_halves_too(make: Any) -> None:
     assert pipeline.micro_batch_tokens < LARGE
     assert len(warnings) == 1
     assert pipeline.evaluate(EXAMPLES).avg_loss == pytest.approx(expected.avg_loss, rel=1e-5)
+
+
+# What a step says of how it was run
+
+
+def test_step_counts_its_micro_batches_and_their_padding(
+    make: Callable[..., tuple[InstructPipeline, list[str]]],
+) -> None:
+    pipeline, _ = make(LARGE)
+    for tokens in (LARGE, 40):
+        pipeline.micro_batch_tokens = tokens
+        batches = [batch for _, batch in pipeline.micro_batches(EXAMPLES)]
+        groups = [group for group, _ in pipeline.micro_batches(EXAMPLES)]
+        found = pipeline.train_batch(EXAMPLES)
+        assert found.micro_batches == len(batches)
+        assert found.run_tokens == sum(group.tokens for group in groups)
+        # What runs of an example is all but its last token, which nothing follows.
+        assert found.run_tokens - found.padding == sum(len(each) - 1 for each in EXAMPLES)
+
+
+def test_step_says_its_own_peak_and_not_that_of_one_before(
+    make: Callable[..., tuple[InstructPipeline, list[str]]],
+) -> None:
+    pipeline, _ = make(LARGE)
+    wide = pipeline.train_batch(EXAMPLES).memory
+    large = mx.zeros((50_000_000,), mx.uint8)
+    mx.eval(large)
+    del large
+    pipeline.micro_batch_tokens = 1
+    alone = pipeline.train_batch(EXAMPLES).memory
+    assert 0 < alone < wide < 50_000_000
+    assert memory.peak_bytes() >= 50_000_000, "that of the run is kept"
+
+
+def test_step_that_was_over_the_limit_says_its_peak_all_the_same(
+    make: Callable[..., tuple[InstructPipeline, list[str]]],
+) -> None:
+    pipeline, warnings = make(LARGE)
+    wide = pipeline.train_batch(EXAMPLES).memory
+    pipeline, warnings = make(LARGE)
+    mx.set_memory_limit(1)
+    found = pipeline.train_batch(EXAMPLES).memory
+    assert len(warnings) == 1
+    assert found > wide / 2

@@ -76,6 +76,7 @@ def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1, 0]) == "██▇▆▅▄▃▂▁"
     assert sparkline([0, 1], unicode=False) == "_#"
     assert sparkline([2, 2]) == "▁▁"
+    assert sparkline([1000, 10, 1]) == "█▃▁", "far apart, by their logarithms"
     assert sparkline([]) == ""
 
 

@@ -102,14 +102,17 @@ def test_charts_are_of_the_loss_the_rate_the_gradient_the_speed_and_the_memory(r
     assert "validation 4.00 before, 1.00 at best" in said[0]
     data = json.loads(found.texts["charts"])
     names = [[series["name"] for series in each["series"]] for each in data]
+    assert '<line class="vertical" x1="50.00%"' in found.html, "the end of the first epoch"
     assert names[0] == ["training, each step", "training, averaged over 10", "validation"]
     assert data[0]["series"][2]["x"] == [0, 40, 80]
     assert data[0]["series"][2]["y"] == [4, 2, 1]
     assert data[0]["series"][0]["y"][:2] == [
         pytest.approx(step_line(step, 40)["loss"], rel=1e-5) for step in (1, 2)
     ]
-    assert [len(each) for each in names] == [3, 1, 2, 2, 1]
-    assert max(data[4]["series"][0]["y"]) == pytest.approx(20.006)
+    assert [len(each) for each in names] == [3, 1, 2, 2, 2]
+    each, highest = (series["y"] for series in data[4]["series"])
+    assert each[:3] == pytest.approx([20.001, 20.002, 20.003])
+    assert highest == pytest.approx([max(each[: i + 1]) for i in range(80)])
 
 
 def test_page_without_an_evaluation_says_how_to_get_one(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxtune.core.metrics import InstructEpochMetrics, StepRecord
+from mlxtune.core.metrics import InstructBatchResult, InstructEpochMetrics, StepRecord
 from mlxtune.core.observer import TrainingObserver
 from mlxtune.core.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
-from tests.core.fake_pipeline import FakePipeline, log_of, rows, train
+from tests.core.fake_pipeline import CORPUS, FakePipeline, log_of, options, rows, train
 
 
 def test_metrics_file_has_a_line_for_each_step_validation_and_epoch_in_order(
@@ -46,6 +48,33 @@ def test_tokens_of_a_step_are_all_that_the_model_read(tmp_path: Path) -> None:
 
     expected = [sum(2 + row % 5 for row in batch) for batch in pipeline.batches]
     assert [record.tokens for record in found.steps] == expected
+
+
+def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
+    class Measured(FakePipeline):
+        def train_batch(self, *given: Any, **options: Any) -> InstructBatchResult:
+            found = super().train_batch(*given, **options)
+            step = len(self.batches)
+            return replace(found, memory=100 + step, micro_batches=2, run_tokens=30, padding=step)
+
+    found = train(tmp_path, Measured())
+    steps = [line for line in log_of(tmp_path) if line["kind"] == "step"]
+    names = ("memory", "micro_batches", "run_tokens", "padding")
+    assert [tuple(line[name] for name in names) for line in steps] == [
+        (100 + step, 2, 30, step) for step in range(1, 7)
+    ]
+    assert [record.memory for record in found.steps] == [100 + step for step in range(1, 7)]
+
+
+def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("of an earlier run")
+    trainer = InstructTrainer(FakePipeline(), CORPUS, options(tmp_path))
+    trainer.train({"ledger.json": [1]}, beside={"run.json": {"a": 1}})
+
+    assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
+    assert (tmp_path / "previous" / "run.json").read_text() == "of an earlier run"
+    assert not (tmp_path / "epoch-1" / "run.json").exists()
+    assert (tmp_path / "epoch-1" / "ledger.json").exists()
 
 
 class Listener(TrainingObserver):
