@@ -110,8 +110,8 @@ def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _lines(runs: Sequence[Run]) -> list[str]:
+    from mlxtune.core.run_evaluation import verdict_of
     from mlxtune.core.run_page import comparison_headline
-    from mlxtune.core.run_sections import verdict_of
     from mlxtune.core.run_summary import differing_options, summarize
 
     summaries = [summarize(run) for run in runs]

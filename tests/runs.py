@@ -59,7 +59,7 @@ EVALUATION = {
     ],
     "generated": {
         "rows": 2,
-        "exact_match": {"base": 0.0, "adapted": 0.5},
+        "exact_match": {"base": 0, "adapted": 1},
         "samples": [
             {"path": "chat.jsonl", "row": 7, "prompt": "2 + 2?", "expected": "4"}
             | {"base": "the the", "adapted": "4"},

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,9 @@ def reopen(run: Path) -> None:
     """Have a run that may have ended go on. Raises OutputError."""
     with as_output_error(run / RESULT):
         (run / RESULT).unlink(missing_ok=True)
+    # It says that the run ended; that it stays where it cannot be removed costs nothing.
+    with suppress(OSError):
+        (run / REPORT).unlink()
 
 
 def write_result(run: Path, result: Mapping[str, Any]) -> None:

@@ -11,11 +11,11 @@ from mlxtune.core.charts import Drawing, draw
 from mlxtune.core.page_parts import figure_list, fill, html_text
 from mlxtune.core.report import count, duration, memory
 from mlxtune.core.run_charts import charts_of, comparison_charts, style_of
+from mlxtune.core.run_evaluation import evaluation_section, verdict_of
 from mlxtune.core.run_record import Run, text, whole
 from mlxtune.core.run_sections import (
     data_section,
     epochs_table,
-    evaluation_section,
     note,
     options_section,
     origin_section,
@@ -23,7 +23,6 @@ from mlxtune.core.run_sections import (
     section,
     skipped_section,
     table,
-    verdict_of,
 )
 from mlxtune.core.run_summary import (
     RunSummary,

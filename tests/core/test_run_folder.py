@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run_folder import set_previous_aside
+from mlxtune.core.run_folder import reopen, set_previous_aside
 from mlxtune.errors import OutputError
 
 
@@ -18,11 +18,15 @@ def run_in(folder: Path, text: str) -> None:
     for name in ("epoch-1", "epoch-12", "best", "step-7"):
         (folder / name).mkdir(parents=True)
         (folder / name / "metadata.json").write_text(text)
-    for name in ("metrics.jsonl", "ledger.json"):
+    for name in FILES:
         (folder / name).write_text(text)
 
 
-RUN = ["best", "epoch-1", "epoch-12", "ledger.json", "metrics.jsonl", "step-7"]
+FILES = (
+    *("metrics.jsonl", "ledger.json", "run.json", "result.json"),
+    *("evaluation.json", "report.html"),
+)
+RUN = sorted(["best", "epoch-1", "epoch-12", "step-7", *FILES])
 
 
 def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path) -> None:
@@ -66,3 +70,12 @@ def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> No
     assert str(raised.value).startswith(f"{tmp_path / 'previous'}: ")
     assert (tmp_path / "previous").read_text() == "mine"
     assert names_in(tmp_path) == sorted([*RUN, "previous"])
+
+
+def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    reopen(tmp_path)
+    assert set(RUN) - set(names_in(tmp_path)) == {"result.json", "report.html"}
+    (tmp_path / "report.html").mkdir()
+    reopen(tmp_path)
+    assert "report.html" in names_in(tmp_path)

@@ -76,7 +76,7 @@ def test_page_says_all_that_is_known(run: Run) -> None:
     for text in ("rank 8, alpha 16", "a machine (cpu)", "2026-03-04 05:06", "The adapter helped"):
         assert text in found.html
     evaluation = found.text("evaluation")
-    for text in ("4.00", "1.00", "0%", "50%", "−3.00, from −3.20 to −2.75"):
+    for text in ("of 2 answers exact after 1", "−3.00, from −3.20 to −2.75"):
         assert text in evaluation
     for text in ("chat.jsonl:7", "2 + 2?", "the the", "✓ exact", "Rows that lost most", "+0.250"):
         assert text in evaluation
@@ -166,6 +166,18 @@ def test_page_of_tens_of_thousands_of_steps_stays_light_and_keeps_the_spike(
     series = json.loads(found.texts["charts"])[0]["series"][0]
     assert len(series["x"]) <= 1000
     assert dict(zip(series["x"], series["y"], strict=True))[12_345] == 77.5
+
+
+def test_many_answers_are_folded_away_and_bounded(tmp_path: Path) -> None:
+    generated = EVALUATION["generated"]
+    assert isinstance(generated, dict)
+    samples = [generated["samples"][0] | {"row": row} for row in range(1, 151)]
+    evaluation = EVALUATION | {"generated": generated | {"rows": 150, "samples": samples}}
+    found = page(read_run(write_run(tmp_path / "out", evaluation=evaluation)))
+    assert found.html.count('<article class="sample">') == 40
+    open_, _, folded = found.html.partition("37 more answers; of 150, 40 are on this page")
+    assert open_.count('<article class="sample">') == 3
+    assert folded.count('<article class="sample">') == 37
 
 
 # Safety
