@@ -131,15 +131,26 @@ def read_run(folder: Path) -> Run:
     run.about = _object(run, ABOUT)
     run.result = _object(run, RESULT)
     run.evaluation = _object(run, EVALUATION)
-    found = _read(run, LEDGER)
-    if isinstance(found, list):
-        run.ledgers = [entry for entry in found if isinstance(entry, dict)]
-    elif found is not None:
-        run.problems.append(f"{LEDGER} holds no list of files")
+    _read_ledgers(run)
     _read_metrics(run)
     _read_metadata(run)
     run.holder = holder_of(folder / LOCK)
     return run
+
+
+def _read_ledgers(run: Run) -> None:
+    found = _read(run, LEDGER)
+    if isinstance(found, dict) and all(isinstance(entry, dict) for entry in found.values()):
+        # Of the first version, which had them by their paths, and one example a row.
+        found = [{"path": path, "examples": _kept(entry), **entry} for path, entry in found.items()]
+    if isinstance(found, list):
+        run.ledgers = [entry for entry in found if isinstance(entry, dict)]
+    elif found is not None:
+        run.problems.append(f"{LEDGER} holds no list of files")
+
+
+def _kept(ledger: Mapping[str, Any]) -> int:
+    return sum(whole(ledger, name) or 0 for name in ("rows_train", "rows_validation"))
 
 
 def _object(run: Run, name: str) -> Mapping[str, Any]:
@@ -171,9 +182,11 @@ _json = json.JSONDecoder(parse_constant=lambda _: None).decode
 
 def _read_metadata(run: Run) -> None:
     """Take in what the newest checkpoint that can be read says; its files are not compared."""
-    newest = -1.0
-    for folder in checkpoint_folders(run.folder):
-        run.checkpoints.append(folder.name)
+    newest, good = -1.0, checkpoint_folders(run.folder)
+    run.checkpoints = [folder.name for folder in good]
+    # Those of the first version have no manifest, and cannot be gone on from.
+    first = (path.parent for path in run.folder.glob(f"*/{METADATA}"))
+    for folder in sorted({*good, *first}):
         try:
             found = _json(read_own(folder / METADATA).decode("utf-8"))
         except (OSError, ValueError, RecursionError):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mlxtune.core.run_page import render_runs
 from mlxtune.core.run_record import is_run, number, read_run, run_folder_at
-from mlxtune.core.run_summary import summarize
+from mlxtune.core.run_summary import ledgers_of, summarize
 from mlxtune.errors import OutputError
-from tests.runs import EVALUATION, as_lines, metrics, step_line, write_run
+from tests.runs import EVALUATION, LEDGER, as_lines, metrics, step_line, write_run
 
 
 def test_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
@@ -86,6 +86,21 @@ def test_run_of_an_earlier_version_lacks_what_that_did_not_write(tmp_path: Path)
     assert "earlier version" in render_runs([run])
 
 
+def test_run_of_the_first_version_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out", finished=False)
+    for name in ("run.json", "epoch-1/manifest.json"):
+        (folder / name).unlink()
+    own = {key: value for key, value in LEDGER.items() if key not in ("path", "examples", "notes")}
+    (folder / "ledger.json").write_text(json.dumps({"data/old.jsonl": own}))
+    run = read_run(folder)
+
+    assert run.problems == []
+    assert (run.config["epochs"], run.checkpoints) == (2, [])
+    (ledger,) = ledgers_of(run)
+    assert (ledger["path"], ledger["examples"], ledger["rows_read"]) == ("data/old.jsonl", 48, 50)
+    assert summarize(run).resume == ""
+
+
 def test_unfinished_run_is_read_as_far_as_it_came(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", finished=False))
     assert run.problems == []
@@ -110,7 +125,7 @@ def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
         ("run.json", b"[]", "run.json holds no JSON object"),
         ("result.json", b"\xff", "result.json is not valid JSON"),
         ("evaluation.json", b"[" * 100_000, "evaluation.json is not valid JSON"),
-        ("ledger.json", b"{}", "ledger.json holds no list of files"),
+        ("ledger.json", b"7", "ledger.json holds no list of files"),
         ("epoch-1/metadata.json", b"nonsense", "epoch-1/metadata.json cannot be read"),
         ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: its last line is cut off"),
         ("metrics.jsonl", b'{"kind": "st', "metrics.jsonl: its last line is cut off"),
