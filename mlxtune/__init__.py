@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
 from mlxtune.doctor import doctor
+from mlxtune.evaluate import evaluate
 from mlxtune.inspect import inspect
 from mlxtune.report import report
 from mlxtune.resume import resume
@@ -27,12 +28,14 @@ from mlxtune.verify import verify
 if TYPE_CHECKING:
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.config import (
+        EvalConfig,
         InspectConfig,
         InstructConfig,
         InstructTrainingConfig,
         TrainConfig,
     )
     from mlxtune.core.encode import Example
+    from mlxtune.core.evaluation import Evaluation
     from mlxtune.core.inspection import Inspection
     from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
     from mlxtune.errors import (
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "DataError",
+    "EvalConfig",
+    "Evaluation",
     "Example",
     "InspectConfig",
     "Inspection",
@@ -66,6 +71,7 @@ __all__ = [
     "TrainResult",
     "TrainingInterrupted",
     "doctor",
+    "evaluate",
     "inspect",
     "report",
     "resume",
@@ -77,12 +83,14 @@ __all__ = [
 _ROOMS = {
     "mlxtune.backend.pipeline": ("InstructPipeline",),
     "mlxtune.config": (
+        "EvalConfig",
         "InspectConfig",
         "InstructConfig",
         "InstructTrainingConfig",
         "TrainConfig",
     ),
     "mlxtune.core.encode": ("Example",),
+    "mlxtune.core.evaluation": ("Evaluation",),
     "mlxtune.core.inspection": ("Inspection",),
     "mlxtune.core.trainer": ("InstructTrainer", "InstructTrainResult"),
     "mlxtune.errors": (

@@ -20,7 +20,10 @@ from mlxtune.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What values an option takes, beyond its type. `several`: the flag may be given again."""
+    """What values an option takes, beyond its type.
+
+    `several`: the flag may be given again; `blank`: each may be of spaces or newlines alone.
+    """
 
     help: str
     at_least: float | None = None
@@ -31,6 +34,7 @@ class Bounds:
     metavar: str | None = None
     required: bool = False
     several: bool = False
+    blank: bool = False
     if_empty: str = "is empty"
 
     def problem(self, value: Any) -> str | None:
@@ -88,7 +92,8 @@ class Checked:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             bounds = field.metadata["bounds"]
             value = getattr(self, field.name)
-            value, problem = convert(value, types[field.name], several=bounds.several)
+            several = {"several": bounds.several, "blank": bounds.blank}
+            value, problem = convert(value, types[field.name], **several)
             if problem is None and value is not None:
                 problem = bounds.problem(value)
             if problem is not None:
@@ -110,8 +115,12 @@ def field_types(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-def convert(value: Any, annotation: Any, *, several: bool = False) -> tuple[Any, str | None]:
+def convert(
+    value: Any, annotation: Any, *, several: bool = False, blank: bool = False
+) -> tuple[Any, str | None]:
     """Convert a value to a field's annotated type; with `several`, text is one item of a tuple.
+
+    Items of spaces alone are passed over, unless they may be `blank`.
 
     Returns the converted value and None, or None and what is wrong with it.
     """
@@ -120,7 +129,7 @@ def convert(value: Any, annotation: Any, *, several: bool = False) -> tuple[Any,
             return None, None
         annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
     if typing.get_origin(annotation) is tuple:
-        return _convert_items(value) if several else _convert_names(value)
+        return _convert_items(value, blank) if several else _convert_names(value)
     return _CONVERTERS[annotation](value)
 
 
@@ -132,13 +141,14 @@ def _convert_names(value: Any) -> tuple[Any, str | None]:
     return stripped, None
 
 
-def _convert_items(value: Any) -> tuple[Any, str | None]:
+def _convert_items(value: Any, blank: bool) -> tuple[Any, str | None]:
     if isinstance(value, Mapping):  # in a config file, as one would write it there
         value = [f"{name}={key}" for name, key in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):
         return None, f"must be text, or several texts, not {_bounded(value)}"
-    return tuple(os.fspath(item) for item in items if os.fspath(item).strip()), None
+    texts = map(os.fspath, items)
+    return tuple(text for text in texts if (text if blank else text.strip())), None
 
 
 def _convert_str(value: Any) -> tuple[Any, str | None]:

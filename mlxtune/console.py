@@ -92,12 +92,16 @@ class RunConsole(TrainingObserver):
 
     def on_encoding(self, path: Path, rows: int) -> None:
         """Show, on a terminal, how many rows of a file have been encoded."""
+        self.show(f"encoding {path}: {report.count(rows, 'row')}")
+
+    def show(self, text: str) -> None:
+        """Show, on a terminal, what is being done, until something else is said."""
         if self._quiet or not self._live:
             return
         if self._status is None:
             self._status = self._console.status("")
             self._status.start()
-        self._status.update(Text(printable(f"encoding {path}: {report.count(rows, 'row')}")))
+        self._status.update(Text(printable(text)))
 
     def close(self) -> None:
         """Take away what is live."""

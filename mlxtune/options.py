@@ -27,6 +27,10 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             metavar="PATH",
             if_empty="is required",
         ),
+        "adapter": Bounds(
+            "Adapter file, its folder, or a run's folder.",
+            if_empty="is empty: name an adapter, its folder or that of a run",
+        ),
         "trust_remote_code": Bounds(
             "Run Python code that the model's folder brings; read it first."
         ),
@@ -85,6 +89,44 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         "against": Bounds("Measure another trainer on the same steps.", choices=("mlx-lm",)),
         "steps": Bounds("Optimizer steps to time, the first of an epoch.", at_least=1),
         "repeats": Bounds("Times to measure each side, each in a new process.", at_least=1),
+    },
+    "Generation": {
+        "prompt": Bounds(
+            "What the user says; without it or --messages, standard input is read.",
+            metavar="TEXT",
+            if_empty="is empty: say something",
+        ),
+        "messages": Bounds(
+            "JSON file of a conversation to answer: a list of messages, or an object with "
+            "'messages' and, if there are any, 'tools'; - is standard input.",
+            metavar="FILE",
+            if_empty="is empty: name a file, or - for standard input",
+        ),
+        "system": Bounds(
+            "System message that stands before the conversation.",
+            metavar="TEXT",
+            if_empty="is empty: leave it out",
+        ),
+        "generate": Bounds(
+            "Also answer the last turn of each row, greedily, and count the answers that are those "
+            "of the data to the letter."
+        ),
+        "max_new_tokens": Bounds("Longest answer in tokens.", at_least=1, at_most=10**9),
+        "temperature": Bounds(
+            "How freely tokens are drawn; 0 takes the likeliest.", at_least=0, at_most=100
+        ),
+        "top_k": Bounds("Draw from the likeliest K tokens; 0 is off.", at_least=0),
+        "top_p": Bounds(
+            "Draw from the likeliest tokens that together have this probability; 1 is off.",
+            above=0,
+            at_most=1,
+        ),
+        "stop": Bounds(
+            "Text that ends an answer, beside the model's own end tokens; may be given again.",
+            several=True,
+            blank=True,
+            metavar="TEXT",
+        ),
     },
     "LoRA": {
         "rank": Bounds("Rank of the LoRA matrices.", at_least=1),

@@ -135,7 +135,7 @@ def work_of(
     Those are sought in the whole data set, in the steps without one. With neither, an example of
     --max-seq-len tokens takes their place.
     """
-    from mlxtune.backend.pipeline import step_cost
+    from mlxtune.backend.micro_batches import step_cost
     from mlxtune.core.memory_plan import Work
     from mlxtune.core.memory_prediction import Load
 

@@ -32,9 +32,9 @@ def test_last_good_checkpoint_stays_and_is_named_when_the_loss_is_not_finite(
     sound = Forward.loss_sum
     calls = SimpleNamespace(training=0)
 
-    def fails_in_the_third_epoch(self: Forward, arrays: Any, *, backward: bool) -> Any:
-        calls.training += backward
-        loss = sound(self, arrays, backward=backward)
+    def fails_in_the_third_epoch(self: Forward, arrays: Any) -> Any:
+        calls.training += 1
+        loss = sound(self, arrays)
         return loss * (float("nan") if calls.training > 9 else 1.0)
 
     monkeypatch.setattr(Forward, "loss_sum", fails_in_the_third_epoch)
@@ -74,9 +74,9 @@ def test_step_that_is_not_finite_is_skipped_with_a_warning_that_names_its_rows(
     sound = Forward.loss_sum
     calls = SimpleNamespace(training=0)
 
-    def fails_once(self: Forward, arrays: Any, *, backward: bool) -> Any:
-        calls.training += backward
-        loss = sound(self, arrays, backward=backward)
+    def fails_once(self: Forward, arrays: Any) -> Any:
+        calls.training += 1
+        loss = sound(self, arrays)
         return loss * (float("nan") if calls.training == 2 else 1.0)
 
     monkeypatch.setattr(Forward, "loss_sum", fails_once)

@@ -37,7 +37,7 @@ class Adapted:
     def use_adapter(self, on: bool) -> None:
         """Have the model run with its adapter, or as the base model.
 
-        What was built on the model's modules before, such as a `Forward`, keeps what it has.
+        A `Forward` that was built with the adapter on runs the model as it then stands.
         """
         chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
         self.model.update_modules(tree_unflatten(chosen))

@@ -14,12 +14,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.backend.cpu.packed import Layout, PackedCache, laid_out
 from mlxtune.backend.head import SplitModel
 from mlxtune.backend.layerwise import Layerwise
 from mlxtune.backend.lora import DropoutKeys
-from mlxtune.backend.loss import cross_entropy_sum, fused_losses, head_loss_sum
+from mlxtune.backend.loss import (
+    cross_entropies,
+    cross_entropy_sum,
+    fused_losses,
+    head_loss_sum,
+    head_losses,
+)
 from mlxtune.backend.memory import on_cpu
 from mlxtune.backend.prefix import PrefixCache
 from mlxtune.core.batch import MicroBatch
@@ -89,10 +96,15 @@ def _load_kernels() -> None:
 class Forward:
     """Computes losses of one model, which has its LoRA already.
 
+    Without `trains`, no gradient will be asked for, and the model may have no LoRA at all. Where an
+    adapter is taken off and put back later, it has to be on the model here.
+
     Raises nothing of its own: what a model does not allow is not used, see `how`.
     """
 
-    def __init__(self, model: nn.Module, dropout: DropoutKeys, how: Execution) -> None:
+    def __init__(
+        self, model: nn.Module, dropout: DropoutKeys, how: Execution, *, trains: bool = True
+    ) -> None:
         self.model = model
         self._dropout = dropout
         if how.cpu_kernels:
@@ -102,12 +114,13 @@ class Forward:
 
             cpu_model.make_fast(model)
             self._head_loss_sum, self._losses = products.head_loss_sum, products.losses
+            self._head_losses = products.head_losses
         self._split = SplitModel(model)
         # The CPU's functions take float32 alone.
         eager = how.cpu_kernels and self._split.dtype is not None
         eager = eager and self._split.dtype == mx.float32
         self._layerwise: Layerwise | None = None
-        if eager or how.recompute:
+        if trains and (eager or how.recompute):
             layers, keeps = list(model.layers), eager and not how.recompute
             self._layerwise = Layerwise(layers, dropout, eager=eager, keep_products=keeps)
         splits = how.split_head and self._split.splits
@@ -171,7 +184,7 @@ class Forward:
             "weights": mx.array(weights),
         }
 
-    def loss_sum(self, arrays: Mapping[str, Any], *, backward: bool) -> mx.array:
+    def loss_sum(self, arrays: Mapping[str, Any], *, backward: bool = True) -> mx.array:
         """Return the summed cross-entropy of a micro-batch, in nats, as a float32 scalar.
 
         `backward` tells whether a gradient will be asked for.
@@ -191,6 +204,37 @@ class Forward:
             yield
         finally:
             self._around_head = None
+
+    def losses(self, batch: MicroBatch | Pack) -> npt.NDArray[np.float64]:
+        """Return the summed cross-entropy of each example, in nats, float64 (B,).
+
+        Nothing is dropped, and no gradient is made.
+        """
+        arrays = self.arrays(batch, None)
+        layout = arrays.get("layout")
+        with laid_out(layout):
+            found = self._losses_of(batch, arrays, self._caches(arrays, layout))
+        each = np.array(found, dtype=np.float64)[: sum(batch.counts)]
+        owners = np.repeat(np.arange(len(batch.counts)), batch.counts)
+        sums = np.zeros(len(batch.counts))
+        np.add.at(sums, owners, each)
+        return sums
+
+    def _losses_of(
+        self, batch: MicroBatch | Pack, arrays: Mapping[str, Any], caches: list[Any] | None
+    ) -> mx.array:
+        """Return the cross-entropy of each supervised target, an example after the other."""
+        inputs, targets = arrays["inputs"], arrays["targets"]
+        if not self.how.split_head:
+            assert isinstance(batch, MicroBatch)  # others are made where the head is split
+            supervised = mx.array(np.flatnonzero(batch.mask))
+            return cross_entropies(self.model, inputs, targets).reshape(-1)[supervised]
+        hidden = self._split.hidden(inputs, caches)
+        rows = hidden.reshape(-1, hidden.shape[-1])[arrays["positions"]]
+        if self.how.cpu_kernels and self._split.weight is not None:
+            return self._head_losses(self._split.weight, rows, targets)
+        losses = self._losses if self.how.cpu_kernels else fused_losses
+        return head_losses(self._split.logits, rows, targets, self.how.loss_chunk, losses)
 
     def _loss_sum(self, arrays: Mapping[str, Any]) -> mx.array:
         layout = arrays.get("layout")

@@ -19,9 +19,12 @@ def cross_entropy_sum(
     `inputs` and `targets` are int32 (B, T), `mask` float32 (B, T). The logits are those of one
     forward pass without a KV cache, taken to float32: logsumexp(z) - z[target] where mask is 1.
     """
-    logits_BxTxV = model(inputs).astype(mx.float32)
-    losses = nn.losses.cross_entropy(logits_BxTxV, targets)
-    return (losses * mask).sum()
+    return (cross_entropies(model, inputs, targets) * mask).sum()
+
+
+def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
+    """Return each target's cross-entropy, in nats, float32 (B, T); see `cross_entropy_sum`."""
+    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
 
 
 Losses = Callable[[mx.array, mx.array], mx.array]
@@ -30,6 +33,25 @@ Losses = Callable[[mx.array, mx.array], mx.array]
 def fused_losses(logits: mx.array, targets: mx.array) -> mx.array:
     """Return each position's cross-entropy; on Metal and CUDA without logits in float32."""
     return mx.fast.cross_entropy(logits, targets)
+
+
+def head_losses(
+    logits: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    chunk: int,
+    losses: Losses,
+) -> mx.array:
+    """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
+
+    The arguments are those of `head_loss_sum`; no more than `chunk` positions have logits at once.
+    """
+    found = []
+    for start in range(0, hidden.shape[0], chunk):
+        at = slice(start, start + chunk)
+        found.append(losses(logits(hidden[at]), targets[at]).astype(mx.float32))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
 
 
 def head_loss_sum(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,19 +17,18 @@ from mlxtune.backend import adapters, memory
 from mlxtune.backend.cpu.arrays import quiet
 from mlxtune.backend.forward import Execution, Forward
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
+from mlxtune.backend.micro_batches import MicroBatches, step_cost
 from mlxtune.backend.profile import Phases
 from mlxtune.config import InstructConfig
-from mlxtune.core.batch import MicroBatch, collate, run_length
+from mlxtune.core.batch import MicroBatch
 from mlxtune.core.checkpoint import ADAPTER
 from mlxtune.core.encode import Example
 from mlxtune.core.files import make_folder
 from mlxtune.core.memory_plan import used_tokens
 from mlxtune.core.metrics import InstructBatchResult, InstructStepResult, perplexity
-from mlxtune.core.pack import Pack, Packed, pack, plan_packs
-from mlxtune.core.plan import Group, StepCost, plan_step
-from mlxtune.errors import MemoryLimitError, MlxTuneError, ModelError, NonFiniteLossError
-
-_Result = TypeVar("_Result")
+from mlxtune.core.pack import Pack, Packed
+from mlxtune.core.plan import Group, StepCost
+from mlxtune.errors import ModelError, NonFiniteLossError
 
 
 def warn_python(message: str) -> None:
@@ -66,11 +64,18 @@ class InstructPipeline:
     ) -> None:
         self.model = model
         self.config = config
-        self.micro_batch_tokens = micro_batch_tokens
         self.lora: LoRASummary = apply_lora(model, config)
         how = how or Execution.best(self.lora.total_parameters)
         self.forward = Forward(model, self.lora.dropout_keys, how)
-        self.cost = cost or step_cost()
+        self._micro_batches = MicroBatches(
+            self.forward,
+            max_tokens=micro_batch_tokens,
+            cost=cost or step_cost(),
+            keyed=config.dropout > 0,
+            remedy="lower --max-seq-len, set --grad-checkpoint on, or use a quantised base or "
+            "fewer --num-layers",
+            warn=warn,
+        )
         self.tokens_run = self.padding_run = self.micro_batches_run = 0
         self._base_model = base_model
         self._provenance = provenance
@@ -87,12 +92,15 @@ class InstructPipeline:
         self.gradients = mx.compile(gradients) if self.forward.how.compile else gradients
         self.phases = Phases()
         self._steps = 0
-        self._warn = warn
-        self._warned_of_single = False
-        # Of the step under way, where the count was reset since it began.
-        self._step_peak = 0
-        # What loading took is no measure of a step.
-        memory.start_peak()
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The bound of a micro-batch, which is halved where memory asks for it."""
+        return self._micro_batches.max_tokens
+
+    @micro_batch_tokens.setter
+    def micro_batch_tokens(self, tokens: int) -> None:
+        self._micro_batches.max_tokens = tokens
 
     @property
     def learning_rate(self) -> float:
@@ -118,8 +126,7 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
         """
-        memory.start_peak()
-        self._step_peak = 0
+        self._micro_batches.start_peak()
         step = self._steps + 1 if step is None else step
         rate = self.config.learning_rate if learning_rate is None else learning_rate
         loss, grads, tokens = self.loss_and_gradients(examples, step)
@@ -143,7 +150,7 @@ class InstructPipeline:
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
             total_tokens=sum(map(len, examples)),
-            memory=max(self._step_peak, memory.last_peak_bytes()),
+            memory=self._micro_batches.peak(),
             micro_batches=self.micro_batches_run,
             run_tokens=self.tokens_run,
             padding=self.padding_run,
@@ -156,7 +163,7 @@ class InstructPipeline:
 
         `step` keys the dropout; nothing is updated.
         """
-        return self._within_memory(examples, lambda: self._accumulate(examples, step))
+        return self._micro_batches.within_memory(examples, lambda: self._accumulate(examples, step))
 
     def _accumulate(
         self, examples: Sequence[Example], step: int
@@ -190,15 +197,14 @@ class InstructPipeline:
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
-        return self._within_memory(examples, lambda: self._evaluate(examples))
+        return self._micro_batches.within_memory(examples, lambda: self._evaluate(examples))
 
     def _evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         self.model.eval()
         total, tokens = 0.0, 0
         for _, batch in self.micro_batches(examples):
-            arrays = self.forward.arrays(batch, None)
             with quiet():
-                total += float(self.forward.loss_sum(arrays, backward=False))
+                total += float(self.forward.losses(batch).sum())
             tokens += batch.supervised
             memory.relieve_pressure()
         loss = total / tokens
@@ -258,42 +264,6 @@ class InstructPipeline:
             **self._provenance(),
         }
 
-    def _within_memory(self, examples: Sequence[Example], run: Callable[[], _Result]) -> _Result:
-        """Run what takes memory: again in half as large micro-batches for as long as it runs out.
-
-        Raises MemoryLimitError when it runs out in micro-batches of one example.
-        """
-        while (result := _unless_out_of_memory(run)) is None:
-            mx.clear_cache()
-            if not self._halve(examples, "memory ran out"):
-                tokens = max(map(len, examples))
-                raise MemoryLimitError(
-                    f"memory ran out with one example of up to {tokens:,} tokens at a time: "
-                    "lower --max-seq-len, set --grad-checkpoint on, or use a quantised base or "
-                    "fewer --num-layers"
-                )
-        if memory.over_limit():
-            over = f"{memory.last_peak_gb():.2f} GB were in use"
-            self._step_peak = memory.last_peak_bytes()
-            memory.start_peak()
-            if not self._halve(examples, over) and not self._warned_of_single:
-                self._warned_of_single = True
-                self._warn(
-                    f"{over} with one example at a time, more than the memory limit: "
-                    "training goes on, but may be slow or fail"
-                )
-        return result
-
-    def _halve(self, examples: Sequence[Example], why: str) -> bool:
-        """Halve the micro-batches from the largest of the step; tell whether that was possible."""
-        groups = [group for group, _ in self.micro_batches(examples)]
-        if all(len(group.examples) == 1 for group in groups):
-            return False
-        several = max(group.tokens for group in groups if len(group.examples) > 1)
-        self.micro_batch_tokens = several // 2
-        self._warn(f"{why}: micro-batches of up to {several // 2:,} tokens from here on")
-        return True
-
     def _update(self, grads: dict[str, Any], step: int, rate: float) -> None:
         parameters = self.model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
@@ -323,41 +293,13 @@ class InstructPipeline:
         self.model.update(parameters)
         # Scaled by the count of the whole step before the backward pass, which keeps float16
         # gradients in range; the micro-batches then only add up.
-        return self.forward.loss_sum(arrays, backward=True) * scale
+        return self.forward.loss_sum(arrays) * scale
 
     def micro_batches(
         self, examples: Sequence[Example]
     ) -> Iterator[tuple[Group | Packed, MicroBatch | Pack]]:
         """Yield the micro-batches of a step: which examples, and their arrays."""
-        max_tokens, cost = self.micro_batch_tokens, self.cost
-        keyed, shares = self.config.dropout > 0, self.forward.how.share_prefixes
-        if max(map(run_length, examples)) <= self.forward.packs_up_to:
-            sharing = {"share": shares, "keyed": keyed}
-            for packed in plan_packs(examples, max_tokens, cost.fixed, **sharing):
-                yield packed, pack([examples[i] for i in packed.examples], **sharing)
-            return
-        plan = partial(plan_step, examples, max_tokens, cost, keyed=keyed)
-        groups = plan(share_prefixes=shares)
-        if any(group.prefix for group in groups) and not self.forward.shares_prefixes:
-            groups = plan(share_prefixes=False)
-        for group in groups:
-            chosen = [examples[i] for i in group.examples]
-            yield group, collate(chosen, group.prefix, group.width)
-
-
-def _unless_out_of_memory(run: Callable[[], _Result]) -> _Result | None:
-    """Return what a function gives; None when memory ran out, what it held being freed."""
-    try:
-        return run()
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MlxTuneError) or not memory.ran_out(error):
-            raise
-        return None
-
-
-def step_cost() -> StepCost:
-    """Return what a micro-batch takes beyond its tokens on the device in use."""
-    return StepCost(fixed=80) if memory.on_cpu() else StepCost(fixed=512, width_multiple=32)
+        return self._micro_batches.of(examples)
 
 
 def _clip(grads: dict[str, Any], max_norm: float) -> tuple[dict[str, Any], mx.array]:

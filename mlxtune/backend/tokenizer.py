@@ -45,7 +45,7 @@ class FastTokenizer:
     """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it.
 
     `special_tokens` are those that a chat template may name; `end_tokens` the control tokens that
-    may end a turn.
+    may end a turn, `eos_ids` the tokens that end a generation whatever the template.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
@@ -56,6 +56,7 @@ class FastTokenizer:
         self._backend.no_padding()
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
+        self.eos_ids = frozenset(eos_ids) | ({self.eos_id} - {None})
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
         special = {id_: t for id_, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.control_ids = frozenset(special)
@@ -99,6 +100,7 @@ class SentencePieceTokenizer:
         bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
         self.bos_id = bos_id if bos_id >= 0 else None
         self.eos_id = eos_id if eos_id >= 0 else None
+        self.eos_ids = frozenset(token for token in (*eos_ids, eos_id) if token >= 0)
         control = filter(self._processor.is_control, range(len(self._processor)))
         self._ids_of_control = {self._processor.id_to_piece(token): token for token in control}
         self._control = re.compile(f"({'|'.join(map(re.escape, self._ids_of_control)) or '(?!)'})")

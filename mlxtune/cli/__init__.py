@@ -16,6 +16,7 @@ import click
 from mlxtune.cli.bench import bench
 from mlxtune.cli.completion import VARIABLE, complete, completion
 from mlxtune.cli.doctor import doctor
+from mlxtune.cli.eval import evaluate
 from mlxtune.cli.exit_codes import DONE, FAILED, MISUSED
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
@@ -26,7 +27,7 @@ from mlxtune.cli.verify import verify
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
 # In the order of --help.
-COMMANDS = (doctor, inspect, plan, train, report, runs, verify, bench, completion)
+COMMANDS = (doctor, inspect, plan, train, evaluate, report, runs, verify, bench, completion)
 
 
 class _InOrder(click.Group):

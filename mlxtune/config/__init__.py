@@ -8,16 +8,21 @@ from mlxtune.config.data import DataConfig
 from mlxtune.config.file import CONFIGS, load_config_file
 from mlxtune.config.paths import as_path, user_cache
 from mlxtune.config.training import InstructConfig, InstructTrainingConfig, TrainConfig
+from mlxtune.config.use import ChatConfig, EvalConfig, GenerateConfig, UseConfig
 
 __all__ = [
     "CONFIGS",
     "BenchConfig",
+    "ChatConfig",
     "DataConfig",
+    "EvalConfig",
+    "GenerateConfig",
     "InspectConfig",
     "InstructConfig",
     "InstructTrainingConfig",
     "PlanConfig",
     "TrainConfig",
+    "UseConfig",
     "as_path",
     "load_config_file",
     "user_cache",

@@ -11,10 +11,14 @@ from typing import Any
 
 from mlxtune.config.commands import BenchConfig, InspectConfig, PlanConfig
 from mlxtune.config.training import TrainConfig
+from mlxtune.config.use import ChatConfig, EvalConfig, GenerateConfig
 from mlxtune.errors import ConfigError
 
 # The configs of the commands.
-CONFIGS: tuple[type, ...] = (TrainConfig, InspectConfig, BenchConfig, PlanConfig)
+CONFIGS: tuple[type, ...] = (
+    *(TrainConfig, InspectConfig, BenchConfig, PlanConfig),
+    *(EvalConfig, GenerateConfig, ChatConfig),
+)
 
 
 def load_config_file(path: Path, config: type = TrainConfig) -> tuple[dict[str, Any], list[str]]:

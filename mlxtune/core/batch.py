@@ -114,6 +114,11 @@ class MicroBatch:
         return int(self.mask.sum())
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """How many targets of each example carry loss."""
+        return tuple(self.mask.sum(axis=1).astype(int).tolist())
+
+    @property
     def stretches(self) -> list[tuple[int, int]]:
         """The real tokens that run one after the other, each with how many stand before them."""
         prefix = len(self.prefix)

@@ -139,6 +139,20 @@ def _in_folder(folder: Path, option: str) -> DataFiles:
     return DataFiles(train, validation)
 
 
+def held_out_file(folder: Path) -> Path:
+    """Return the `test` file of a folder, or else its `valid` file. Raises DataError."""
+    try:
+        there = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    found = _named(folder, "test", there) or _named(folder, "valid", there)
+    if not found:
+        raise DataError(
+            f"{folder}: is a folder without test.jsonl and valid.jsonl: name the file to evaluate"
+        )
+    return found[0]
+
+
 def _named(folder: Path, stem: str, there: list[str]) -> tuple[Path, ...]:
     """Return the one file of that name without its ending, if there is one."""
     found = [name for ending in _ENDINGS if (name := stem + ending) in there]

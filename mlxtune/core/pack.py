@@ -59,14 +59,16 @@ class Pack:
     """Examples in one line, after the shift.
 
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in it that predict `targets`
-    int32 (P,), one for each supervised token of each example. `rows` names the examples for their
-    randomness, `owners` int32 (T,) which of them each token is of.
+    int32 (P,), one for each supervised token of each example, of which `counts` says how many are
+    those of each. `rows` names the examples for their randomness, `owners` int32 (T,) which of them
+    each token is of.
     """
 
     inputs: _Ints
     segments: tuple[Segment, ...]
     places: _Ints
     targets: _Ints
+    counts: tuple[int, ...]
     rows: tuple[int, ...]
     owners: _Ints
 
@@ -225,6 +227,7 @@ def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False
         segments=tuple(_segments(links, total)),
         places=np.concatenate(places),
         targets=np.concatenate(targets).astype(np.int32),
+        counts=tuple(map(len, targets)),
         rows=tuple(example.key for example in examples),
         owners=np.concatenate(owners),
     )

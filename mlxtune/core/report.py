@@ -55,6 +55,16 @@ def rows_line(ledger: Ledger) -> str:
     return f"{ledger.path}: " + ", ".join(parts)
 
 
+def evaluated_line(ledger: Ledger) -> str:
+    """Return which rows and tokens of a file are evaluated."""
+    cut = f", {ledger.rows_truncated:,} of them cut" if ledger.rows_truncated else ""
+    skipped = f", {total:,} skipped" if (total := ledger.rows_skipped.total()) else ""
+    return (
+        f"{ledger.path}: {count(ledger.rows_read, 'row')} read{skipped}{cut}; "
+        f"{count(ledger.tokens_supervised, 'supervised token')}"
+    )
+
+
 def tokens_line(ledger: Ledger) -> str:
     """Return where the tokens of a file went."""
     cut = f" from {count(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""

@@ -34,7 +34,7 @@ def make(make_pipeline: MakePipeline) -> Callable[..., tuple[InstructPipeline, l
 
     def make(tokens: int) -> tuple[InstructPipeline, list[str]]:
         pipeline, warnings = make_pipeline("qwen3", micro_batch_tokens=tokens), []
-        pipeline._warn = warnings.append
+        pipeline._micro_batches._warn = warnings.append
         return pipeline, warnings
 
     return make

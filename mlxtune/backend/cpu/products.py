@@ -6,6 +6,7 @@ float32, which is exact and takes a few percent of the product.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -108,6 +109,17 @@ def head_loss_sum(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.a
     return differentiable(summed, scaled)(hidden)[0]
 
 
+def head_losses(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
+    """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
+    states = view(hidden)
+    highest = np.full(len(states), -np.inf, dtype=np.float32)
+    total, correction = np.zeros((2, len(states)), dtype=np.float32)
+    for z, _ in _blocks(weight, states):
+        by_rows(kernels.online_softmax_, len(states), z.size, z, highest, total, correction)
+    right = np.einsum("ph,ph->p", states, in_float32(weight[targets]))
+    return mx.array(highest + np.log(total) - right)
+
+
 def losses(logits: mx.array, targets: mx.array) -> mx.array:
     """Return the cross-entropy (P,), in nats, of float32 logits (P, V) against targets (P,)."""
     wanted = np.array(targets)
@@ -145,13 +157,10 @@ def _loss_and_gradient(weight: mx.array, hidden: Floats, targets: mx.array) -> t
     highest = np.full(count, -np.inf, dtype=np.float32)
     total, correction = np.zeros((2, count), dtype=np.float32)
     expected = np.zeros_like(hidden)
-    logits = np.empty(count * _VOCABULARY, dtype=np.float32)
-    for start in range(0, weight.shape[0], _VOCABULARY):
-        block = in_float32(weight[start : start + _VOCABULARY])
-        z = logits[: count * len(block)].reshape(count, -1)
-        np.matmul(hidden, block.T, out=z)
+    for z, block in _blocks(weight, hidden):
         by_rows(kernels.online_softmax_, count, z.size, z, highest, total, correction)
-        if start and (correction != 1).any():
+        # That of the first block is 0, as is what it has to correct.
+        if (correction != 1).any():
             expected *= correction[:, None]
         expected += z @ block
     rows = in_float32(weight[targets])
@@ -160,3 +169,16 @@ def _loss_and_gradient(weight: mx.array, hidden: Floats, targets: mx.array) -> t
     expected /= total[:, None]
     expected -= rows
     return loss, expected
+
+
+def _blocks(weight: mx.array, hidden: Floats) -> Iterator[tuple[Floats, Floats]]:
+    """Yield the logits (P, v) of a block of the vocabulary after the other, and its weights (v, H).
+
+    Both stand until the next block is asked for.
+    """
+    logits = np.empty(len(hidden) * _VOCABULARY, dtype=np.float32)
+    for start in range(0, weight.shape[0], _VOCABULARY):
+        block = in_float32(weight[start : start + _VOCABULARY])
+        z = logits[: len(hidden) * len(block)].reshape(len(hidden), -1)
+        np.matmul(hidden, block.T, out=z)
+        yield z, block

@@ -1,0 +1,101 @@
+"""Options of the commands that use a model and its adapter after training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mlxtune.checked import Checked
+from mlxtune.config.data import DataConfig
+from mlxtune.options import option
+
+_SEED = "Seed of what is drawn; default: another each time."
+
+
+@dataclasses.dataclass(frozen=True)
+class UseConfig(Checked):
+    """Options that say which model is used, with which adapter, and how it is asked."""
+
+    model_path: str = option("model_path", "")
+    adapter: str | None = option("adapter", None)
+    template: str = option("template", "auto")
+    thinking: str = option("thinking", "auto")
+    merge_system: bool = option("merge_system", False)
+    memory_limit: float = option("memory_limit", 24.0)
+    dtype: str = option("dtype", "auto")
+    trust_remote_code: bool = option("trust_remote_code", False)
+    max_new_tokens: int = option("max_new_tokens", 256)
+    quiet: bool = option("quiet", False)
+
+    def reading(self, **options: Any) -> DataConfig:
+        """Return these options as what reads data for `train` takes them, with more of them."""
+        names = {field.name for field in dataclasses.fields(DataConfig)}
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        shared = {name: value for name, value in given.items() if name in names}
+        return DataConfig(**{"data": ("none",), "val_split": 0.0, **shared, **options})
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig(UseConfig):
+    """Options of an evaluation, for the command and for `mlxtune.evaluate`.
+
+    Every row of the data is evaluated; of a folder, those of its `test` file or else its `valid`
+    file. Without an adapter, only the base model is.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    data: tuple[str, ...] = option(
+        "data",
+        (),
+        "Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, or a folder with test.jsonl or "
+        "valid.jsonl; may be given again.",
+    )
+    max_seq_len: int = option("max_seq_len", 512)
+    format: str = option("format", "auto")
+    field: tuple[str, ...] = option("field", ())
+    turns: str = option("turns", "all", "Assistant turns that are counted.")
+    strict: bool = option("strict", False)
+    cache_dir: str | None = option("cache_dir", None)
+    no_cache: bool = option("no_cache", False)
+    generate: bool = option("generate", False)
+    seed: int = option("seed", 42, "Seed of the rows that are drawn again for the interval.")
+    json: bool = option("json", False, "Print JSON for programs.")
+
+    def contradictions(self) -> list[str]:
+        return self.reading().contradictions()
+
+
+@dataclasses.dataclass(frozen=True)
+class _AskConfig(UseConfig):
+    system: str | None = option("system", None)
+    temperature: float = option("temperature", 0.0)
+    top_k: int = option("top_k", 0)
+    top_p: float = option("top_p", 1.0)
+    stop: tuple[str, ...] = option("stop", ())
+    seed: int | None = option("seed", None, _SEED)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(_AskConfig):
+    """Options of one answer, for the command and for `mlxtune.generate`.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    prompt: str | None = option("prompt", None)
+    messages: str | None = option("messages", None)
+    json: bool = option("json", False, "Print the answer and its figures as JSON.")
+
+    def contradictions(self) -> list[str]:
+        if self.prompt is not None and self.messages is not None:
+            return ["--prompt and --messages are both given: leave out one"]
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig(_AskConfig):
+    """Options of a conversation in the terminal.
+
+    Raises ConfigError, with every problem at once.
+    """

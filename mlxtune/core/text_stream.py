@@ -1,0 +1,53 @@
+"""The text of an answer as its tokens come: whole characters, and nothing of what ends it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+class TextStream:
+    """Turns the bytes of tokens into text, up to the first of the `stops`.
+
+    What may be the beginning of a stop is held back until it is known not to be one, and so is
+    half a character. `stopped` tells whether a stop was met.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(filter(None, stops))
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.stopped = False
+
+    def add(self, content: bytes) -> str:
+        """Return what may be shown once these bytes have come."""
+        return self._take(self._decoder.decode(content))
+
+    def finish(self) -> str:
+        """Return what was held back, at the end of the answer."""
+        shown = self._take(self._decoder.decode(b"", final=True)) + self._held
+        self._held = ""
+        return shown
+
+    def _take(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many of the last characters of a text are the first of a stop, short of all."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def text_of(pieces: Sequence[bytes]) -> str:
+    """Return the text of all tokens of an answer."""
+    return b"".join(pieces).decode("utf-8", errors="replace")

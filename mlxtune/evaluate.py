@@ -1,0 +1,152 @@
+"""The recipe of `mlxtune eval`, and of the end of `train`: whether the adapter helped.
+
+What it needs is imported in the functions, as in train.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxtune.config import EvalConfig
+from mlxtune.dataset import Reader, load_dataset
+from mlxtune.errors import printable
+from mlxtune.using import Used, find_model, load_model
+
+if TYPE_CHECKING:
+    from mlxtune.backend.tokenizer import ModelTokenizer
+    from mlxtune.console import RunConsole
+    from mlxtune.core.corpus import Rows
+    from mlxtune.core.evaluation import Evaluation, Generated, Sums
+    from mlxtune.core.prompt import Asked
+
+_BASE, _ADAPTED = "the base model", "the adapter"
+
+
+def evaluate(config: EvalConfig) -> Evaluation:
+    """Compare a base model with its adapter on the supervised tokens of every row of the data.
+
+    Raises a child of MlxTuneError for what options, files or the model cause.
+    """
+    from mlxtune.backend import forward
+    from mlxtune.console import RunConsole
+    from mlxtune.core import report
+    from mlxtune.train import say_findings
+
+    folder = find_model(config)
+    reading = config.reading(data=_data_files(config))
+    forward.load_ahead(folder)
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        reader = Reader(reading, folder, console.on_encoding)
+        dataset = load_dataset(reading, reader)
+        say_findings(dataset, console)
+        for ledger in dataset.ledgers:
+            console.say("Data", report.evaluated_line(ledger))
+        used = load_model(config, folder, console)
+        rows, paths = dataset.corpus.select(), [ledger.path for ledger in dataset.ledgers]
+        # Before the losses, for which the model may be made to compute otherwise.
+        generated = None
+        if config.generate:
+            generated = answer_rows(config, used, reader.tokenizer, rows, paths, console)
+        return replace(compare(used, rows, paths, config.seed, console), generated=generated)
+
+
+def show(config: EvalConfig) -> None:
+    """Print what `evaluate` finds: lines, or JSON."""
+    from mlxtune.core.evaluation_report import evaluation_lines
+
+    found = evaluate(config)
+    if config.json:
+        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+        return
+    for line in evaluation_lines(found):
+        print(printable(line))
+
+
+def compare(
+    used: Used, rows: Rows, paths: Sequence[str], seed: int, console: RunConsole
+) -> Evaluation:
+    """Compute the losses of rows, whose files have these paths, without and with the adapter."""
+    from mlxtune.backend.evaluator import Evaluator
+    from mlxtune.core.evaluation import evaluation_of, sums_of
+
+    evaluator = Evaluator(used.model, used.base.parameters, console.warn)
+
+    def sums(on: bool) -> Sums:
+        used.use_adapter(on)
+        return sums_of(rows, evaluator.losses, _progress(console, "evaluating", on))
+
+    base = sums(False)
+    adapted = None if used.adapted is None else sums(True)
+    console.close()
+    return evaluation_of(rows, paths, base, adapted, seed)
+
+
+def answer_rows(
+    config: EvalConfig,
+    used: Used,
+    tokenizer: ModelTokenizer,
+    rows: Rows,
+    paths: Sequence[str],
+    console: RunConsole,
+) -> Generated:
+    """Have both models answer the last turn of each row, greedily."""
+    from mlxtune.backend.generate import Sampling, answers
+    from mlxtune.core.evaluation import ExactMatch, Generated, Sample
+    from mlxtune.core.prompt import asked_of
+    from mlxtune.core.text_stream import text_of
+
+    ends = tokenizer.control_ids | tokenizer.eos_ids
+    found = [(place, asked_of(row, ends)) for place, row in enumerate(rows)]
+    asked: list[tuple[int, Asked]] = [(place, each) for place, each in found if each is not None]
+    if not asked:
+        console.warn("no row has a prompt and a whole answer: nothing is generated")
+    prompts = [each.prompt for _, each in asked]
+    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+
+    def generated(on: bool) -> list[str]:
+        used.use_adapter(on)
+        tell = _progress(console, "answering", on)
+        return answers(used.model, tokenizer, prompts, sampling, used.base.vocab_size, tell)
+
+    base = generated(False)
+    adapted = None if used.adapted is None else generated(True)
+    samples = []
+    for i, (place, each) in enumerate(asked):
+        file, row = rows.corpus.place_of(rows.indices[place])
+        samples.append(
+            Sample(
+                path=paths[file],
+                row=row,
+                prompt=text_of(tokenizer.spell(each.prompt.ids)),
+                expected=text_of(tokenizer.spell(each.answer)),
+                base=base[i],
+                adapted=None if adapted is None else adapted[i],
+            )
+        )
+    match = ExactMatch(
+        base=sum(sample.base == sample.expected for sample in samples),
+        adapted=None
+        if adapted is None
+        else sum(sample.adapted == sample.expected for sample in samples),
+    )
+    return Generated(len(samples), match, samples)
+
+
+def _progress(console: RunConsole, doing: str, on: bool) -> Callable[[int, int], None]:
+    name = _ADAPTED if on else _BASE
+    return lambda done, total: console.show(f"{doing} with {name}: {done:,} of {total:,}")
+
+
+def _data_files(config: EvalConfig) -> tuple[str, ...]:
+    """Return the files to evaluate: of a folder, its test file, or else its validation file."""
+    from mlxtune.core.datafiles import held_out_file
+
+    files = (Path(data).expanduser() for data in config.data)
+    return tuple(str(held_out_file(path) if path.is_dir() else path) for path in files)
