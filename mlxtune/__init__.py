@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
 from mlxtune.doctor import doctor
 from mlxtune.evaluate import evaluate
+from mlxtune.generate import generate
 from mlxtune.inspect import inspect
 from mlxtune.report import report
 from mlxtune.resume import resume
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.config import (
         EvalConfig,
+        GenerateConfig,
         InspectConfig,
         InstructConfig,
         InstructTrainingConfig,
@@ -55,6 +57,7 @@ __all__ = [
     "EvalConfig",
     "Evaluation",
     "Example",
+    "GenerateConfig",
     "InspectConfig",
     "Inspection",
     "InstructConfig",
@@ -72,6 +75,7 @@ __all__ = [
     "TrainingInterrupted",
     "doctor",
     "evaluate",
+    "generate",
     "inspect",
     "report",
     "resume",
@@ -84,6 +88,7 @@ _ROOMS = {
     "mlxtune.backend.pipeline": ("InstructPipeline",),
     "mlxtune.config": (
         "EvalConfig",
+        "GenerateConfig",
         "InspectConfig",
         "InstructConfig",
         "InstructTrainingConfig",

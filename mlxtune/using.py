@@ -5,14 +5,17 @@ What it needs is imported in the functions, as in train.py.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.config import UseConfig
+from mlxtune.config import ChatConfig, GenerateConfig, UseConfig
+from mlxtune.dataset import Reader
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapted import Adapted
+    from mlxtune.backend.generate import Generator, Sampling
     from mlxtune.backend.model import BaseModel
     from mlxtune.console import RunConsole
 
@@ -62,3 +65,38 @@ def load_model(config: UseConfig, folder: Path, console: RunConsole) -> Used:
         assert used.adapted is not None
         console.say("Adapter", f"{used.adapted.weights}: {used.adapted.lora.describe()}")
     return used
+
+
+def asking_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:
+    """Return what writes prompts as training has them. Raises ModelError."""
+    reader = Reader(config.reading(turns="last"), folder)
+    # What is wrong with tokenizer or template is known before minutes of loading.
+    _ = reader.encoder
+    return reader
+
+
+def start_generator(
+    config: GenerateConfig | ChatConfig, used: Used, reader: Reader
+) -> tuple[Generator, Sampling]:
+    """Return what answers, seeded, and how."""
+    from mlxtune.backend.generate import Generator, Sampling, seed
+
+    if config.seed is not None:
+        seed(config.seed)
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        stop=config.stop,
+    )
+    return Generator(used.model, reader.tokenizer, used.base.vocab_size), sampling
+
+
+def print_text(text: str) -> None:
+    """Print what a model says, as it comes: nothing in it reaches a terminal that acts on it."""
+    from mlxtune.core.visible import escape_unencodable, unharmful
+
+    shown = escape_unencodable(unharmful(text), sys.stdout.encoding or "utf-8")
+    sys.stdout.write(shown)
+    sys.stdout.flush()

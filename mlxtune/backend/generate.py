@@ -20,6 +20,11 @@ from mlxtune.core.text_stream import TextStream, text_of
 _AT_ONCE = 32
 
 
+def seed(number: int) -> None:
+    """Have what is drawn from here on be a function of a number."""
+    mx.random.seed(number)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How an answer is drawn, and how long it may be: the options of the same names.

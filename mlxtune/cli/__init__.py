@@ -14,10 +14,12 @@ from typing import NoReturn
 import click
 
 from mlxtune.cli.bench import bench
+from mlxtune.cli.chat import chat
 from mlxtune.cli.completion import VARIABLE, complete, completion
 from mlxtune.cli.doctor import doctor
 from mlxtune.cli.eval import evaluate
 from mlxtune.cli.exit_codes import DONE, FAILED, MISUSED
+from mlxtune.cli.generate import generate
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
 from mlxtune.cli.report import report
@@ -27,7 +29,20 @@ from mlxtune.cli.verify import verify
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
 # In the order of --help.
-COMMANDS = (doctor, inspect, plan, train, evaluate, report, runs, verify, bench, completion)
+COMMANDS = (
+    doctor,
+    inspect,
+    plan,
+    train,
+    evaluate,
+    generate,
+    chat,
+    report,
+    runs,
+    verify,
+    bench,
+    completion,
+)
 
 
 class _InOrder(click.Group):

@@ -59,6 +59,24 @@ def write_json(target: Path, value: Any) -> None:
     write_file(target, [(json.dumps(value, indent=2, allow_nan=False) + "\n").encode()])
 
 
+def append_line(target: Path, line: str) -> None:
+    """Append a line to a text file, which is made where it is missing: all of it or nothing.
+
+    Raises OutputError.
+    """
+    with as_output_error(target, "file"), target.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        begins = not end or file.read(1) == b"\n"
+        try:
+            file.write(("" if begins else "\n").encode() + line.encode() + b"\n")
+            file.flush()
+            _sync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), end)
+            raise
+
+
 def read_own(path: Path) -> bytes:
     """Return the content of a file that was written here.
 

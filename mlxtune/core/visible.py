@@ -19,6 +19,8 @@ Stretch = tuple[Kind, str]
 
 # Controls, formats, half surrogate pairs, private use, separators of lines and paragraphs.
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+# Of these, what a terminal may act on.
+_ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # Letters and marks that leave nothing, or only a gap, on the screen.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _SPACES = " \u3000"  # the second is as wide as an ideogram, and common between them
@@ -114,3 +116,16 @@ def middle_of(pieces: Sequence[Piece], head: int, tail: int) -> tuple[int, int]:
     """
     start, end = head, len(pieces) - tail
     return (start, end) if end - start > head // 2 else (len(pieces), len(pieces))
+
+
+def unharmful(text: str) -> str:
+    r"""Return a text in which what a terminal would act on is an escape such as `\x1b`.
+
+    Newlines, tabs and all that can be seen stay, and so do the joiners that emoji are made with.
+    """
+    return _ODD.sub(lambda match: _harmless(match[0]), text)
+
+
+def _harmless(character: str) -> str:
+    kept = character in "\n\t\u200c\u200d" or unicodedata.category(character) not in _ACTING
+    return character if kept else character.encode("unicode_escape").decode()
