@@ -20,7 +20,7 @@ from mlxtune.errors import DataError, ModelError, OutputError
 if TYPE_CHECKING:
     from mlxtune.backend.tokenizer import ModelTokenizer
     from mlxtune.core.conversation import BadRow, Conversation, Document, SkippedRows
-    from mlxtune.core.corpus import Corpus
+    from mlxtune.core.corpus import Corpus, Rows
     from mlxtune.core.encode import EncodedRows, Encoder
     from mlxtune.core.inspection import Finding
     from mlxtune.core.ledger import EncodedFile, Ledger
@@ -48,6 +48,11 @@ class Dataset:
     files: list[EncodedFile]
     ledgers: list[Ledger]
     findings: list[Finding]
+
+    def paths_of(self, rows: Rows) -> list[str]:
+        """Return the paths of the files that rows to validate with are numbered by."""
+        first = 0 if rows.corpus is self.corpus else len(self.corpus.files)
+        return [ledger.path for ledger in self.ledgers[first:]]
 
     def hold_out(self, rows: Iterable[int]) -> None:
         """Tell the ledgers which rows of the corpus, by their index, are held out."""

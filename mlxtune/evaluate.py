@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.config import EvalConfig
+from mlxtune.config import EvalConfig, TrainConfig, UseConfig
 from mlxtune.dataset import Reader, load_dataset
-from mlxtune.errors import printable
-from mlxtune.using import Used, find_model, load_model
+from mlxtune.errors import MlxTuneError, printable
+from mlxtune.using import Used, find_model, load_model, load_used
 
 if TYPE_CHECKING:
     from mlxtune.backend.tokenizer import ModelTokenizer
@@ -86,6 +86,36 @@ def compare(
     adapted = None if used.adapted is None else sums(True)
     console.close()
     return evaluation_of(rows, paths, base, adapted, seed)
+
+
+def judge(
+    config: TrainConfig, folder: Path, rows: Rows, paths: Sequence[str], console: RunConsole
+) -> Evaluation | None:
+    """Say whether the adapter of a run, read back as it was written, helped on validation rows.
+
+    It is written into the run's folder. The run has ended: what goes wrong here is a warning.
+    """
+    from mlxtune.core.evaluation import verdict_line
+    from mlxtune.core.files import write_json
+    from mlxtune.core.run_folder import EVALUATION
+
+    use = UseConfig(
+        model_path=config.model_path,
+        adapter=str(config.output_path),
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    try:
+        found = compare(load_used(use, folder), rows, paths, config.seed, console)
+        write_json(config.checkpoint_path / EVALUATION, found.as_dict())
+    except MlxTuneError as problem:
+        console.warn(f"the adapter is written, but not evaluated: {problem}")
+        return None
+    except KeyboardInterrupt:
+        console.warn("the adapter is written, but not evaluated: mlxtune eval does that")
+        raise
+    console.say("Verdict", verdict_line(found))
+    return found
 
 
 def answer_rows(

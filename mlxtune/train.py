@@ -19,6 +19,7 @@ from mlxtune.claims import check_paths, lock_folder, reserve_memory
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.dataset import Dataset, Reader, load_dataset
 from mlxtune.errors import DataError
+from mlxtune.evaluate import judge
 from mlxtune.plan import choose_plan, confirm, execution, first_steps, keep_speed_of, work_of
 from mlxtune.provenance import provenance_of
 from mlxtune.report import write_page
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.model import BaseModel
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.console import RunConsole
+    from mlxtune.core.evaluation import Evaluation
     from mlxtune.core.ledger import Ledger
     from mlxtune.core.memory_plan import MemoryPlan, Work
     from mlxtune.core.observer import TrainingObserver
@@ -42,7 +44,8 @@ STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 class TrainResult:
     """What a run gave. `adapter` is the file written; None, like `training`, after a dry run.
 
-    `ledgers` account for the rows of each data file, those of validation files last.
+    `ledgers` account for the rows of each data file, those of validation files last. `evaluation`
+    says whether the adapter helped on the validation rows, where there are any.
     """
 
     training: InstructTrainResult | None
@@ -50,6 +53,7 @@ class TrainResult:
     checkpoint_dir: Path
     ledgers: list[Ledger]
     peak_memory_gb: float
+    evaluation: Evaluation | None = None
 
 
 def train(
@@ -70,6 +74,7 @@ def train(
     """
     from mlxtune.backend import memory
     from mlxtune.console import RunConsole
+    from mlxtune.core import report
     from mlxtune.core.run_folder import ABOUT, LEDGER
     from mlxtune.interrupt import stop_on_interrupt
 
@@ -99,16 +104,25 @@ def train(
                     beside={ABOUT: setup.about(config, trainer, resume)},
                     resume=resume,
                 )
+        evaluation, peak_gb = None, memory.peak_gb()
         if result is not None:
             finish(config, setup, trainer, result, console)
+            peak_gb, rows = memory.peak_gb(), trainer.val_rows
+            # The model is loaded anew, with the adapter as it was written: one is in memory.
+            del setup, trainer
+            memory.release()
+            if rows:
+                evaluation = judge(config, folder, rows, dataset.paths_of(rows), console)
             if (page := write_page(run, console.warn)) is not None:
                 console.say("Report", str(page))
+            console.say("Try it", report.usage_line(result, config), copyable=True)
     return TrainResult(
         training=result,
         adapter=None if dry_run else config.output_path,
         checkpoint_dir=run,
         ledgers=dataset.ledgers,
-        peak_memory_gb=memory.peak_gb(),
+        peak_memory_gb=peak_gb,
+        evaluation=evaluation,
     )
 
 
@@ -332,4 +346,3 @@ def finish(
     predicted = setup.plan.peak.total / memory.GB
     for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
         console.say("Done", line)
-    console.say("Try it", report.usage_line(result, config), copyable=True)

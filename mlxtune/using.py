@@ -53,18 +53,26 @@ def find_model(config: UseConfig) -> Path:
 
 
 def load_model(config: UseConfig, folder: Path, console: RunConsole) -> Used:
-    """Set the memory limits, load the model, and put the adapter on it. Raises ModelError."""
-    from mlxtune.backend import adapted, memory, model
+    """Set the memory limits and do what `load_used` does, said line by line. Raises ModelError."""
+    from mlxtune.backend import memory
 
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    trust = config.trust_remote_code
-    used = Used(model.load_base(folder, config.dtype, trust_remote_code=trust), None)
+    used = load_used(config, folder)
     console.say("Model", used.base.describe())
-    if config.adapter is not None:
-        used = Used(used.base, adapted.load_adapted(used.base, config.adapter))
-        assert used.adapted is not None
+    if used.adapted is not None:
         console.say("Adapter", f"{used.adapted.weights}: {used.adapted.lora.describe()}")
     return used
+
+
+def load_used(config: UseConfig, folder: Path) -> Used:
+    """Load the model, and put the adapter on it. Raises ModelError."""
+    from mlxtune.backend import adapted, model
+
+    trust = config.trust_remote_code
+    base = model.load_base(folder, config.dtype, trust_remote_code=trust)
+    if config.adapter is None:
+        return Used(base, None)
+    return Used(base, adapted.load_adapted(base, config.adapter))
 
 
 def asking_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -88,6 +89,13 @@ def relieve_pressure() -> None:
     limit = mx.get_memory_limit()
     if mx.get_cache_memory() and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE * limit:
         mx.clear_cache()
+
+
+def release() -> None:
+    """Give back what a model held that nothing names any more."""
+    # Modules and what runs them name each other.
+    gc.collect()
+    mx.clear_cache()
 
 
 def peak_bytes() -> int:

@@ -21,7 +21,7 @@ from mlxtune.core.metrics import perplexity
 from mlxtune.core.report import count
 from mlxtune.errors import NonFiniteLossError
 
-HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
+VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 # With fewer rows not even one sign for all of them says anything: 2 * (1/2)^5 is above 0.05.
 FEWEST_ROWS = 6

@@ -7,7 +7,7 @@ profile.jsonl                  where the time of its steps went, if that was ask
 best/  epoch-2/  step-40/      checkpoints
 result.json                    how the run ended, once it has
 tracking.json  tensorboard/  wandb/  what trackers know the run by, and their files
-evaluation.json                what the adapter gained on the validation rows
+evaluation.json                whether its adapter helped on the validation rows
 report.html                    a page of all that
 previous/                      the same of the run before
 .lock                          held by the process that trains here
@@ -115,8 +115,9 @@ def unfinished(run: Path) -> bool:
 
 def reopen(run: Path) -> None:
     """Have a run that may have ended go on. Raises OutputError."""
-    with as_output_error(run / RESULT):
-        (run / RESULT).unlink(missing_ok=True)
+    for name in (RESULT, EVALUATION):
+        with as_output_error(run / name):
+            (run / name).unlink(missing_ok=True)
     # It says that the run ended; that it stays where it cannot be removed costs nothing.
     with suppress(OSError):
         (run / REPORT).unlink()

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
-from mlxtune.core.files import file_hash, read_own
+from mlxtune.core.evaluation import VERDICTS
+from mlxtune.core.files import file_hash, read_json, read_own
 from mlxtune.core.ledger import Ledger
 from mlxtune.core.progress import Progress
-from mlxtune.core.run_folder import LEDGER, read_result
+from mlxtune.core.run_folder import EVALUATION, LEDGER, read_result
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     _verify_best(found, progress, good)
     _verify_ledger(found, run)
     _verify_result(found, run, progress)
+    _verify_evaluation(found, run)
     return found, good
 
 
@@ -161,3 +163,17 @@ def _verify_result(found: Verification, run: Path, progress: Progress | None) ->
         return
     changed = f"{adapter} is not what the run wrote: its SHA-256 differs"
     found.add("adapter", None if same else changed, f"{adapter} is what the run wrote")
+
+
+def _verify_evaluation(found: Verification, run: Path) -> None:
+    """Check what was written of the adapter's evaluation; a run without validation has none."""
+    try:
+        evaluation = read_json(run / EVALUATION)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        found.add(EVALUATION, str(error), "")
+        return
+    verdict, rows = evaluation.get("verdict"), evaluation.get("rows")
+    known = verdict in VERDICTS and isinstance(rows, int)
+    found.add(EVALUATION, None if known else "holds no verdict", f"{verdict} on {rows} rows")
