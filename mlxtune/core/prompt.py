@@ -69,9 +69,7 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
             raise BadRow("there is no message")
         last = messages[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
-            raise BadRow(
-                "the last message is an assistant's: leave it out, it is what is asked for"
-            )
+            raise BadRow("the last message is the assistant's: leave out what is asked for")
         answered = [*messages, {"role": "assistant", "content": _ANSWER}]
         parsed = parse_conversation(1, {**content, "messages": answered})
         return _before_answer(encoder, parsed)

@@ -44,7 +44,8 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
             before = {**content, "messages": messages[:position]}
             prompt = prompt_of(asker.encoder, before, "here")
             assert list(prompt.ids) == context, f"{data}:{row[0].row}, message {position + 1}"
-            assert prompt.end == answer[-1]
+            # Gemma 4 ends a turn that calls a tool by another token, which is one of its eos_ids.
+            assert messages[position].get("tool_calls") or prompt.end == answer[-1]
             seen += 1
         # What --generate takes of the row is its last turn.
         asked = asked_of(row, reader.tokenizer.control_ids)
