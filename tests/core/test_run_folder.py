@@ -75,7 +75,7 @@ def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> No
 def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
     reopen(tmp_path)
-    assert set(RUN) - set(names_in(tmp_path)) == {"result.json", "report.html"}
+    assert set(RUN) - set(names_in(tmp_path)) == {"result.json", "evaluation.json", "report.html"}
     (tmp_path / "report.html").mkdir()
     reopen(tmp_path)
     assert "report.html" in names_in(tmp_path)
