@@ -202,7 +202,7 @@ def test_eval_of_the_validation_file_says_the_same(
     rows = write_chat(tmp_path / "valid.jsonl", sums(12)[3:])
     outcome = train("--val-data", rows, "--lr", 1e-2, "--model-path", home / "model", quiet=False)
     lines = outcome.err.splitlines()
-    assert [line.split()[0] for line in lines[-2:]] == ["Verdict", "Try"]
+    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Report", "Try"]
     given = ["--model-path", home / "model", "--adapter", output, "--data", rows, "--json"]
     assert json.loads(cli("eval", *given).out) == evaluation(output.parent)
 
