@@ -41,8 +41,10 @@ TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
     *("epoch-*", "step-*", BEST, METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT),
-    *(PROFILE, TRACKING, TENSORBOARD, "wandb"),
+    PROFILE,
 )
+# The last tells them from folders of those names that are not ours, and is moved last.
+_OF_TRACKERS = (TENSORBOARD, "wandb", TRACKING)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ def set_previous_aside(run: Path) -> Path | None:
     previous = run / PREVIOUS
     moving, replaced = (run / f".{PREVIOUS}.{state}" for state in ("tmp", "old"))
     earlier = sorted(path for pattern in _OF_A_RUN for path in run.glob(pattern))
+    if (run / TRACKING).exists():
+        earlier += [run / name for name in _OF_TRACKERS if (run / name).exists()]
     if not earlier and not moving.is_dir():
         return None
     with as_output_error(previous):

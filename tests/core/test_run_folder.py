@@ -79,3 +79,22 @@ def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     reopen(tmp_path)
     assert "report.html" in names_in(tmp_path)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
+    tmp_path: Path, tracked: bool
+) -> None:
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / "metrics.jsonl").write_text("")
+    if tracked:
+        (tmp_path / "tracking.json").write_text("{}")
+
+    previous = set_previous_aside(tmp_path)
+
+    assert previous is not None
+    ours = {"tensorboard", "wandb", "tracking.json"} if tracked else set()
+    assert {path.name for path in previous.iterdir()} == {"metrics.jsonl"} | ours
+    assert (tmp_path / "wandb").exists() is not tracked
