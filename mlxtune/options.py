@@ -138,6 +138,22 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         ),
         "num_layers": Bounds("Apply LoRA to the last N layers only; default: all.", at_least=1),
         "dropout": Bounds("Dropout on the input of the LoRA matrices.", at_least=0, below=1),
+        "target_rank": Bounds(
+            "Rank of one target, where it is not --rank, such as q_proj=16; may be given again.",
+            several=True,
+            metavar="NAME=N",
+        ),
+        "rslora": Bounds("Scale the update by alpha / √rank (rsLoRA): for high ranks."),
+        "dora": Bounds("Train the size of each row of the weights beside LoRA (DoRA)."),
+        "init": Bounds(
+            "What LoRA begins as: lora at random, pissa as the weights' largest singular vectors, "
+            "pissa_niter_N as these found by N iterations, which is faster.",
+            metavar="lora|pissa|pissa_niter_N",
+        ),
+        "init_adapter": Bounds(
+            "Go on training an adapter: its file or folder; rank, alpha, targets are its own.",
+            metavar="PATH",
+        ),
     },
     "Training": {
         "epochs": Bounds("Passes over the training rows.", at_least=1),
@@ -148,6 +164,9 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             choices=("shuffle", "length"),
         ),
         "lr": Bounds("Peak learning rate of AdamW.", above=0),
+        "lr_ratio": Bounds(
+            "Learning rate of B, as a multiple of that of A (LoRA+).", above=0, at_most=1e6
+        ),
         "schedule": Bounds(
             "Learning rate over the run.", choices=("warmup-cosine", "linear-warmup", "constant")
         ),

@@ -59,6 +59,12 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "log_every": 10,
         "profile_interval": 0,
         "track": (),
+        "target_rank": (),
+        "rslora": False,
+        "dora": False,
+        "lr_ratio": 1.0,
+        "init": "lora",
+        "init_adapter": None,
         "quiet": False,
         "save_steps": None,
         "save_minutes": 10.0,
@@ -190,6 +196,11 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         save_minutes=2.5,
         keep=4,
         on_nonfinite="stop",
+        target_rank=("q_proj=3",),
+        rslora=True,
+        dora=True,
+        lr_ratio=4,
+        init_adapter="out",
     )
 
     assert dataclasses.asdict(found.training()) == {
@@ -224,6 +235,12 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "dropout": 0.1,
         "weight_decay": 0.5,
         "seed": 11,
+        "target_rank": ("q_proj=3",),
+        "rslora": True,
+        "dora": True,
+        "lr_ratio": 4.0,
+        "init": "lora",
+        "init_adapter": "out",
     }
 
 

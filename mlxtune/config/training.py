@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlxtune.checked import Checked
 from mlxtune.config.data import DataConfig
+from mlxtune.config.lora import lora_problems
 from mlxtune.config.paths import as_path
 from mlxtune.options import option
 
@@ -56,9 +57,15 @@ class TrainConfig(DataConfig):
     log_every: int = option("log_every", 10)
     profile_interval: int = option("profile_interval", 0)
     track: tuple[str, ...] = option("track", ())
+    target_rank: tuple[str, ...] = option("target_rank", ())
+    rslora: bool = option("rslora", False)
+    dora: bool = option("dora", False)
+    lr_ratio: float = option("lr_ratio", 1.0)
+    init: str = option("init", "lora")
+    init_adapter: str | None = option("init_adapter", None)
 
     def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+        problems = super().contradictions() + lora_problems(self)
         if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
             problems += [
                 f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
@@ -165,3 +172,12 @@ class InstructConfig(Checked):
     dropout: float = option("dropout", 0.0)
     weight_decay: float = option("weight_decay", 0.01)
     seed: int = option("seed", 42)
+    target_rank: tuple[str, ...] = option("target_rank", ())
+    rslora: bool = option("rslora", False)
+    dora: bool = option("dora", False)
+    lr_ratio: float = option("lr_ratio", 1.0)
+    init: str = option("init", "lora")
+    init_adapter: str | None = option("init_adapter", None)
+
+    def contradictions(self) -> list[str]:
+        return super().contradictions() + lora_problems(self)

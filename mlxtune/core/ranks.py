@@ -1,0 +1,69 @@
+"""Rank and scale of each projection, and how its LoRA begins: what the options say of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from mlxtune.errors import ConfigError
+
+_NITER = re.compile(r"pissa_niter_([1-9][0-9]{0,2})")
+
+
+def target_ranks(options: Iterable[str]) -> dict[str, int]:
+    """Return the ranks that `q_proj=16` and the like give, by target, in their order.
+
+    Raises ConfigError, with every problem at once.
+    """
+    ranks: dict[str, int] = {}
+    problems = []
+    for option in options:
+        target, _, text = (part.strip() for part in option.rpartition("="))
+        if not target or not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:
+            problems.append(f"--target-rank {option!r:.60}: must be as in q_proj=16")
+        elif target in ranks:
+            problems.append(f"--target-rank names {target:.60} twice")
+        else:
+            ranks[target] = int(text)
+    if problems:
+        raise ConfigError(problems)
+    return ranks
+
+
+def pattern_of(name: str, ranks: Mapping[str, int]) -> str | None:
+    """Return the target that a module's full name falls under, the first; None for none.
+
+    A target is the end of the name from a dot on: `q_proj`, `self_attn.q_proj`,
+    `layers.3.self_attn.q_proj`. PEFT's `rank_pattern` matches so.
+    """
+    return next((target for target in ranks if f".{name}".endswith(f".{target}")), None)
+
+
+def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
+    """Return what multiplies the low-rank product: alpha / rank.
+
+    With rsLoRA it is alpha / √rank (arXiv:2312.03732, section 3), which keeps the update of one
+    size whatever the rank.
+    """
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def alpha_of(scale: float, rank: int, *, rslora: bool) -> float:
+    """Return the alpha that gives a scale, exactly if there is one."""
+    alpha = scale * (math.sqrt(rank) if rslora else rank)
+    near = (alpha, math.nextafter(alpha, 0), math.nextafter(alpha, math.inf))
+    return next((each for each in near if scale_of(each, rank, rslora=rslora) == scale), alpha)
+
+
+def pissa_iterations(init: str) -> int | None:
+    """Return the N of `pissa_niter_N`, how often it iterates; None where it does not."""
+    found = _NITER.fullmatch(init)
+    return int(found[1]) if found else None
+
+
+def init_problem(init: str) -> str | None:
+    """Say what is wrong with an --init, or return None."""
+    if init in ("lora", "pissa") or pissa_iterations(init):
+        return None
+    return f"--init must be lora, pissa or pissa_niter_N with N from 1 to 999, not {init!r:.60}"
