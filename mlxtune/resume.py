@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlxtune.checked import convert, field_types, flag
 from mlxtune.config import TrainConfig
 from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
+from mlxtune.options import OPTIONS
 
 if TYPE_CHECKING:
     from mlxtune.core.checkpoint import Checkpoint
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
 _MAY_GROW = ("epochs", "max_steps")
 _MAY_CHANGE = (
     *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir", "no_cache"),
-    *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code"),
+    # An adapter to begin with is compared by its content too, where it is given again.
+    *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "init_adapter"),
     *("save_every", "save_steps", "save_minutes", "keep", "overwrite", "on_nonfinite"),
     *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval", "track"),
 )
 _NEVER_TAKEN = ("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
-_PATHS = ("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir")
+_PATHS = (
+    *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir"),
+    "init_adapter",
+)
 
 
 def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
@@ -108,6 +113,8 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     ]
     if problems:
         raise ConfigError(problems)
+    if given.get("init_adapter") is not None:
+        check_initial(str(given["init_adapter"]), metadata)
     own |= _places(run, own, str(metadata.get("working_directory", "")))
     try:
         config = TrainConfig(**own | dict(given))
@@ -133,7 +140,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     """Say how an option that is given differs from the run's own, where it must not."""
     if name in _MAY_CHANGE:
         return None
-    several = name == "field"
+    several = OPTIONS[name].several
     value, problem = convert(value, field_types(TrainConfig)[name], several=several)
     if problem:
         return f"{flag(name)} {problem}"
@@ -205,6 +212,21 @@ def check_same(
         raise ModelError(
             f"--dtype: this machine computes in {pipeline['dtype']}, the run did in "
             f"{metadata.get('dtype')}: give it with --dtype in a new run"
+        )
+
+
+def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
+    """Raise ModelError where an adapter is not the one that a run began with.
+
+    The run itself needs it no more; it is there to be trained again.
+    """
+    from mlxtune.backend.adapter_files import find_adapter
+    from mlxtune.core.files import file_hash
+
+    weights = find_adapter(adapter, "--init-adapter")
+    if file_hash(weights) != metadata.get("init_adapter_hash"):
+        raise ModelError(
+            f"--init-adapter: {weights} is not what the run began with: leave it out to go on"
         )
 
 

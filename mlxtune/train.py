@@ -86,7 +86,7 @@ def train(
         # A folder that is not there yet is made when there is something to put into it.
         if not dry_run and run.is_dir():
             lock_folder(config, resume, held)
-        setup = prepare(config, folder, console, None if dry_run else held)
+        setup = prepare(config, folder, console, None if dry_run else held, resume)
         dataset = setup.dataset
         with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
             trainer = make_trainer(
@@ -145,11 +145,15 @@ class Setup:
 
 
 def prepare(
-    config: TrainConfig, folder: Path, console: RunConsole, held: ExitStack | None
+    config: TrainConfig,
+    folder: Path,
+    console: RunConsole,
+    held: ExitStack | None,
+    resume: Resumable | None = None,
 ) -> Setup:
     """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
 
-    Without `held`, nothing is reserved.
+    Without `held`, nothing is reserved. With `resume`, what LoRA began as is left to the trainer.
     """
     from mlxtune.backend import forward, memory
     from mlxtune.core.model_files import ModelHash
@@ -170,7 +174,7 @@ def prepare(
     model_hash = ModelHash(folder, None if config.no_cache else user_cache())
     load_model(base, console)
     provenance = partial(provenance_of, base, model_hash)
-    pipeline, plan = build_pipeline(config, base, work, planned, console, provenance)
+    pipeline, plan = build_pipeline(config, base, work, planned, console, provenance, resume)
     return Setup(dataset, base, pipeline, planned, plan)
 
 
@@ -240,6 +244,7 @@ def build_pipeline(
     plan: MemoryPlan,
     console: RunConsole,
     provenance: Callable[[], Mapping[str, Any]] = dict,
+    resume: Resumable | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
@@ -254,9 +259,12 @@ def build_pipeline(
         micro_batch_tokens=plan.way.micro_batch_tokens,
         how=execution(config, base.parameters, plan.way),
         base_model=config.model_path,
+        begins=resume is None,
         provenance=provenance,
         warn=console.warn,
     )
+    if resume is not None:
+        pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
     console.say("LoRA", pipeline.lora.describe())
     confirmed = confirm(config, pipeline, work, plan)
     pipeline.micro_batch_tokens = confirmed.way.micro_batch_tokens

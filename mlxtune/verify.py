@@ -78,11 +78,11 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     changed = f"{folder}: its weights are not those that the run began with"
     found.add("base model", None if actual == expected else changed, str(folder))
     base = model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
-    lora.apply_lora(base.model, config.pipeline())
+    summary = lora.apply_lora(base.model, config.pipeline())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"
         try:
-            count = adapters.check_adapter(each.folder / ADAPTER, base.model)
+            count = adapters.check_adapter(each.folder / ADAPTER, base.model, summary)
         except ModelError as problem:
             found.add(name, str(problem), "")
         else:
@@ -95,12 +95,15 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
     from mlxtune.core.files import file_hash
     from mlxtune.core.progress import Progress, same_but_for_times
     from mlxtune.core.run_folder import Resumable
+    from mlxtune.resume import check_initial
     from mlxtune.train import train
 
     newest, first = good[0], good[-1]
     resumed = None
     if first.step < newest.step:
         resumed = Resumable(first, Progress.from_jsonl(first.metrics), [], {})
+    elif config.init_adapter is not None:
+        check_initial(config.init_adapter, newest.metadata)
     with tempfile.TemporaryDirectory(prefix="mlxtune-verify-") as scratch:
         own = replace(
             config,

@@ -141,6 +141,13 @@ def test_adapter_config_is_mlx_lms_and_stands_beside_the_output(run: Run, model:
         "model": str(model),
         "num_layers": 2,
         "lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0},
+        "mlxtune": {
+            "rank": 8,
+            "alpha": 16.0,
+            "rslora": False,
+            "init": "lora",
+            "target_ranks": {},
+        },
     }
     assert "self_attn.q_proj" in keys
     assert len(keys) == 7

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+from mlx_lm.utils import get_total_parameters
 
-from mlxtune.backend.adapters import read_adapter
-from mlxtune.backend.lora import LoRALinear, LoRASummary, apply_lora
+from mlxtune.backend.adapter_files import (
+    Said,
+    find_adapter,
+    in_layer,
+    module_names,
+    read_adapter_config,
+    read_said,
+    read_tensors,
+)
+from mlxtune.backend.adapters import adapter_tensors, check_shapes
+from mlxtune.backend.initial import measure_rows
+from mlxtune.backend.lora import (
+    DropoutKeys,
+    LoRASummary,
+    Update,
+    adapter_of,
+    is_projection,
+    summary_of,
+)
 from mlxtune.backend.model import BaseModel
 from mlxtune.config import InstructConfig
-from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
-from mlxtune.core.files import read_json
+from mlxtune.core.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.ranks import alpha_of
 from mlxtune.errors import ConfigError, ModelError, one_line
+
+__all__ = ["Adapted", "find_adapter", "load_adapted", "read_adapter_config"]
 
 
 @dataclass(frozen=True)
@@ -43,73 +62,70 @@ class Adapted:
         self.model.update_modules(tree_unflatten(chosen))
 
 
-def find_adapter(path: str) -> Path:
-    """Return the adapter file that a path means: the file, its folder, or a run's folder.
-
-    Of a run without an adapter beside its checkpoints, it is that of the best checkpoint.
-
-    Raises ModelError where there is none.
-    """
-    given = Path(os.path.expanduser(path))  # noqa: PTH111
-    candidates = (
-        *(given, given / ADAPTER, given / BEST / ADAPTER),
-        given / "checkpoints" / BEST / ADAPTER,
-    )
-    try:
-        found = next((each for each in candidates if each.is_file()), None)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}: check --adapter") from error
-    if found is None:
-        raise ModelError(f"{path}: holds no {ADAPTER}: --adapter takes an adapter or its folder")
-    return found
-
-
-def read_adapter_config(weights: Path) -> dict[str, Any]:
-    """Return what adapter_config.json beside an adapter says, in mlx-lm's words.
-
-    Raises ModelError.
-    """
-    path = weights.with_name(ADAPTER_CONFIG)
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        raise ModelError(f"{path}: is missing: an adapter needs it beside its weights") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
-
-
 def load_adapted(base: BaseModel, adapter: str) -> Adapted:
-    """Put an adapter in mlx-lm's layout on a base model.
+    """Put an adapter in mlx-lm's layout on a base model, ours or one that mlx-lm trained.
+
+    It goes on the modules that the file has tensors of, by their full names.
 
     Raises ModelError where it does not fit.
     """
     weights = find_adapter(adapter)
-    lora = apply_lora(base.model, _config_of(weights, base))
-    read_adapter(weights, base.model)
+    said = read_said(weights)
+    tensors = read_tensors(weights)
+    names = module_names(weights, tensors, said.kind)
+    total, dropout_keys = get_total_parameters(base.model), DropoutKeys()
+    modules = _with_updates(weights, base.model, names, said, dropout_keys)
+    base.model.freeze()
+    base.model.update_modules(tree_unflatten(list(modules.items())))
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    check_shapes(weights, shapes, adapter_tensors(base.model))
+    base.model.update(tree_unflatten(list(tensors.items())))
+    measure_rows(modules)
     base.model.eval()
-    modules = {
-        name: module
-        for name, module in base.model.named_modules()
-        if isinstance(module, LoRALinear) or hasattr(module, "lora_a")
-    }
+    places = [place for name in names if (place := in_layer(name))]
+    counts = Counter(layer for layer, _ in places)
+    lora = summary_of(
+        base.model,
+        _config_of(weights, said, sorted({path for _, path in places} or names)),
+        keys={path for _, path in places} or names,
+        layers=[counts[i] for i in range(min(counts, default=0), base.num_layers)],
+        total_parameters=total,
+        dropout_keys=dropout_keys,
+    )
     return Adapted(base, weights, lora, modules)
 
 
-def _config_of(weights: Path, base: BaseModel) -> InstructConfig:
-    """Return the options under which LoRA has the shapes of an adapter."""
-    config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
-    parameters = config.get("lora_parameters")
-    kind = config.get("fine_tune_type", "lora")
-    if kind != "lora" or not isinstance(parameters, Mapping):
-        raise ModelError(f"{path}: is of no kind that mlxtune knows: fine_tune_type {kind!r:.40}")
-    layers = config.get("num_layers")
+def _with_updates(
+    weights: Path, model: nn.Module, names: list[str], said: Said, dropout_keys: DropoutKeys
+) -> dict[str, nn.Module]:
+    """Return the modules of a model that have these names, with LoRA on them."""
+    there = dict(model.named_modules())
+    update = Update(rank=said.rank, scale=said.scale, kind=said.kind)
+    modules = {}
+    for name in names:
+        module = there.get(name)
+        if module is None:
+            raise ModelError(f"{weights}: does not fit the model, which has no {name:.200}")
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            raise ModelError(f"{weights}: has LoRA on embeddings, {name}: only projections may")
+        if not is_projection(module):
+            raise ModelError(f"{weights}: has LoRA on {name}, which is no projection of the model")
+        modules[name] = adapter_of(module, name, update, dropout_keys)
+    return modules
+
+
+def _config_of(weights: Path, said: Said, targets: list[str]) -> InstructConfig:
+    """Return the options that describe an adapter."""
+    own = said.own if said.own.get("init", "lora") == "lora" else {}
+    rslora = own.get("rslora") is True
     try:
-        rank, scale = int(parameters["rank"]), float(parameters["scale"])
         return InstructConfig(
-            lora_rank=rank,
-            lora_alpha=scale * rank,
-            targets=tuple(parameters.get("keys") or ("all",)),
-            num_layers=layers if isinstance(layers, int) and 0 < layers < base.num_layers else None,
+            lora_rank=own.get("rank", said.rank),
+            lora_alpha=own.get("alpha", alpha_of(said.scale, said.rank, rslora=rslora)),
+            targets=tuple(targets),
+            dora=said.kind == "dora",
+            rslora=rslora,
+            target_rank=own.get("target_ranks", {}),
         )
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise ModelError(f"{path}: does not say rank, scale and keys: {one_line(error)}") from error
+    except ConfigError as error:
+        raise ModelError(f"{weights.with_name(ADAPTER_CONFIG)}: {one_line(error)}") from error

@@ -13,8 +13,10 @@ import safetensors
 import safetensors.numpy
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.lora import LoRASummary
-from mlxtune.core.checkpoint import ADAPTER_CONFIG
+from mlxtune.backend.lora import LoRASummary, adapted_modules
+from mlxtune.backend.lora_layer import Taken
+from mlxtune.backend.written import as_written
+from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.files import write_file, write_json
 from mlxtune.errors import ModelError, one_line
 
@@ -25,6 +27,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, mx.array]:
 
 
 OPTIMIZER = "optimizer.safetensors"
+# Of a checkpoint whose adapter is not what is trained, but LoRA that computes the same.
+PARAMETERS = "parameters.safetensors"
 
 
 def adapter_writer(model: nn.Module, lora: LoRASummary, base_model: str) -> Callable[[Path], None]:
@@ -33,16 +37,24 @@ def adapter_writer(model: nn.Module, lora: LoRASummary, base_model: str) -> Call
     Each is written whole or not at all. Tensors are float32 and in the order of their names, so
     that equal adapters are equal bytes. It raises OutputError.
     """
-    tensors = adapter_tensors(model)
+    tensors = as_written(model, lora)
     config = {
-        "fine_tune_type": "lora",
+        "fine_tune_type": lora.kind,
         "model": base_model,
         "num_layers": lora.num_layers,
         "lora_parameters": {
-            "rank": lora.rank,
+            "rank": lora.written_rank,
             "scale": lora.scale,
             "dropout": lora.dropout,
             "keys": list(lora.keys),
+        },
+        # Nothing that mlx-lm needs to know.
+        "mlxtune": {
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "rslora": lora.rslora,
+            "init": lora.init,
+            "target_ranks": dict(lora.target_ranks),
         },
     }
 
@@ -54,21 +66,52 @@ def adapter_writer(model: nn.Module, lora: LoRASummary, base_model: str) -> Call
     return write
 
 
-def read_adapter(weights: Path, model: nn.Module) -> None:
-    """Put an adapter file's tensors into a model that has LoRA of the same shapes.
+def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:
+    """Return what writes, into a folder, what is trained as it is now, if the adapter is not that.
+
+    It raises OutputError.
+    """
+    if lora.trained_as_written:
+        return lambda folder: None
+    tensors = _parameters(model)
+    return lambda folder: _write_tensors(folder / PARAMETERS, tensors, {"format": "mlx"})
+
+
+def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
+    """Put what a checkpoint was trained to into a model that has LoRA of the same shapes.
 
     Raises ModelError, naming every tensor that does not fit, and changes nothing then.
     """
-    tensors, _ = _read_tensors(weights, adapter_tensors(model))
+    path = folder / (ADAPTER if lora.trained_as_written else PARAMETERS)
+    tensors, _ = _read_tensors(path, _parameters(model))
+    taken = {name: tensors.pop(name) for name in list(tensors) if name.endswith(_TAKEN)}
     model.update(tree_unflatten(list(tensors.items())))
+    for name, module in adapted_modules(model).items():
+        if f"{name}{_TAKEN[0]}" in taken:
+            module.taken = Taken(*(taken[name + leaf] for leaf in _TAKEN))
 
 
-def check_adapter(weights: Path, model: nn.Module) -> int:
-    """Return how many tensors an adapter file has, of a model with LoRA of the same shapes.
+# What PiSSA took, which is not trained, beside what is.
+_TAKEN = (".taken_a", ".taken_b")
 
-    Raises ModelError as `read_adapter` does.
+
+def _parameters(model: nn.Module) -> dict[str, mx.array]:
+    tensors = adapter_tensors(model)
+    for name, module in adapted_modules(model).items():
+        taken = getattr(module, "taken", None)
+        if taken is not None:
+            tensors |= {name + leaf: x for leaf, x in zip(_TAKEN, (taken.a, taken.b), strict=True)}
+    return tensors
+
+
+def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
+    """Return how many tensors a checkpoint's adapter has, of a model with LoRA of the same shapes.
+
+    Raises ModelError where these, or those of what it was trained to, do not fit.
     """
-    return len(_read_tensors(weights, adapter_tensors(model))[0])
+    if not lora.trained_as_written:
+        _read_tensors(weights.with_name(PARAMETERS), _parameters(model))
+    return len(_read_tensors(weights, as_written(model, lora))[0])
 
 
 def optimizer_writer(
@@ -106,7 +149,7 @@ def _read_tensors(
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _check_shapes(path, shapes, expected)
+            check_shapes(path, shapes, expected)
             tensors = {name: mx.array(file.get_tensor(name)) for name in shapes}
     except (OSError, safetensors.SafetensorError, TypeError, ValueError) as error:
         if isinstance(error, ModelError):
@@ -115,9 +158,10 @@ def _read_tensors(
     return tensors, metadata
 
 
-def _check_shapes(
+def check_shapes(
     path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, mx.array]
 ) -> None:
+    """Raise ModelError, naming every tensor whose shape is not the one expected."""
     shapes = {name: tuple(value.shape) for name, value in expected.items()}
     problems = [
         f"{name} is {found.get(name, 'missing')}, the model has {shapes.get(name, 'none')}"

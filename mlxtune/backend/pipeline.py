@@ -13,11 +13,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
-from mlxtune.backend import adapters, memory
+from mlxtune.backend import adapters, initial, memory
 from mlxtune.backend.cpu.arrays import quiet
 from mlxtune.backend.forward import Execution, Forward
 from mlxtune.backend.lora import LoRASummary, apply_lora, step_keys
 from mlxtune.backend.micro_batches import MicroBatches, step_cost
+from mlxtune.backend.optimizer import make_optimizer, set_rate
 from mlxtune.backend.profile import Phases
 from mlxtune.config import InstructConfig
 from mlxtune.core.batch import MicroBatch
@@ -43,9 +44,9 @@ class InstructPipeline:
     bounds the padded tokens that run through the model at once; it changes neither loss nor
     gradient, no more than `how` the step is computed does, and is halved when a step takes more
     memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
-    written; `provenance` is asked for more to say in a checkpoint. `tokens_run` counts the tokens
-    that the last step ran, `padding_run` those of padding among them, `micro_batches_run` in how
-    many micro-batches.
+    written. Without `begins`, what LoRA begins as is left to `restore`. `provenance` is asked for
+    more to say in a checkpoint. `tokens_run` counts the tokens that the last step ran,
+    `padding_run` those of padding among them, `micro_batches_run` in how many micro-batches.
 
     Raises ModelError when a target matches nothing.
     """
@@ -59,6 +60,7 @@ class InstructPipeline:
         how: Execution | None = None,
         cost: StepCost | None = None,
         base_model: str = "",
+        begins: bool = True,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warn_python,
     ) -> None:
@@ -79,14 +81,9 @@ class InstructPipeline:
         self.tokens_run = self.padding_run = self.micro_batches_run = 0
         self._base_model = base_model
         self._provenance = provenance
-        # Decoupled weight decay and bias correction as in AdamW, arXiv:1711.05101, algorithm 2.
-        self._optimizer = optim.AdamW(
-            config.learning_rate,
-            betas=[0.9, 0.999],
-            eps=1e-8,
-            weight_decay=config.weight_decay,
-            bias_correction=True,
-        )
+        # SHA-256 of the adapter that LoRA began as, if it did.
+        self.initial_hash = initial.begin(model, self.lora, config.seed) if begins else None
+        self._optimizer = make_optimizer(config)
         self._optimizer.init(model.trainable_parameters())
         gradients = mx.value_and_grad(self.scaled_loss)
         self.gradients = mx.compile(gradients) if self.forward.how.compile else gradients
@@ -228,17 +225,19 @@ class InstructPipeline:
         """
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
         adapter = adapters.adapter_writer(self.model, self.lora, self._base_model)
+        parameters = adapters.parameters_writer(self.model, self.lora)
         optimizer = adapters.optimizer_writer(self._optimizer.state, settings)
 
         def write(folder: Path) -> None:
             adapter(folder / ADAPTER)
+            parameters(folder)
             optimizer(folder / adapters.OPTIMIZER)
 
         return write
 
     def load(self, folder: Path) -> None:
         """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
-        adapters.read_adapter(folder / ADAPTER, self.model)
+        adapters.read_parameters(folder, self.model, self.lora)
 
     def restore(self, folder: Path) -> None:
         """Go on from a snapshot as if nothing had come between.
@@ -261,13 +260,14 @@ class InstructPipeline:
             "lora_rank": self.lora.rank,
             "lora_alpha": self.lora.alpha,
             "targets": list(self.lora.targets),
+            **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),
             **self._provenance(),
         }
 
     def _update(self, grads: dict[str, Any], step: int, rate: float) -> None:
         parameters = self.model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
-        self._optimizer.learning_rate = rate
+        set_rate(self._optimizer, rate, self.config.lr_ratio)
         self._optimizer.update(self.model, grads)
         updated = self.model.trainable_parameters()
         finite = mx.all(mx.stack([mx.isfinite(value).all() for _, value in tree_flatten(updated)]))

@@ -12,6 +12,7 @@ import click
 from mlxtune.checked import Checked, field_types, flag
 from mlxtune.config import load_config_file
 from mlxtune.errors import ConfigError
+from mlxtune.initial import with_adapter
 from mlxtune.options import OPTIONS, SECTIONS
 
 Config = TypeVar("Config", bound=Checked)
@@ -87,6 +88,7 @@ class ConfigCommand(click.Command):
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
     options, problems = _read_options(kind, config, flags)
+    options = with_adapter(options)
     try:
         checked = kind(**options)
     except ConfigError as error:

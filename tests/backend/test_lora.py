@@ -158,5 +158,10 @@ def test_experts_get_lora_of_their_own(make_pipeline: MakePipeline) -> None:
     name = "model.layers.0.mlp.switch_mlp.down_proj"
     assert shapes[f"{name}.lora_a"] == (4, 4, 32)
     assert shapes[f"{name}.lora_b"] == (4, 64, 4)
-    with pytest.raises(ModelError, match="--dropout is not possible on the experts"):
-        make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",), dropout=0.1)
+    for option, given in {
+        "--dropout": {"dropout": 0.1},
+        "--dora": {"dora": True},
+        "--init pissa": {"init": "pissa"},
+    }.items():
+        with pytest.raises(ModelError, match=f"{option} is not possible on the experts of model"):
+            make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",), **given)

@@ -16,7 +16,8 @@ from mlxtune.backend.autograd import differentiable
 from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary, stored
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kept import in_use, values_needed
-from mlxtune.backend.lora import LoRALinear
+from mlxtune.backend.dora import DoRALinear
+from mlxtune.backend.lora_layer import LoRALinear
 
 
 def _product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
@@ -84,10 +85,28 @@ class _LoRALinear(LoRALinear):
     """The base's product and the update's, in one."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not computes(x) or self.drops() or type(self.linear) not in (_Linear, _QuantizedLinear):
+        if self.drops() or not _serves_layer(self, x):
             return super().__call__(x)
-        y = _product_with_update(x, self.linear.frozen_weight, self.lora_a, self.lora_b, self.scale)
+        y = _product_with_update(x, self.linear.frozen_weight, *self.factors(), self.scale)
         return y + self.linear["bias"] if "bias" in self.linear else y
+
+
+class _DoRALinear(DoRALinear):
+    """The same, without the bias, for it to be scaled."""
+
+    def product(self, x: mx.array) -> mx.array:
+        if not _serves_layer(self, x):
+            return super().product(x)
+        return _product(x, self.linear.frozen_weight)
+
+    def updated(self, x: mx.array) -> mx.array:
+        if not _serves_layer(self, x):
+            return super().updated(x)
+        return _product_with_update(x, self.linear.frozen_weight, *self.factors(), self.scale)
+
+
+def _serves_layer(layer: LoRALinear, x: mx.array) -> bool:
+    return computes(x) and type(layer.linear) in (_Linear, _QuantizedLinear)
 
 
 class _QuantizedLinear(_Product, nn.QuantizedLinear):
@@ -199,6 +218,8 @@ def _fast_kind(kind: type) -> type | None:
         return _StoredEmbedding
     if kind is LoRALinear:
         return _LoRALinear
+    if kind is DoRALinear:
+        return _DoRALinear
     call = kind.__dict__.get("__call__")
     if not isinstance(call, FunctionType):
         return None

@@ -1,0 +1,152 @@
+"""Runs with LoRA's family, as a person has them: trained, stopped, gone on with, checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+from mlxtune import TrainConfig, resume, train
+from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
+from mlxtune.initial import with_adapter
+from tests.command import Cli
+from tests.models import sums, write_chat
+
+MEMBERS: dict[str, dict[str, Any]] = {
+    "dora": {"dora": True, "rslora": True, "lr_ratio": 4, "target_rank": {"q_proj": 3}},
+    "pissa": {"init": "pissa", "target_rank": {"v_proj": 5}},
+}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("data") / "chat.jsonl", sums(20))
+
+
+def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig:
+    output = str(folder / "adapters.safetensors")
+    given = {"lr": 1e-2, "rank": 4, "dropout": 0.1, "quiet": True, "save_steps": 2, **options}
+    return TrainConfig(str(model), str(chat), output=output, **given)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
+    cli: Cli, model: Path, chat: Path, tmp_path: Path, member: str
+) -> None:
+    train(config(model, chat, tmp_path / "whole", **MEMBERS[member]))
+    with pytest.raises(TrainingInterrupted):
+        train(config(model, chat, tmp_path / "out", **MEMBERS[member]), stop_after=3)
+    resume(tmp_path / "out")
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        whole, again = (tmp_path / run / name for run in ("whole", "out"))
+        assert whole.read_bytes() == again.read_bytes()
+    outcome = cli("verify", tmp_path / "out", "--replay", "--json")
+    found = json.loads(outcome.out)
+    assert found["ok"], found
+    assert any(check["name"] == "replay" for check in found["checks"])
+
+
+@pytest.fixture(scope="module")
+def first(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of DoRA with unequal ranks, to go on from."""
+    folder = tmp_path_factory.mktemp("first")
+    train(config(model, chat, folder, **MEMBERS["dora"], num_layers=1))
+    return folder
+
+
+def test_run_goes_on_from_an_adapter_by_the_options_of_that(
+    cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path
+) -> None:
+    start = Path(shutil.copytree(first, tmp_path / "start"))
+    (tmp_path / "run.yaml").write_text("lr: 1e-30\nlr_min: 0\nquiet: true\nsave_steps: 1\n")
+    arguments = ["train", "--model-path", model, "--data", chat, "--init-adapter", start]
+    output = ["--output", tmp_path / "out" / "adapters.safetensors", "--max-steps", "1"]
+    outcome = cli(*arguments, *output, "--config", tmp_path / "run.yaml")
+    assert outcome.code == 0, outcome.err
+    # At a rate that moves nothing, what is written is what it began as.
+    ours, theirs = (
+        safetensors.numpy.load_file(folder / "adapters.safetensors")
+        for folder in (tmp_path / "out", start)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(abs(ours[name] - theirs[name]).max() < 1e-6 for name in ours)
+    said, before = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "out", start)
+    )
+    assert said["mlxtune"] == before["mlxtune"]
+    assert said["num_layers"] == before["num_layers"] == 1
+    assert said["lora_parameters"]["keys"] == before["lora_parameters"]["keys"]
+
+
+def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
+    model: Path, chat: Path, first: Path, tmp_path: Path
+) -> None:
+    start = Path(shutil.copytree(first, tmp_path / "start"))
+    options = with_adapter({"init_adapter": str(start), "num_layers": 1})
+    train(config(model, chat, tmp_path / "whole", **options))
+    with pytest.raises(TrainingInterrupted):
+        train(config(model, chat, tmp_path / "out", **options), stop_after=3)
+    other = Path(shutil.copytree(tmp_path / "whole", tmp_path / "other"))
+    with pytest.raises(ModelError, match="is not what the run began with"):
+        resume(tmp_path / "out", init_adapter=str(other))
+    shutil.rmtree(start)
+    resume(tmp_path / "out")
+    files = [tmp_path / run / "adapters.safetensors" for run in ("whole", "out")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    metadata = json.loads((tmp_path / "out/checkpoints/best/metadata.json").read_text())
+    assert len(metadata["init_adapter_hash"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rank": 7}, "its rank is 4, --rank and --target-rank give 7"),
+        ({"alpha": 5.0}, r"its scale is 8, --alpha 5 gives 2\.5"),
+        ({"dora": False}, "its type is dora, this run has no --dora"),
+        ({"targets": ("k_proj",), "target_rank": ()}, "does not fit the model"),
+        ({"target_rank": {"q_proj": 2}}, "q_proj has more than zeros beyond rank 2"),
+    ],
+)
+def test_option_that_contradicts_the_adapter_is_an_error_that_names_both(
+    model: Path, chat: Path, first: Path, tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    options = with_adapter({"init_adapter": str(first), **changes})
+    with pytest.raises(ModelError, match=problem):
+        train(config(model, chat, tmp_path, **options))
+    assert not (tmp_path / "adapters.safetensors").exists()
+
+
+def test_equivalent_lora_of_pissa_is_gone_on_with(model: Path, chat: Path, tmp_path: Path) -> None:
+    train(config(model, chat, tmp_path / "first", init="pissa", max_steps=2))
+    options = with_adapter({"init_adapter": str(tmp_path / "first")})
+    assert (options["rank"], options["alpha"]) == (8, 32.0)
+    train(config(model, chat, tmp_path / "next", **options, lr_min=0.0, max_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"init": "pissa", "dora": True}, "--init pissa takes rows"),
+        ({"init": "pissa", "init_adapter": "x"}, "--init pissa begins from the weights"),
+        ({"init": "gaussian"}, "--init must be lora, pissa or pissa_niter_N"),
+        ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj': must be as in q_proj=16"),
+        ({"lr_ratio": 0}, "--lr-ratio must be above 0"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_named(
+    options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        TrainConfig("model", "data", **options)
+
+
+def test_adapter_that_is_not_there_is_an_error_of_its_option(cli: Cli, model: Path) -> None:
+    outcome = cli("train", "--model-path", model, "--data", "x", "--init-adapter", "nowhere")
+    assert outcome.code != 0
+    assert "nowhere: holds no adapters.safetensors: --init-adapter takes" in outcome.err
+    assert "Traceback" not in outcome.err
