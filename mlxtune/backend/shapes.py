@@ -14,7 +14,6 @@ from mlxtune.backend.model import BaseModel
 from mlxtune.config import InstructConfig
 from mlxtune.core.memory_prediction import ModelShapes, Way
 from mlxtune.core.pack import ANY_LENGTH
-from mlxtune.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
     dtype = getattr(mx, base.dtype)
     layers = list(base.model.layers)
     used = int(base.text_config.get("num_experts_per_tok") or 1)
-    trained, first, keys = _trained(layers, config)
+    trained, first, keys = _trained(base.model, config)
     sizes = [
         [
             _matrix(module, dtype, kernels, updated=key in keys)
@@ -54,7 +53,8 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
     every = [matrix for layer in sizes for matrix in layer]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
-        weights=sum(value.nbytes for value in parameters),
+        # What PiSSA takes out of the weights stands beside LoRA, which is as large.
+        weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
         stored_itemsize=(
             0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
         ),
@@ -70,6 +70,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
         read=sum(
             m.inputs for m in every if m.updated and m.outputs == base.hidden_size != m.inputs
         ),
+        scaled=sum(m.outputs for m in every if m.updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_matrix=max(m.entries for m in every),
         cast=sum(casts),
@@ -104,18 +105,22 @@ def _packs_up_to(base: BaseModel) -> int:
     return ANY_LENGTH
 
 
-def _trained(layers: list[nn.Module], config: InstructConfig) -> tuple[int, int, set[str]]:
-    """Return how many LoRA parameters there will be, the first layer that has some, and where."""
-    if config.num_layers is not None and config.num_layers > len(layers):
-        raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
-    start = len(layers) - (config.num_layers or len(layers))
-    keys = lora.match_targets(layers[start:], config.targets)
+def _trained(model: nn.Module, config: InstructConfig) -> tuple[int, int, set[str]]:
+    """Return how many LoRA parameters there will be, the first layer that has some, and where.
+
+    Raises ModelError when a target matches nothing.
+    """
+    layers, chosen = list(model.layers), lora.chosen_layers(model, config)
+    keys = lora.match_targets(chosen, config.targets)
+    names = {id(module): name for name, module in model.named_modules()}
     total, first = 0, len(layers)
-    for i, layer in enumerate(layers[start:], start):
+    for i, layer in enumerate(chosen, len(layers) - len(chosen)):
         for key, module in lora.projections(layer).items():
             if key in keys:
                 inputs, outputs, copies = _widths(module)
-                total += config.lora_rank * copies * (inputs + outputs)
+                rank = lora.rank_of(names[id(module)], config)
+                total += rank * copies * (inputs + outputs)
+                total += outputs if config.dora else 0
                 first = min(first, i)
     return total, first, keys
 

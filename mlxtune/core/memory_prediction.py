@@ -28,6 +28,8 @@ _GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
 # The products and what functions of them give, where a layer's forward pass is run again, and what
 # LoRA adds to its own.
 _AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.5
+# What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
+_SCALED = 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
 # and three as wide as its input.
 _GRADIENTS = 3
@@ -44,7 +46,8 @@ class ModelShapes:
     those from the first that is trained on; `products` is the width of the outputs of all their
     linear layers together, `layer_products` of those of one, `widest_product` of a single one.
     `updated` is that of the linear layers with LoRA of one layer, `read` the width of the inputs
-    of all that have LoRA, of those which are no hidden states.
+    of all that have LoRA, of those which are no hidden states. `scaled` is the width of the outputs
+    of all linear layers that DoRA scales.
     `cast` and `layer_cast` are the entries of their matrices that are cast for each use, all and of
     one layer, `head_cast` those of the head. `plain_head` tells whether the head is one product.
     """
@@ -67,6 +70,7 @@ class ModelShapes:
     layer_cast: int
     head_cast: int
     plain_head: bool
+    scaled: int = 0
 
     @property
     def inputs(self) -> int:
@@ -145,6 +149,7 @@ def _kept(shapes: ModelShapes, way: Way, load: Load) -> int:
         # The input of each layer and its products but the last, which is as wide.
         return shapes.itemsize * load.tokens * shapes.products
     widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs + shapes.read
+    widths += shapes.scaled
     scores = shapes.heads * shapes.layers * load.scores if way.holds_scores else 0
     # Each pass through the model casts for itself.
     casts = shapes.cast * (2 if load.prefix else 1)
@@ -158,6 +163,7 @@ def _layer(shapes: ModelShapes, way: Way, load: Load) -> int:
     if way.kernels:
         # About as much as the products lies between them, and is made again.
         again = shapes.layer_products * (2 if way.recompute else 1) + shapes.hidden
+        again += _SCALED * shapes.updated if shapes.scaled else 0
         cast = shapes.largest_matrix if shapes.cast else 0
         return shapes.itemsize * (load.tokens * (again + gradients) + scores + cast)
     again, cast = 0, 0
@@ -197,5 +203,6 @@ def with_layers(shapes: ModelShapes, layers: int) -> ModelShapes:
         trainable=int(shapes.trainable * share),
         products=int(shapes.products * share),
         read=int(shapes.read * share),
+        scaled=int(shapes.scaled * share),
         cast=int(shapes.cast * share),
     )

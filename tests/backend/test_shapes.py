@@ -51,6 +51,27 @@ def test_shapes_are_those_of_the_model_once_loaded(
     assert shapes.plain_head == (quantize is None and architecture != "gemma2")
 
 
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"dora": True},
+        {"target_rank": ("q_proj=9", "1.mlp.up_proj=2")},
+        {"init": "pissa", "target_rank": ("v_proj=2",)},
+    ],
+)
+def test_trained_parameters_of_the_family_are_counted(
+    tmp_path: Path, member: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    config = InstructConfig(lora_rank=4, targets=("all",), **member)
+    shapes = model_shapes(open_base(folder, "float32"), config, kernels=False)
+    model = load_base(folder, "float32").model
+    plain = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    trained = apply_lora(model, config).trainable_parameters
+    assert shapes.trainable == trained
+    assert shapes.weights == plain + (4 * trained if "init" in member else 0)
+
+
 def test_opening_a_model_reads_no_weights(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3", **SHAPE)
     gc.collect()
@@ -92,8 +113,10 @@ def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
         (examples(4, 128), {"tie_word_embeddings": False}),
         (examples(4, 128), {"targets": ("all",)}),
         (examples(4, 128), {"targets": ("all",), "num_layers": 2}),
+        (examples(4, 128), {"targets": ("all",), "dora": True}),
+        (examples(4, 128), {"targets": ("all",), "init": "pissa", "target_rank": ("up_proj=64",)}),
     ],
-    ids=["short", "long", "prefix", "untied", "all", "last layers"],
+    ids=["short", "long", "prefix", "untied", "all", "last layers", "DoRA", "PiSSA"],
 )
 def test_predicted_peak_is_near_the_measured(
     tmp_path: Path, kernels: bool, recompute: bool, step: list[Example], changes: dict[str, Any]
