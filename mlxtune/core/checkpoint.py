@@ -2,7 +2,8 @@
 
     epoch-2/
       adapters.safetensors, adapter_config.json   what mlx-lm loads
-      optimizer.safetensors                       what the backend needs to go on
+      optimizer.safetensors                       what the backend needs to go on, and
+      parameters.safetensors                      what it trains, where the adapter is not that
       metrics.jsonl                               every step, validation and epoch so far
       metadata.json                               how it came about: options, data, versions
       manifest.json                               size and SHA-256 of each file, written last

@@ -23,6 +23,8 @@ RUN_FILES: dict[str, str] = {
     f"{_CHECKPOINT}/{ADAPTER}": "the adapter at that moment",
     f"{_CHECKPOINT}/{ADAPTER_CONFIG}": "the same as beside --output",
     f"{_CHECKPOINT}/optimizer.safetensors": "AdamW's moments and step, for --resume",
+    f"{_CHECKPOINT}/parameters.safetensors": "what is trained, for --resume, where the adapter is "
+    "LoRA that computes the same: with --init pissa, or ranks that differ",
     f"{_CHECKPOINT}/{METRICS}": "the records up to that moment",
     f"{_CHECKPOINT}/{LEDGER}": "the same as above",
     f"{_CHECKPOINT}/{METADATA}": "every option, seeds, versions, hashes of the data and base model",
