@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import ChatConfig, as_path
-from mlxtune.errors import DataError, OutputError, printable
+from mlxtune.errors import DataError, MemoryLimitError, OutputError, printable
 from mlxtune.using import (
     Used,
     asking_reader,
@@ -88,6 +88,10 @@ class _Conversation:
         except KeyboardInterrupt:
             print()
             _tell("stopped; it was not said")
+            return
+        except MemoryLimitError as problem:
+            print()
+            _tell(f"{problem}; it was not said, and /reset begins anew")
             return
         print()
         self._take(asked, answer)

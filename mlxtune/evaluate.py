@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from mlxtune.using import Used, find_model, load_model, load_used
 if TYPE_CHECKING:
     from mlxtune.backend.tokenizer import ModelTokenizer
     from mlxtune.console import RunConsole
-    from mlxtune.core.corpus import Rows
+    from mlxtune.core.corpus import Corpus, Rows
     from mlxtune.core.evaluation import Evaluation, Generated, Sums
     from mlxtune.core.prompt import Asked
 
@@ -47,6 +47,8 @@ def evaluate(config: EvalConfig) -> Evaluation:
         say_findings(dataset, console)
         for ledger in dataset.ledgers:
             console.say("Data", report.evaluated_line(ledger))
+        if _was_trained_on(config, dataset.corpus):
+            console.warn("the adapter was trained on these rows: new ones show what it is worth")
         used = load_model(config, folder, console)
         rows, paths = dataset.corpus.select(), [ledger.path for ledger in dataset.ledgers]
         # Before the losses, for which the model may be made to compute otherwise.
@@ -167,6 +169,21 @@ def answer_rows(
         else sum(sample.adapted == sample.expected for sample in samples),
     )
     return Generated(len(samples), match, samples)
+
+
+def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
+    """Tell whether the run that gave the adapter, where it is there, had this data."""
+    from mlxtune.backend.adapted import find_adapter
+    from mlxtune.core.checkpoint import BEST
+    from mlxtune.core.files import read_json
+
+    if config.adapter is None:
+        return False
+    folder = find_adapter(config.adapter).parent
+    for path in (folder, folder / "checkpoints" / BEST):
+        with suppress(OSError, ValueError):
+            return read_json(path / "metadata.json").get("data_hash") == corpus.data_hash()
+    return False
 
 
 def _progress(console: RunConsole, doing: str, on: bool) -> Callable[[int, int], None]:

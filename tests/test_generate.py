@@ -144,6 +144,26 @@ def test_escape_codes_of_a_model_never_reach_the_terminal(
     assert out == "\\x1b[2J\\x1b[2J\n"
 
 
+def test_memory_that_runs_out_is_said_and_a_conversation_goes_on(
+    say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend import generate as room
+
+    whole, calls = room.generate_step, iter(range(9))
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) < 2:
+            raise RuntimeError("[malloc] Unable to allocate 78643200 bytes.")
+        yield from whole(*args, **options)
+
+    monkeypatch.setattr(room, "generate_step", failing)
+    assert "memory ran out" in say("generate", "--quiet", "--prompt", "a").error
+    outcome = say("chat", "--quiet", stdin=f"{PROMPT}\n{PROMPT}\n")
+    assert outcome.code == 0
+    assert "memory ran out" in outcome.err
+    assert outcome.out.split()
+
+
 # Chat
 
 
@@ -207,7 +227,7 @@ def start_in_terminal(*arguments: object) -> tuple[subprocess.Popen[bytes], int]
     return process, ours
 
 
-def read_until(terminal: int, pattern: bytes, seconds: float = 60) -> bytes:
+def read_until(terminal: int, pattern: bytes, seconds: float = 180) -> bytes:
     seen, end = b"", time.monotonic() + seconds
     while not re.search(pattern, seen):
         ready, _, _ = select.select([terminal], [], [], max(end - time.monotonic(), 0))
@@ -232,22 +252,25 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
         os.write(terminal, b"/reset\n")
         read_until(terminal, rb"a new conversation(.|\s)*> ")
         os.write(terminal, b"\x04")
-        assert process.wait(30) == 0
+        assert process.wait(180) == 0
     finally:
         process.kill()
+        process.wait()
         os.close(terminal)
 
 
 def test_ctrl_c_ends_generate_with_130() -> None:
     command = [sys.executable, "-m", "mlxtune", "generate", "--model-path", str(DEMO)]
     endless = ["--prompt", "Hello", "--max-new-tokens", "1000000", "--temperature", "3"]
-    process = subprocess.Popen(
-        [*command, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *endless], **pipes) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=180)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "mlxtune: interrupted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +14,10 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlxtune.backend import memory
 from mlxtune.core.prompt import Prompt
 from mlxtune.core.text_stream import TextStream, text_of
+from mlxtune.errors import MemoryLimitError, MlxTuneError
 
 # Prompts that are answered at once.
 _AT_ONCE = 32
@@ -108,6 +111,8 @@ class Generator:
 
         `should_stop` is asked after each token, and while a long prompt is read: the answer is then
         what there is of it.
+
+        Raises MemoryLimitError where memory runs out.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -164,15 +169,17 @@ class Generator:
             if done < total and should_stop():
                 raise _Stopped
 
-        for token, _ in generate_step(
+        steps = generate_step(
             mx.array(list(ids)),
             self._model,
             max_tokens=sampling.max_new_tokens,
             sampler=sampling.sampler(self._vocab_size),
             prompt_cache=cache,
             prompt_progress_callback=on_progress,
-        ):
-            yield int(token)
+        )
+        with _memory_as_error():
+            for token, _ in steps:
+                yield int(token)
 
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
         """Return a cache that holds the first tokens of a prompt, and how many of them."""
@@ -193,6 +200,20 @@ class Generator:
         # mlx-lm has run each token that it gave; what says otherwise is not kept.
         if getattr(cache[0], "offset", len(tokens)) == len(tokens):
             self._cache, self._cached = cache, tokens
+
+
+@contextmanager
+def _memory_as_error() -> Iterator[None]:
+    """Within it, an error that says that memory ran out becomes one that a person can mend."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MlxTuneError) or not memory.ran_out(error):
+            raise
+        raise MemoryLimitError(
+            "memory ran out while the answer was generated: "
+            "ask with less before it, lower --max-new-tokens, or use a quantised base"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -216,7 +237,7 @@ def answers(
 ) -> list[str]:
     """Return the answer to each prompt, many at a time; `tell` hears how many are done.
 
-    Stop texts are not looked for.
+    Stop texts are not looked for. Raises MemoryLimitError where memory runs out.
     """
     model.eval()
     found = [""] * len(prompts)
@@ -240,13 +261,14 @@ def _together(
 ) -> list[str]:
     ends = tokenizer.eos_ids | {prompt.end for prompt in prompts if prompt.end is not None}
     try:
-        return batch_generate(
-            model,
-            _Ends(tokenizer, ends),
-            [list(prompt.ids) for prompt in prompts],
-            max_tokens=sampling.max_new_tokens,
-            sampler=sampling.sampler(vocab_size),
-        ).texts
+        with _memory_as_error():
+            return batch_generate(
+                model,
+                _Ends(tokenizer, ends),
+                [list(prompt.ids) for prompt in prompts],
+                max_tokens=sampling.max_new_tokens,
+                sampler=sampling.sampler(vocab_size),
+            ).texts
     except ValueError:  # an architecture whose cache mlx-lm cannot batch
         generator = Generator(model, tokenizer, vocab_size)
         return [generator.answer(prompt, sampling).text for prompt in prompts]

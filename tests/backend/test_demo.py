@@ -38,6 +38,8 @@ def test_demo_model_learns_in_a_few_steps(name: str, tmp_path: Path) -> None:
     assert initial is not None
     assert best is not None
     assert best < initial / 2
+    assert result.evaluation is not None
+    assert result.evaluation.verdict == "helped"
     (ledger,) = result.ledgers
     assert ledger.rows_read == len(ROWS)
     assert not ledger.rows_skipped
