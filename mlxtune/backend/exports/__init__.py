@@ -1,0 +1,1 @@
+"""Adapters in the formats of other tools, one in each file, and back."""
