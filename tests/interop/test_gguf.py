@@ -1,0 +1,143 @@
+"""LoRA adapters as GGUF: names and shapes of llama.cpp's converter, and llama.cpp itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
+
+from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
+from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
+from tests.models import sums, write_chat, write_model  # noqa: E402
+
+HEADS = {"q_proj": 4, "k_proj": 2}
+# As llama.cpp's convert_lora_to_gguf.py calls the projections of these models.
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def trained(folder: Path, model: Path, **options: Any) -> Path:
+    rows = write_chat(folder / "chat.jsonl", sums(20))
+    settings = {"rank": 4, "alpha": 6.0, "lr": 1e-2, "targets": ("all",), "quiet": True, **options}
+    output = folder / "out" / "adapters.safetensors"
+    train(TrainConfig(str(model), (str(rows),), output=str(output), **settings))
+    return output.parent
+
+
+def exported(adapter: Path, output: Path) -> Path:
+    config = ExportConfig(adapter=str(adapter), output=str(output), format="gguf", quiet=True)
+    assert export(config).certificate.passed
+    return output / "adapter.gguf"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("gemma2", "gemma2"),
+        ("gemma3_text", "gemma3"),
+    ],
+)
+def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
+    tmp_path: Path, model_type: str, architecture: str
+) -> None:
+    model = write_model(tmp_path / "model", model_type)
+    adapter = trained(tmp_path, model, template="qwen3" if "gemma" not in model_type else "gemma")
+    reader = gguf.GGUFReader(exported(adapter, tmp_path / "gguf"))
+    said = {name: field.contents() for name, field in reader.fields.items() if "." in name}
+    assert (
+        said.items()
+        >= {
+            "general.type": "adapter",
+            "general.architecture": architecture,
+            "adapter.type": "lora",
+            "adapter.lora.alpha": 6.0,
+        }.items()
+    )
+    expected = {}
+    for name, tensor in safetensors.numpy.load_file(adapter / "adapters.safetensors").items():
+        _, _, layer, inside, part = name.split(".", 4)[:3] + name.split(".", 3)[3].rsplit(".", 1)
+        tensor = tensor.T
+        projection = inside.split(".")[-1]
+        if part == "lora_b" and architecture == "llama" and projection in HEADS:
+            tensor = interleaved(tensor, HEADS[projection])
+        expected[f"blk.{layer}.{NAMES[inside]}.weight.{part}"] = tensor
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_array_equal(found[name].data, tensor)
+
+
+def test_model_that_llama_cpp_is_not_written_for_is_an_error(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "olmo2")
+    adapter = trained(tmp_path, model, template="qwen3")
+    with pytest.raises(ModelError, match="not olmo2: use --format peft"):
+        exported(adapter, tmp_path / "gguf")
+    assert not (tmp_path / "gguf").exists()
+
+
+def test_llama_cpp_answers_as_we_do(shared: Path, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip(
+        "llama_cpp", reason="needs llama-cpp-python, which builds llama.cpp"
+    )
+    import mlx.core as mx
+
+    from mlxtune.backend.adapted import load_adapted
+    from mlxtune.backend.model import load_base
+
+    model = shared / "models" / "stories260k"
+    texts = [
+        {"text": f"The robot number {i} was red. It liked to count to {i}."} for i in range(30)
+    ]
+    rows = write_chat(tmp_path / "text.jsonl", texts)
+    output = tmp_path / "out" / "adapters.safetensors"
+    train(
+        TrainConfig(
+            *(str(model), (str(rows),)), output=str(output), targets=("all",), lr=1e-2, quiet=True
+        )
+    )
+    adapter = exported(output.parent, tmp_path / "gguf")
+    base = write_base_gguf(model, model / "tok512.model", tmp_path / "base.gguf")
+    adapted = load_adapted(load_base(model, "float32"), str(output))
+    prompts = [[1, 403, 407, 261, 378], [1, 291, 290]]
+
+    def ours(prompt: list[int]) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(64):
+            tokens.append(int(mx.argmax(adapted.model(mx.array([tokens]))[0, -1]).item()))
+        return tokens[len(prompt) :]
+
+    def theirs(prompt: list[int], lora: Path | None) -> list[int]:
+        runner = llama_cpp.Llama(
+            str(base),
+            lora_path=None if lora is None else str(lora),
+            n_ctx=256,
+            n_threads=1,
+            verbose=False,
+        )
+        found = runner.generate(prompt, temp=0.0, repeat_penalty=1.0)
+        answer = [next(found) for _ in range(64)]
+        runner.close()
+        return answer
+
+    with_adapter = [ours(prompt) for prompt in prompts]
+    assert [theirs(prompt, adapter) for prompt in prompts] == with_adapter
+    adapted.use_adapter(False)
+    without = [ours(prompt) for prompt in prompts]
+    assert [theirs(prompt, None) for prompt in prompts] == without
+    assert with_adapter != without
