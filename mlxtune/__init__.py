@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
 from mlxtune.doctor import doctor
 from mlxtune.evaluate import evaluate
+from mlxtune.export import ExportResult, export
+from mlxtune.fuse import fuse
 from mlxtune.generate import generate
+from mlxtune.import_adapter import import_adapter
 from mlxtune.inspect import inspect
 from mlxtune.report import report
 from mlxtune.resume import resume
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.config import (
         EvalConfig,
+        ExportConfig,
+        FuseConfig,
         GenerateConfig,
+        ImportConfig,
         InspectConfig,
         InstructConfig,
         InstructTrainingConfig,
@@ -57,7 +63,11 @@ __all__ = [
     "EvalConfig",
     "Evaluation",
     "Example",
+    "ExportConfig",
+    "ExportResult",
+    "FuseConfig",
     "GenerateConfig",
+    "ImportConfig",
     "InspectConfig",
     "Inspection",
     "InstructConfig",
@@ -75,7 +85,10 @@ __all__ = [
     "TrainingInterrupted",
     "doctor",
     "evaluate",
+    "export",
+    "fuse",
     "generate",
+    "import_adapter",
     "inspect",
     "report",
     "resume",
@@ -89,6 +102,9 @@ _ROOMS = {
     "mlxtune.config": (
         "EvalConfig",
         "GenerateConfig",
+        "ExportConfig",
+        "FuseConfig",
+        "ImportConfig",
         "InspectConfig",
         "InstructConfig",
         "InstructTrainingConfig",

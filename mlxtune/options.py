@@ -128,6 +128,18 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             metavar="TEXT",
         ),
     },
+    "Export": {
+        "export_format": Bounds(
+            "What to write it for: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat "
+            "safetensors file.",
+            choices=("mlx-lm", "peft", "gguf", "flat"),
+            required=True,
+        ),
+        "export_output": Bounds(
+            "Folder to write.", required=True, metavar="DIR", if_empty="is required"
+        ),
+        "dequantize": Bounds("Write plain weights where the base model's are quantised."),
+    },
     "LoRA": {
         "rank": Bounds("Rank of the LoRA matrices.", at_least=1),
         "alpha": Bounds("LoRA alpha; the update is scaled by alpha / rank.", above=0),

@@ -26,7 +26,7 @@ def test_every_option_has_one_line_of_help_and_is_used() -> None:
     }
 
     assert used == set(OPTIONS)
-    of_commands = {field.name for one in CONFIGS for field in dataclasses.fields(one)}
+    of_commands = {field.metadata["option"] for one in CONFIGS for field in dataclasses.fields(one)}
     assert of_commands == set(OPTIONS)
     for bounds in OPTIONS.values():
         assert bounds.help.endswith(".")

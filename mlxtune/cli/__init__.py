@@ -19,7 +19,10 @@ from mlxtune.cli.completion import VARIABLE, complete, completion
 from mlxtune.cli.doctor import doctor
 from mlxtune.cli.eval import evaluate
 from mlxtune.cli.exit_codes import DONE, FAILED, MISUSED
+from mlxtune.cli.export import export
+from mlxtune.cli.fuse import fuse
 from mlxtune.cli.generate import generate
+from mlxtune.cli.import_ import import_
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
 from mlxtune.cli.report import report
@@ -40,6 +43,9 @@ COMMANDS = (
     report,
     runs,
     verify,
+    fuse,
+    export,
+    import_,
     bench,
     completion,
 )

@@ -30,7 +30,7 @@ def config_options(config: type) -> list[click.Option]:
             is_flag=types[field.name] is bool,
             multiple=OPTIONS[field.metadata["option"]].several,
             default=None,
-            metavar=_metavar(field.name, types[field.name]),
+            metavar=_metavar(field.metadata["option"], types[field.name]),
             help=field.metadata["help"] + _default_text(field),
         )
         for field in dataclasses.fields(config)
@@ -78,7 +78,14 @@ class ConfigCommand(click.Command):
             section: [name for name in options if name in records]
             for section, options in SECTIONS.items()
         }
-        names["Run"].extend(str(name) for name in records if name not in OPTIONS)
+        # An option may go by another name among all than on its command line.
+        for field in dataclasses.fields(self.config):
+            if (name := field.metadata["option"]) != field.name:
+                for section, options in SECTIONS.items():
+                    names[section] = [each for each in names[section] if each != field.name]
+                    names[section] += [field.name] if name in options else []
+        known = {name for members in names.values() for name in members}
+        names["Run"].extend(str(name) for name in records if name not in known)
         for section, members in names.items():
             if rows := [row for name in members if (row := records[name])]:
                 with formatter.section(section):

@@ -5,6 +5,7 @@ Each field takes its bounds and help from mlxtune.options.
 
 from mlxtune.config.commands import BenchConfig, InspectConfig, PlanConfig
 from mlxtune.config.data import DataConfig
+from mlxtune.config.export import ExportConfig, FuseConfig, ImportConfig
 from mlxtune.config.file import CONFIGS, load_config_file
 from mlxtune.config.paths import as_path, user_cache
 from mlxtune.config.training import InstructConfig, InstructTrainingConfig, TrainConfig
@@ -16,7 +17,10 @@ __all__ = [
     "ChatConfig",
     "DataConfig",
     "EvalConfig",
+    "ExportConfig",
+    "FuseConfig",
     "GenerateConfig",
+    "ImportConfig",
     "InspectConfig",
     "InstructConfig",
     "InstructTrainingConfig",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.commands import BenchConfig, InspectConfig, PlanConfig
+from mlxtune.config.export import ExportConfig, FuseConfig, ImportConfig
 from mlxtune.config.training import TrainConfig
 from mlxtune.config.use import ChatConfig, EvalConfig, GenerateConfig
 from mlxtune.errors import ConfigError
@@ -18,6 +19,7 @@ from mlxtune.errors import ConfigError
 CONFIGS: tuple[type, ...] = (
     *(TrainConfig, InspectConfig, BenchConfig, PlanConfig),
     *(EvalConfig, GenerateConfig, ChatConfig),
+    *(FuseConfig, ExportConfig, ImportConfig),
 )
 
 

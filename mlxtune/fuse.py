@@ -1,0 +1,60 @@
+"""The recipe of `mlxtune fuse`: a model folder with the adapter in its weights, proved equal.
+
+What it needs is imported in the functions, as in train.py.
+"""
+
+from __future__ import annotations
+
+from mlxtune.config import FuseConfig
+from mlxtune.export import ExportResult, ask, say_result
+
+
+def fuse(config: FuseConfig) -> ExportResult:
+    """Write a model folder with an adapter in its weights, and compare it with what was trained.
+
+    Raises a child of MlxTuneError; nothing is left at the output then.
+    """
+    from mlxtune.backend import fuse as fusing
+    from mlxtune.backend import proof
+    from mlxtune.core.certificate import CERTIFICATE
+    from mlxtune.core.output_folder import check_apart, new_folder
+    from mlxtune.proving import certify, find_source, load_model, reference_of
+
+    console = ask(config)
+    source = find_source(config)
+    target, trust = config.output_path, config.trust_remote_code
+    check_apart(target, [source.folder, source.weights, source.weights.parent])
+    with new_folder(target, marker=CERTIFICATE, overwrite=config.overwrite) as folder:
+        how = {"dequantize": config.dequantize, "trust_remote_code": trust}
+        model, model_config = fusing.fused_model(source.folder, source.adapter, **how)
+        exact = not fusing.is_quantized(model, source.adapter)
+        stored = fusing.stored_dtype(model)
+        reference, dtype = reference_of(
+            config,
+            source,
+            lambda prompts: console.say("Prompts", prompts),
+            stored,
+            everywhere=config.dequantize,
+        )
+        console.say("Writing", str(target))
+        fusing.write_model(model, model_config, source.folder, folder)
+        del model
+        proof.release()
+        console.say("Proving", "loading what was written")
+        certificate = certify(
+            config,
+            "fused",
+            folder,
+            reference,
+            dtype,
+            lambda: load_model(config, folder).model,
+            weights=fusing.check_fused(source.folder, folder, source.adapter, **how),
+            exact=exact,
+        )
+    return ExportResult(target, certificate)
+
+
+def show(config: FuseConfig) -> None:
+    """Fuse, and print what the certificate says."""
+    result = fuse(config)
+    say_result(result, config, [f"mlx_lm.generate --model {result.output} --prompt 'Hello'"])
