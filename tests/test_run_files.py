@@ -11,8 +11,8 @@ from tests.command import Cli, files_in
 
 
 def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path) -> None:
-    for init in ("lora", "pissa"):  # the second moves the first one's files away
-        assert train("--save-steps", 2, "--keep", 5, "--init", init).code == 0
+    for _ in range(2):  # the second moves the first one's files away
+        assert train("--save-steps", 2, "--keep", 5).code == 0
     left = {path: described(path) for path in files_in(output.parent)}
     nowhere = [path for path, entry in left.items() if entry is None]
     assert nowhere == [], "say in mlxtune/core/run_files.py what they hold"
