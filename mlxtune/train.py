@@ -7,7 +7,7 @@ light: the backend brings mlx, the core numpy.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.model import BaseModel
     from mlxtune.backend.pipeline import InstructPipeline
     from mlxtune.console import RunConsole
+    from mlxtune.core.corpus import Rows
     from mlxtune.core.evaluation import Evaluation
     from mlxtune.core.ledger import Ledger
     from mlxtune.core.memory_plan import MemoryPlan, Work
@@ -111,10 +112,7 @@ def train(
             # The model is loaded anew, with the adapter as it was written: one is in memory.
             del setup, trainer
             memory.release()
-            if rows:
-                evaluation = judge(config, folder, rows, dataset.paths_of(rows), console)
-            if (page := write_page(run, console.warn)) is not None:
-                console.say("Report", str(page))
+            evaluation = conclude(config, folder, rows, dataset.paths_of(rows), console)
             console.say("Try it", report.usage_line(result, config), copyable=True)
     return TrainResult(
         training=result,
@@ -124,6 +122,17 @@ def train(
         peak_memory_gb=peak_gb,
         evaluation=evaluation,
     )
+
+
+def conclude(
+    config: TrainConfig, folder: Path, rows: Rows, paths: Sequence[str], console: RunConsole
+) -> Evaluation | None:
+    """Judge the adapter on the rows that were validated with, and write the run's page."""
+    try:
+        return judge(config, folder, rows, paths, console) if rows else None
+    finally:  # also where the person does not wait for the verdict
+        if (page := write_page(config.checkpoint_path, console.warn)) is not None:
+            console.say("Report", str(page))
 
 
 @dataclass(frozen=True)

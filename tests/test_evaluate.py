@@ -244,7 +244,8 @@ def test_interrupt_while_it_is_evaluated_loses_neither_adapter_nor_result(
     assert warning == ("warning: the adapter is written, but not evaluated: mlxtune eval does that")
     assert last == "mlxtune: interrupted"
     assert output.exists()
-    assert (output.parent / "checkpoints" / "result.json").exists()
+    for name in ("result.json", "report.html"):
+        assert (output.parent / "checkpoints" / name).exists()
     assert verify(output.parent).ok
 
 

@@ -166,7 +166,7 @@ def test_micro_batches_are_halved_in_a_profiled_step_as_in_any_other() -> None:
         for profiled in (False, True):
             pipeline = fresh(model_folder("qwen3"), SPLIT, 10_000)
             heard: list[str] = []
-            pipeline._warn = heard.append
+            pipeline._micro_batches._warn = heard.append
             memory.forget_peak()
             mx.set_memory_limit(mx.get_active_memory() + 200_000)
             if profiled:
