@@ -91,7 +91,7 @@ class Checked:
         types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             bounds = field.metadata["bounds"]
-            value = getattr(self, field.name)
+            value = as_choice(getattr(self, field.name), bounds)
             several = {"several": bounds.several, "blank": bounds.blank}
             value, problem = convert(value, types[field.name], **several)
             if problem is None and value is not None:
@@ -108,6 +108,12 @@ class Checked:
     def contradictions(self) -> list[str]:
         """Problems between fields that are each right by themselves."""
         return []
+
+
+def as_choice(value: Any, bounds: Bounds) -> Any:
+    """Return a number as the text by which it is among the choices, as in `quantize: 4`."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number and bounds.choices else value
 
 
 def field_types(config: type) -> dict[str, Any]:

@@ -200,6 +200,17 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
+        "quantize": Bounds(
+            "Quantise the frozen weights while loading: MLX's formats, or QLoRA's nf4; default: as "
+            "the folder has them.",
+            choices=("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
+        ),
+        "double_quant": Bounds("Quantise the scales of nf4 as well, to 8 bits."),
+        "quantized_compute": Bounds(
+            "Products with quantised weights: MLX's own, or with each matrix dequantised for the "
+            "product; auto is what is faster, dequantized on the CPU.",
+            choices=("auto", "quantized", "dequantized"),
+        ),
         "grad_checkpoint": Bounds(
             "Compute activations again in the backward pass, which takes time and saves memory; "
             "auto where it is needed.",

@@ -47,7 +47,7 @@ def plan(config: PlanConfig) -> RunPlan:
         with closing(console):
             dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
         say_findings(dataset, console)
-    base = model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
+    base = model.open_base(folder, config.dtype, **config.base())
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
     chosen = choose_plan(config, base, work, limit)

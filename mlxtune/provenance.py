@@ -19,6 +19,7 @@ def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
     return {
         "model_type": base.model_type,
         "dtype": base.dtype,
+        "quantized_compute": base.quantized_compute,
         "base_hash": model_hash.result(),
         "versions": versions(),
         "working_directory": str(Path.cwd()),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.checked import convert, field_types, flag
+from mlxtune.checked import as_choice, convert, field_types, flag
 from mlxtune.config import TrainConfig
 from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
 from mlxtune.options import OPTIONS
@@ -140,7 +140,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     """Say how an option that is given differs from the run's own, where it must not."""
     if name in _MAY_CHANGE:
         return None
-    several = OPTIONS[name].several
+    several, value = OPTIONS[name].several, as_choice(value, OPTIONS[name])
     value, problem = convert(value, field_types(TrainConfig)[name], several=several)
     if problem:
         return f"{flag(name)} {problem}"
@@ -212,6 +212,13 @@ def check_same(
         raise ModelError(
             f"--dtype: this machine computes in {pipeline['dtype']}, the run did in "
             f"{metadata.get('dtype')}: give it with --dtype in a new run"
+        )
+    before, now = metadata.get("quantized_compute"), pipeline.get("quantized_compute")
+    # A run of before there was a choice says nothing of it.
+    if before is not None and before != now:
+        raise ModelError(
+            f"--quantized-compute: auto is {now} on this machine, the run computed {before}: "
+            f"start a new run"
         )
 
 

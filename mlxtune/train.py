@@ -235,7 +235,10 @@ def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
     from mlxtune.backend import memory, model
 
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    return model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
+    base = model.open_base(folder, config.dtype, **config.base())
+    if slow := model.slow_products(base):
+        console.warn(slow)
+    return base
 
 
 def load_model(base: BaseModel, console: RunConsole) -> None:
@@ -260,6 +263,7 @@ def build_pipeline(
     `provenance` is asked for what checkpoints are to say of the model. Returns the plan too, made
     again if the model is run otherwise than its shapes say.
     """
+    from mlxtune.backend import model
     from mlxtune.backend.pipeline import InstructPipeline
 
     pipeline = InstructPipeline(
@@ -270,6 +274,7 @@ def build_pipeline(
         base_model=config.model_path,
         begins=resume is None,
         provenance=provenance,
+        base_said=model.said_of(base),
         warn=console.warn,
     )
     if resume is not None:
@@ -363,3 +368,5 @@ def finish(
     predicted = setup.plan.peak.total / memory.GB
     for line in report.summary_lines(result, config, memory.peak_gb(), predicted):
         console.say("Done", line)
+    for line in report.quantized_base_lines(config):
+        console.say("Base", line)

@@ -77,7 +77,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     expected, actual = good[0].metadata.get("base_hash"), ModelHash(folder, user_cache()).result()
     changed = f"{folder}: its weights are not those that the run began with"
     found.add("base model", None if actual == expected else changed, str(folder))
-    base = model.open_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
+    base = model.open_base(folder, config.dtype, **config.base())
     summary = lora.apply_lora(base.model, config.pipeline())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"

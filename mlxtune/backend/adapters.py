@@ -31,14 +31,18 @@ OPTIMIZER = "optimizer.safetensors"
 PARAMETERS = "parameters.safetensors"
 
 
-def adapter_writer(model: nn.Module, lora: LoRASummary, base_model: str) -> Callable[[Path], None]:
+def adapter_writer(
+    model: nn.Module, lora: LoRASummary, base_model: str, said: Mapping[str, Any] | None = None
+) -> Callable[[Path], None]:
     """Return what writes the adapter as it is now to a file, and adapter_config.json beside it.
+
+    `said` is what the latter says under `mlxtune`, for those who load the adapter with it.
 
     Each is written whole or not at all. Tensors are float32 and in the order of their names, so
     that equal adapters are equal bytes. It raises OutputError.
     """
     tensors = as_written(model, lora)
-    config = {
+    config: dict[str, Any] = {
         "fine_tune_type": lora.kind,
         "model": base_model,
         "num_layers": lora.num_layers,
@@ -57,6 +61,9 @@ def adapter_writer(model: nn.Module, lora: LoRASummary, base_model: str) -> Call
             "target_ranks": dict(lora.target_ranks),
         },
     }
+
+    if said:
+        config["mlxtune"] |= said
 
     def write(weights: Path) -> None:
         arrays = {name: value.astype(mx.float32) for name, value in tensors.items()}

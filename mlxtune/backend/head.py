@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.cpu.packed import Layout, PackedCache, laid_out
+from mlxtune.backend.dequantized import DequantizedEmbedding, DequantizedLinear, PackedRows
 from mlxtune.backend.prefix import PrefixCache
 from mlxtune.core.pack import ANY_LENGTH, Segment
 
@@ -75,7 +76,7 @@ class SplitModel:
         self.model = model
         self._text = getattr(model, "language_model", model)
         self._trunk = getattr(self._text, "model", None)
-        self.weight: mx.array | None = None
+        self.weight: mx.array | PackedRows | None = None
         self.splits = False
         self.dtype: mx.Dtype | None = None
         # The hidden states of a few texts, each by itself.
@@ -158,7 +159,7 @@ class SplitModel:
         except Exception:  # noqa: BLE001
             self.splits = False
 
-    def _is_head(self, weight: mx.array, logits: mx.array, hidden: mx.array) -> bool:
+    def _is_head(self, weight: mx.array | PackedRows, logits: mx.array, hidden: mx.array) -> bool:
         """Tell whether the head is the product with a weight, by a part of the vocabulary."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
@@ -167,13 +168,15 @@ class SplitModel:
             self.logits(large)[:, :_PART], large @ part.T
         )
 
-    def _candidates(self) -> list[mx.array]:
+    def _candidates(self) -> Iterator[mx.array | PackedRows]:
         heads = (getattr(self._text, "lm_head", None), getattr(self._trunk, "embed_tokens", None))
-        return [
-            head.weight
-            for head in heads
-            if isinstance(head, nn.Linear | nn.Embedding) and "bias" not in head
-        ]
+        for head in heads:
+            if not isinstance(head, nn.Module) or "bias" in head:
+                continue
+            if isinstance(head, nn.Linear | nn.Embedding):
+                yield head.weight
+            if isinstance(head, DequantizedLinear | DequantizedEmbedding):
+                yield PackedRows(head)
 
 
 def _close(one: mx.array, other: mx.array, tolerance: float = _TOLERANCE) -> bool:

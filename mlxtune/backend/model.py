@@ -12,10 +12,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxtune.backend.cpu.stored import embed_in_float32, stored_weights
+from mlxtune.backend.dequantized import DEQUANTIZED, QUANTIZED, compute_quantized
 from mlxtune.backend.memory import on_cpu
 from mlxtune.backend.model_folder import check_weights, read_config
+from mlxtune.backend.quantize import (
+    already_quantized,
+    kept_as_they_are,
+    quantize_lazily,
+    read_one_by_one,
+)
 from mlxtune.core.report import short_number
 from mlxtune.errors import ModelError, one_line
 
@@ -27,7 +35,9 @@ _NUMBERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_experts_per
 class BaseModel:
     """A model and what is said of it. `dtype` is what it computes in.
 
-    `text_config` is what config.json says of the language model.
+    `text_config` is what config.json says of the language model. `quantization` describes quantised
+    weights, `quantize` what --quantize made of them while loading, `quantized_compute` how they are
+    computed with; None for none.
     """
 
     model: nn.Module
@@ -40,42 +50,86 @@ class BaseModel:
     vocab_size: int
     hidden_size: int
     text_config: Mapping[str, Any]
+    quantize: str | None = None
+    double_quant: bool = False
+    quantized_compute: str | None = None
 
     def describe(self) -> str:
         """Say in one line what was loaded."""
-        quantization = f"quantised ({self.quantization}), " if self.quantization else ""
+        quantization = ""
+        if self.quantization:
+            when = " while loading" if self.quantize else ""
+            quantization = f"quantised{when} ({self.quantization}), "
+        unpacked = ", matrices dequantised for each use"
         return (
             f"{self.model_type}, {self.num_layers} layers, {short_number(self.parameters)} "
             f"parameters, {quantization}computing in {self.dtype}"
+            f"{unpacked if self.quantized_compute == DEQUANTIZED else ''}"
         )
 
 
-def load_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> BaseModel:
+def load_base(
+    folder: Path,
+    dtype: str,
+    *,
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
+    double_quant: bool = False,
+    quantized_compute: str = "auto",
+) -> BaseModel:
     """Load a model's weights in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
 
-    Quantised weights stay as they are; what is computed with them is in the dtype.
+    Quantised weights stay as they are; what is computed with them is in the dtype. With `quantize`,
+    a format of --quantize, those of a full-precision model are quantised one by one as they are
+    read; `double_quant` goes with nf4. `quantized_compute` is that of `compute_quantized`.
 
-    Raises ModelError when the folder is incomplete or broken.
+    Raises ModelError when the folder is incomplete or broken, or cannot be quantised.
     """
-    base = open_base(folder, dtype, trust_remote_code=trust_remote_code)
+    base = open_base(
+        folder,
+        dtype,
+        trust_remote_code=trust_remote_code,
+        quantize=quantize,
+        double_quant=double_quant,
+        quantized_compute=quantized_compute,
+    )
     read_weights(base)
     return base
 
 
-def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> BaseModel:
+def open_base(
+    folder: Path,
+    dtype: str,
+    *,
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
+    double_quant: bool = False,
+    quantized_compute: str = "auto",
+) -> BaseModel:
     """Return what `load_base` does, with shapes and dtypes known and no weights read yet.
 
-    Raises ModelError when the folder is incomplete or broken.
+    Raises ModelError when the folder is incomplete or broken, or cannot be quantised.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     check_weights(folder, config)
+    if quantize is not None and already_quantized(config):
+        raise ModelError(
+            f"{folder}: is quantised already: leave out --quantize {quantize}, "
+            "or name the full-precision model"
+        )
     try:
         model, config = load_lazily(folder, config)
         chosen = _choose_dtype(model, dtype)
+        quantization = _quantization(config.get("quantization"))
+        if quantize is not None:
+            quantization = quantize_lazily(model, config, quantize, double_quant)
         _cast(model, chosen)
+        compute = compute_quantized(model, chosen, quantized_compute)
         text_config = _text_config(config)
         # Nothing is computed, but what cannot be, as with text in place of a number, is found here.
         model(mx.zeros((1, 2), mx.int32))
+    except ModelError:
+        raise
     except Exception as error:
         raise _broken(folder, error) from error
     return BaseModel(
@@ -85,10 +139,13 @@ def open_base(folder: Path, dtype: str, *, trust_remote_code: bool = False) -> B
         num_layers=len(model.layers),
         parameters=mlx_lm_utils.get_total_parameters(model),
         dtype=str(chosen).removeprefix("mlx.core."),
-        quantization=_quantization(config.get("quantization")),
+        quantization=quantization,
         vocab_size=int(text_config.get("vocab_size") or config.get("vocab_size") or 0),
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
         text_config=text_config,
+        quantize=quantize,
+        double_quant=double_quant,
+        quantized_compute=compute,
     )
 
 
@@ -114,9 +171,35 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text_config
 
 
+def said_of(base: BaseModel) -> dict[str, Any]:
+    """Return what an adapter says of its base, where that was not loaded as the folder has it."""
+    if base.quantize is None:
+        return {}
+    return {"quantize": base.quantize, "double_quant": base.double_quant}
+
+
+def slow_products(base: BaseModel) -> str | None:
+    """Return what is slow on this device of a model's quantised products, and what would help."""
+    if not on_cpu() or base.quantized_compute is None:
+        return None
+    if base.quantized_compute == QUANTIZED:
+        return (
+            "MLX's products with quantised weights are slow on the CPU: "
+            "--quantized-compute dequantized gives the same and is many times faster"
+        )
+    if any(isinstance(module, QuantizedSwitchLinear) for _, module in base.model.named_modules()):
+        return (
+            "products with quantised experts are slow on the CPU: "
+            "use a base whose weights are not quantised if memory allows"
+        )
+    return None
+
+
 def read_weights(base: BaseModel) -> None:
     """Read the weights of a model that was opened. Raises ModelError when they are broken."""
     try:
+        if base.quantize is not None:
+            read_one_by_one(base.model)
         mx.eval(base.model.parameters())
     except Exception as error:
         raise _broken(base.folder, error) from error
@@ -154,11 +237,12 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """
     keeps = getattr(model, "cast_predicate", None)
     stored = stored_weights(model) if on_cpu() and dtype == mx.float32 else set()
+    kept = stored | kept_as_they_are(model)
 
     def cast(path: str, parameter: mx.array) -> mx.array:
         # Some architectures need a few parameters in float32 whatever the rest is in.
         castable = mx.issubdtype(parameter.dtype, mx.floating) and (keeps is None or keeps(path))
-        return parameter.astype(dtype) if castable and path not in stored else parameter
+        return parameter.astype(dtype) if castable and path not in kept else parameter
 
     parameters = tree_flatten(model.parameters())
     model.load_weights([(path, cast(path, value)) for path, value in parameters], strict=False)

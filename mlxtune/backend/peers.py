@@ -22,6 +22,7 @@ from mlxtune.backend import adapters, lora
 from mlxtune.backend.memory import on_cpu
 from mlxtune.backend.model import BaseModel, load_lazily
 from mlxtune.backend.model_folder import read_config
+from mlxtune.backend.quantize import quantize_lazily, read_one_by_one
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.batch import run_length
 from mlxtune.core.benchmark import one_span
@@ -74,8 +75,12 @@ class MlxLm:
         self.loss_function = "default"
         self._config = config
         trusts = config.trust_remote_code
-        self._model, _ = load_lazily(folder, read_config(folder, trust_remote_code=trusts))
+        self._model, said = load_lazily(folder, read_config(folder, trust_remote_code=trusts))
+        if config.quantize is not None:
+            quantize_lazily(self._model, said, config.quantize)
         _cast(self._model, getattr(mx, config.dtype))
+        if config.quantize is not None:
+            read_one_by_one(self._model)
         mx.eval(self._model.parameters())
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:

@@ -44,9 +44,10 @@ class InstructPipeline:
     bounds the padded tokens that run through the model at once; it changes neither loss nor
     gradient, no more than `how` the step is computed does, and is halved when a step takes more
     memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
-    written. Without `begins`, what LoRA begins as is left to `restore`. `provenance` is asked for
-    more to say in a checkpoint. `tokens_run` counts the tokens that the last step ran,
-    `padding_run` those of padding among them, `micro_batches_run` in how many micro-batches.
+    written, with what `base_said` says of its loading. Without `begins`, what LoRA begins as is left
+    to `restore`. `provenance` is asked for more to say in a checkpoint. `tokens_run` counts the
+    tokens that the last step ran, `padding_run` those of padding among them, `micro_batches_run` in
+    how many micro-batches.
 
     Raises ModelError when a target matches nothing.
     """
@@ -60,6 +61,7 @@ class InstructPipeline:
         how: Execution | None = None,
         cost: StepCost | None = None,
         base_model: str = "",
+        base_said: Mapping[str, Any] | None = None,
         begins: bool = True,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warn_python,
@@ -74,12 +76,12 @@ class InstructPipeline:
             max_tokens=micro_batch_tokens,
             cost=cost or step_cost(),
             keyed=config.dropout > 0,
-            remedy="lower --max-seq-len, set --grad-checkpoint on, or use a quantised base or "
+            remedy="lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or "
             "fewer --num-layers",
             warn=warn,
         )
         self.tokens_run = self.padding_run = self.micro_batches_run = 0
-        self._base_model = base_model
+        self._base = base_model, base_said
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA began as, if it did.
         self.initial_hash = initial.begin(model, self.lora, config.seed) if begins else None
@@ -212,7 +214,7 @@ class InstructPipeline:
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
         make_folder(weights.parent)
-        adapters.adapter_writer(self.model, self.lora, self._base_model)(weights)
+        adapters.adapter_writer(self.model, self.lora, *self._base)(weights)
 
     def save(self, folder: Path) -> None:
         """Write into a folder what `load` and `restore` read. Raises OutputError."""
@@ -224,7 +226,7 @@ class InstructPipeline:
         It writes what is now, whenever it is called, and raises OutputError.
         """
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
-        adapter = adapters.adapter_writer(self.model, self.lora, self._base_model)
+        adapter = adapters.adapter_writer(self.model, self.lora, *self._base)
         parameters = adapters.parameters_writer(self.model, self.lora)
         optimizer = adapters.optimizer_writer(self._optimizer.state, settings)
 

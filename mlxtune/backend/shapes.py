@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxtune.backend import lora, memory
+from mlxtune.backend.dequantized import QUANTIZED
 from mlxtune.backend.forward import Execution
 from mlxtune.backend.model import BaseModel
 from mlxtune.config import InstructConfig
@@ -16,11 +17,15 @@ from mlxtune.core.memory_prediction import ModelShapes, Way
 from mlxtune.core.pack import ANY_LENGTH
 
 
+# Copies of a head that MLX's graph dequantises for its products, forward and backward.
+_UNPACKED_HEAD = 4
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """A linear layer: its widths, its entries, and whether these are cast for each use.
 
-    `updated` tells whether LoRA is on it.
+    `updated` tells whether LoRA is on it, `unpacked` whether it is made for each product alone.
     """
 
     inputs: int
@@ -29,6 +34,7 @@ class _Matrix:
     entries: int
     cast: bool
     updated: bool
+    unpacked: bool
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> ModelShapes:
@@ -76,7 +82,8 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
         cast=sum(casts),
         layer_cast=max(casts),
         head_cast=_head_cast(base, dtype, kernels),
-        plain_head=not base.quantization and not _caps(base, attention=False),
+        plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
+        unpacked=max((m.entries for m in every if m.unpacked), default=0),
     )
 
 
@@ -135,20 +142,25 @@ def _widths(module: nn.Module) -> tuple[int, int, int]:
 
 def _matrix(module: nn.Module, dtype: mx.Dtype, kernels: bool, *, updated: bool) -> _Matrix:
     inputs, outputs, copies = _widths(module)
-    cast = kernels if "scales" in module else module.weight.dtype != dtype
-    return _Matrix(inputs, outputs, copies, inputs * outputs * copies, cast, updated)
+    unpacked = hasattr(module, "unpacked")
+    cast = unpacked and kernels if "scales" in module else module.weight.dtype != dtype
+    entries = inputs * outputs * copies
+    return _Matrix(inputs, outputs, copies, entries, cast, updated, unpacked and not kernels)
 
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, kernels: bool) -> int:
     text = getattr(base.model, "language_model", base.model)
     head = getattr(text, "lm_head", None)
-    tied = head is None
-    head = getattr(getattr(text, "model", None), "embed_tokens", None) if tied else head
+    if head is None:
+        head = getattr(getattr(text, "model", None), "embed_tokens", None)
     if head is None:
         return 0
-    # Quantised products take the weight as it is, but for a linear layer's on the CPU.
-    cast = kernels and not tied if "scales" in head else head.weight.dtype != dtype
-    return base.vocab_size * base.hidden_size if cast else 0
+    entries = base.vocab_size * base.hidden_size
+    if "scales" not in head:
+        return entries if head.weight.dtype != dtype else 0
+    if not hasattr(head, "unpacked"):
+        return 0  # MLX's quantised products take the weight as it is.
+    return entries * (1 if kernels else _UNPACKED_HEAD)
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:

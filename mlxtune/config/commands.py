@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxtune.config.data import DataConfig
 from mlxtune.config.paths import as_path
-from mlxtune.config.training import TrainConfig
+from mlxtune.config.training import TrainConfig, quantization_problems
 from mlxtune.options import option
 
 
@@ -77,8 +77,19 @@ class BenchConfig(DataConfig):
     order: str = option("order", "shuffle")
     memory_limit: float = option("memory_limit", 24.0)
     dtype: str = option("dtype", "auto")
+    quantize: str | None = option("quantize", None)
+    double_quant: bool = option("double_quant", False)
+    quantized_compute: str = option("quantized_compute", "auto")
     grad_checkpoint: str = option("grad_checkpoint", "auto")
     compile: str = option("compile", "auto")
+
+    def contradictions(self) -> list[str]:
+        problems = quantization_problems(
+            self.quantize, self.quantized_compute, double_quant=self.double_quant
+        )
+        if self.quantize == "nf4" and self.against is not None:
+            problems += [f"--against {self.against}: it knows no nf4: use another --quantize"]
+        return super().contradictions() + problems
 
     @property
     def json_path(self) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from mlxtune.checked import Checked
 from mlxtune.config.data import DataConfig
@@ -13,6 +14,20 @@ from mlxtune.options import option
 
 # Each is an extra of the package.
 TRACKERS = ("trackio", "tensorboard", "wandb")
+
+
+def quantization_problems(
+    quantize: str | None, quantized_compute: str, *, double_quant: bool
+) -> list[str]:
+    """Return what options of quantisation contradict each other."""
+    problems = []
+    if double_quant and quantize != "nf4":
+        problems += ["--double-quant goes with --quantize nf4: leave it out, or give both"]
+    if quantize == "nf4" and quantized_compute == "quantized":
+        problems += [
+            "--quantized-compute quantized: there are no products of nf4 itself: leave it out"
+        ]
+    return problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +67,9 @@ class TrainConfig(DataConfig):
     max_steps: int | None = option("max_steps", None)
     order: str = option("order", "shuffle")
     dtype: str = option("dtype", "auto")
+    quantize: str | None = option("quantize", None)
+    double_quant: bool = option("double_quant", False)
+    quantized_compute: str = option("quantized_compute", "auto")
     grad_checkpoint: str = option("grad_checkpoint", "auto")
     compile: str = option("compile", "auto")
     log_every: int = option("log_every", 10)
@@ -74,7 +92,18 @@ class TrainConfig(DataConfig):
         if unknown := [name for name in self.trackers if name not in TRACKERS]:
             names = ", ".join(map(repr, unknown))
             problems += [f"--track must be one of {', '.join(TRACKERS)}, not {names}"]
-        return problems
+        return problems + quantization_problems(
+            self.quantize, self.quantized_compute, double_quant=self.double_quant
+        )
+
+    def base(self) -> dict[str, Any]:
+        """Return how the base model is to be loaded, as keywords of `open_base`."""
+        return {
+            "trust_remote_code": self.trust_remote_code,
+            "quantize": self.quantize,
+            "double_quant": self.double_quant,
+            "quantized_compute": self.quantized_compute,
+        }
 
     @property
     def trackers(self) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ _CHUNKS = (256, 64, 16)
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # Examples shorter than this are not worth advising.
 _SHORTEST = 16
-# Bytes of a weight in 4 bits, with a scale and a bias in 16 for 64 of them.
-_QUANTISED = 4.5 / 8
+# What --quantize 4 makes of a weight, in bits, and how many weights share a scale and a bias.
+_BITS, _GROUP = 4, 64
 # Examples that are planned to choose: what is found in them is taken for the rest.
 _PLANNED = 256
 
@@ -231,10 +231,11 @@ def remedies(
     if layers := _most(fewer, shapes.layers, limit):
         found.append(f"--num-layers {layers}")
     if shapes.stored_itemsize:
-        smaller = replace(shapes, weights=int(shapes.weights * _QUANTISED / shapes.stored_itemsize))
+        each = _BITS / 8 + 2 * shapes.itemsize / _GROUP
+        smaller = replace(shapes, weights=int(shapes.weights * each / shapes.stored_itemsize))
         needed = least(smaller, way, load).total
         fits = "" if needed <= limit else ", still too much"
-        found.append(f"a base quantised to 4 bits (about {needed / 1e9:.2f} GB{fits})")
+        found.append(f"--quantize 4 (about {needed / 1e9:.2f} GB{fits})")
     return found
 
 

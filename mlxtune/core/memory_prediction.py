@@ -33,6 +33,8 @@ _SCALED = 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
 # and three as wide as its input.
 _GRADIENTS = 3
+# Copies of a quantised matrix while it is unpacked.
+_UNPACKED = 2
 # Copies of the scores of one layer that its backward pass holds where attention holds scores.
 _SCORES = 3
 
@@ -50,6 +52,7 @@ class ModelShapes:
     of all linear layers that DoRA scales.
     `cast` and `layer_cast` are the entries of their matrices that are cast for each use, all and of
     one layer, `head_cast` those of the head. `plain_head` tells whether the head is one product.
+    `unpacked` are the entries of the largest quantised matrix that is made for a product alone.
     """
 
     weights: int
@@ -71,6 +74,7 @@ class ModelShapes:
     head_cast: int
     plain_head: bool
     scaled: int = 0
+    unpacked: int = 0
 
     @property
     def inputs(self) -> int:
@@ -171,6 +175,7 @@ def _layer(shapes: ModelShapes, way: Way, load: Load) -> int:
         again = _AGAIN_PRODUCTS * shapes.layer_products + int(_AGAIN_UPDATES * shapes.updated)
         again += _GRAPH_HIDDEN * shapes.hidden
         cast = shapes.layer_cast
+    cast += _UNPACKED * shapes.unpacked
     return shapes.itemsize * (load.tokens * (again + gradients) + scores + cast)
 
 

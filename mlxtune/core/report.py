@@ -207,6 +207,33 @@ def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
         )
 
 
+def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
+    """Yield what to know of an adapter whose base was quantised while loading, if it was."""
+    if config.quantize is None:
+        return
+    yield (
+        f"trained on {config.model_path} quantised to {config.quantize} while loading; mlx-lm puts "
+        "the adapter on the model in full precision, where it was not trained"
+    )
+    same = f"--quantize {config.quantize}{' --double-quant' if config.double_quant else ''}"
+    if config.quantize in _CONVERTED:
+        model = shlex.quote(config.model_path)
+        how = _CONVERTED[config.quantize]
+        yield f"the same base for mlx-lm: mlx_lm.convert --hf-path {model} -q {how}"
+    else:
+        yield f"mlx-lm knows no {config.quantize}: {same} has mlxtune load the same base"
+
+
+# What makes of a model with mlx-lm what --quantize makes of it.
+_CONVERTED = {
+    "4": "--q-bits 4",
+    "8": "--q-bits 8",
+    "mxfp4": "--q-mode mxfp4",
+    "nvfp4": "--q-mode nvfp4",
+    "mxfp8": "--q-mode mxfp8",
+}
+
+
 def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
     """Return the command that uses the adapter with mlx-lm."""
     folder = config.output_path.parent

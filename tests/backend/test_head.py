@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.dequantized import PackedRows
 from mlxtune.backend.forward import Execution
 from mlxtune.backend.head import SplitModel
 from mlxtune.backend.loss import fused_losses, head_loss_sum
@@ -74,7 +75,17 @@ def test_head_that_is_one_product_is_known(
 
 
 def test_quantised_head_is_no_plain_product() -> None:
-    assert SplitModel(model_of("llama", 4)).weight is None
+    folder = model_folder("llama", 4)
+    native = load_base(folder, "float32", quantized_compute="quantized").model
+    assert SplitModel(native).weight is None
+
+
+def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
+    for architecture in ("llama", "qwen3"):  # a head of its own, and tied
+        model = load_base(model_folder(architecture, 4), "float32").model
+        split = SplitModel(model)
+        assert isinstance(split.weight, PackedRows)
+        assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)
 
 
 def test_soft_cap_that_small_logits_hide_is_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from mlxtune.backend.forward import Execution
 from mlxtune.backend.lora import apply_lora
 from mlxtune.backend.model import load_base, open_base, read_weights
 from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.quantize import FORMATS
 from mlxtune.backend.shapes import model_shapes, way_of
 from mlxtune.config import InstructConfig
 from mlxtune.core.encode import Example
-from mlxtune.core.memory_prediction import load_of, predict
+from mlxtune.core.memory_plan import least, remedies
+from mlxtune.core.memory_prediction import Load, Way, load_of, predict
 from mlxtune.errors import ModelError
 from tests.models import MODEL_TYPES, write_model
 
@@ -47,8 +50,10 @@ def test_shapes_are_those_of_the_model_once_loaded(
     assert shapes.trainable == apply_lora(model, config).trainable_parameters
     # q 64, k 32, v 32, o 64; gate 96, up 96, down 64: hidden is 64, there are two KV heads of 16.
     assert (shapes.layers, shapes.products, shapes.widest_product) == (1, 448, 96)
-    assert (shapes.stored_itemsize, shapes.head_cast) == ((0, 0) if quantize else (2, 320 * 64))
-    assert shapes.plain_head == (quantize is None and architecture != "gemma2")
+    # A quantised head is dequantised for its products on the CPU, in some copies.
+    copies = 4 if quantize else 1
+    assert (shapes.stored_itemsize, shapes.head_cast) == (0 if quantize else 2, copies * 320 * 64)
+    assert shapes.plain_head == (architecture != "gemma2")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,54 @@ def test_predicted_peak_is_near_the_measured(
 
     pipeline.train_batch(step)
 
+    measured = mx.get_peak_memory() - elsewhere
+    predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3_text"])
+def test_bytes_of_quantised_weights_are_known_before_they_are_read(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = write_model(tmp_path / "model", architecture, dtype="bfloat16")
+    for name, double in [*((name, False) for name in FORMATS), ("nf4", True)]:
+        base = open_base(folder, "auto", quantize=name, double_quant=double)
+        predicted = model_shapes(base, InstructConfig(), kernels=False)
+        read_weights(base)
+        found = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
+        assert predicted.weights == found, name
+        assert (predicted.unpacked > 0) and predicted.stored_itemsize == 0
+
+
+def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
+    config, load, way = InstructConfig(lora_rank=8), Load(1, 512, 100), Way(512)
+    shapes = model_shapes(open_base(folder, "float32"), config, kernels=True)
+    advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
+    quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, kernels=True)
+    needed = least(replace(shapes, weights=quantised.weights), way, load).total
+    assert advice.startswith("--quantize 4 (about ")
+    assert float(advice.split()[3]) == pytest.approx(needed / 1e9, abs=0.006)
+
+
+@pytest.mark.parametrize("quantize", ["4", "nvfp4", "nf4"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
+    tmp_path: Path, kernels: bool, quantize: str
+) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
+    base = open_base(folder, "float32", quantize=quantize)
+    config, step = InstructConfig(lora_rank=8, targets=("all",)), examples(4, 128)
+    how = Execution(cpu_kernels=kernels, pack=kernels)
+    shapes = model_shapes(base, config, kernels=kernels)
+    gc.collect()
+    elsewhere = mx.get_active_memory()
+    read_weights(base)
+    pipeline = InstructPipeline(base.model, config, micro_batch_tokens=10**6, how=how)
+    (group,) = [group for group, _ in pipeline.micro_batches(step)]
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    pipeline.train_batch(step)
     measured = mx.get_peak_memory() - elsewhere
     predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
     assert predicted == pytest.approx(measured, rel=0.15)

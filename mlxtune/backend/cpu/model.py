@@ -16,11 +16,15 @@ from mlxtune.backend.autograd import differentiable
 from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary, stored
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kept import in_use, values_needed
+from mlxtune.backend.dequantized import DequantizedEmbedding, DequantizedLinear, PackedRows
 from mlxtune.backend.dora import DoRALinear
 from mlxtune.backend.lora_layer import LoRALinear
+from mlxtune.backend.nf4 import NF4Linear
+
+Weight = products.Weight
 
 
-def _product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
+def _product(x: mx.array, weight: Callable[[], Weight]) -> mx.array:
     """Return x times the transpose of a frozen weight, whose gradient is never asked for."""
     kept = in_use()
 
@@ -36,7 +40,7 @@ def _product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
 
 
 def _product_with_update(
-    x: mx.array, weight: Callable[[], mx.array], a: mx.array, b: mx.array, scale: float
+    x: mx.array, weight: Callable[[], Weight], a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
     """Return x W^T + scale * (x A) B, with gradients for x, A and B."""
     kept = in_use()
@@ -106,17 +110,28 @@ class _DoRALinear(DoRALinear):
 
 
 def _serves_layer(layer: LoRALinear, x: mx.array) -> bool:
-    return computes(x) and type(layer.linear) in (_Linear, _QuantizedLinear)
+    return computes(x) and isinstance(layer.linear, _Product)
 
 
-class _QuantizedLinear(_Product, nn.QuantizedLinear):
+class _Unpacked(_Product):
     """Unpacks the weight for each use: MLX's quantised products are some 30 times slower."""
 
-    def frozen_weight(self) -> mx.array:
-        """Return the weight (out, in), unpacked."""
-        scales, biases = self["scales"], self.get("biases")
-        packed = (self["weight"], scales, biases, self.group_size, self.bits)
-        return mx.dequantize(*packed, mode=self.mode)
+    def frozen_weight(self) -> Weight:
+        """Return the weight (out, in), to be unpacked."""
+        return PackedRows(self)
+
+
+class _DequantizedLinear(_Unpacked, DequantizedLinear):
+    pass
+
+
+class _NF4Linear(_Unpacked, NF4Linear):
+    pass
+
+
+class _DequantizedEmbedding(DequantizedEmbedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _product(x, lambda: PackedRows(self)) if computes(x) else super().as_linear(x)
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -201,6 +216,20 @@ _REPLACED: dict[int, Any] = {
 }
 
 
+# What computes by these functions for what; quantised layers that MLX's own products are asked for
+# are not among them.
+_KINDS: dict[type, type] = {
+    nn.Linear: _Linear,
+    nn.Embedding: _Embedding,
+    stored.Embedding: _StoredEmbedding,
+    LoRALinear: _LoRALinear,
+    DoRALinear: _DoRALinear,
+    DequantizedLinear: _DequantizedLinear,
+    DequantizedEmbedding: _DequantizedEmbedding,
+    NF4Linear: _NF4Linear,
+}
+
+
 def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
     return not isinstance(replacement, _Instead) or not replacement.replaced.isdisjoint(names)
 
@@ -208,18 +237,8 @@ def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
 @cache
 def _fast_kind(kind: type) -> type | None:
     """Return a child of a module class whose call uses this room's functions, if it has any use."""
-    if kind is nn.Linear:
-        return _Linear
-    if kind is nn.QuantizedLinear:
-        return _QuantizedLinear
-    if kind is nn.Embedding:
-        return _Embedding
-    if kind is stored.Embedding:
-        return _StoredEmbedding
-    if kind is LoRALinear:
-        return _LoRALinear
-    if kind is DoRALinear:
-        return _DoRALinear
+    if kind in _KINDS:
+        return _KINDS[kind]
     call = kind.__dict__.get("__call__")
     if not isinstance(call, FunctionType):
         return None

@@ -16,6 +16,10 @@ import numpy.typing as npt
 from mlxtune.backend.autograd import differentiable
 from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, matrix, view
+from mlxtune.backend.dequantized import PackedRows
+
+# A frozen matrix (out, in), as it is or quantised.
+Weight = mx.array | PackedRows
 
 # Rows of the vocabulary that are worked on at once.
 _VOCABULARY = 4096
@@ -27,8 +31,10 @@ _LARGEST = 1 << 26
 _scratch: dict[str, npt.NDArray[np.uint32]] = {}
 
 
-def in_float32(weight: mx.array) -> Floats:
+def in_float32(weight: Weight) -> Floats:
     """Return a weight (m, n) as float32, for numpy, until the next is asked for."""
+    if isinstance(weight, PackedRows):
+        return view(weight[:])
     if weight.dtype == mx.float32:
         return view(weight)
     if weight.dtype != mx.bfloat16:
@@ -41,7 +47,7 @@ def in_float32(weight: mx.array) -> Floats:
     return wide.view(np.float32)
 
 
-def forward(x: mx.array, weight: mx.array) -> mx.array:
+def forward(x: mx.array, weight: Weight) -> mx.array:
     """Return x (..., in) times the transpose of weight (out, in)."""
     made, out = empty(*x.shape[:-1], weight.shape[0])
     rows, outs = matrix(x), out.reshape(-1, weight.shape[0])
@@ -54,7 +60,7 @@ def forward(x: mx.array, weight: mx.array) -> mx.array:
     return made
 
 
-def backward(cotangent: mx.array, weight: mx.array) -> mx.array:
+def backward(cotangent: mx.array, weight: Weight) -> mx.array:
     """Return the gradient with respect to x (..., in) of `forward`."""
     made, out = empty(*cotangent.shape[:-1], weight.shape[1])
     rows, outs = matrix(cotangent), out.reshape(-1, weight.shape[1])
@@ -76,7 +82,7 @@ def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float)
 
 
 def update_gradients(
-    x: mx.array, a: mx.array, b: mx.array, cotangent: mx.array, weight: mx.array, scale: float
+    x: mx.array, a: mx.array, b: mx.array, cotangent: mx.array, weight: Weight, scale: float
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return the gradients with respect to x, A and B of x W^T + scale * (x A) B."""
     rows, d, down, up = matrix(x), matrix(cotangent), view(a), view(b)
@@ -91,7 +97,7 @@ def update_gradients(
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
 
 
-def head_loss_sum(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
+def head_loss_sum(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
     """Return the summed cross-entropy, in nats, of a head that is one product.
 
     weight is (V, H), hidden float32 (P, H), targets int32 (P,). Loss and gradient with respect to
@@ -152,7 +158,7 @@ def _online(rows: Floats) -> tuple[Floats, Floats]:
     return highest, total
 
 
-def _loss_and_gradient(weight: mx.array, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
+def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
     count = len(hidden)
     highest = np.full(count, -np.inf, dtype=np.float32)
     total, correction = np.zeros((2, count), dtype=np.float32)
