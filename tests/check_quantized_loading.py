@@ -2,9 +2,9 @@
 
     python -m tests.check_quantized_loading [--model FOLDER] [--json FILE]
 
-Random weights in bfloat16 are written to a temporary folder unless a folder is named. Each format is
-loaded in a process of its own, whose largest resident memory is read from the kernel; MLX and its
-imports are subtracted.
+Random weights in bfloat16 are written to a temporary folder unless a folder is named. Each format
+is loaded in a process of its own, whose largest resident memory is read from the kernel; what it
+had before the weights are read is subtracted.
 """
 
 from __future__ import annotations

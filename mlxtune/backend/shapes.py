@@ -16,7 +16,6 @@ from mlxtune.config import InstructConfig
 from mlxtune.core.memory_prediction import ModelShapes, Way
 from mlxtune.core.pack import ANY_LENGTH
 
-
 # Copies of a head that MLX's graph dequantises for its products, forward and backward.
 _UNPACKED_HEAD = 4
 

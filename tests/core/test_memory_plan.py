@@ -165,7 +165,7 @@ def test_checkpointing_is_advised_where_it_was_off_and_would_do() -> None:
 def test_quantised_base_is_advised_to_those_who_have_none() -> None:
     given, way = work(40), Way(0, kernels=True)
     heavy = shapes(weights=10**9)
-    assert "quantised to 4 bits (about 0.14 GB)" in why_not(heavy, given, way, 2 * 10**8, True)
+    assert "--quantize 4 (about 0.16 GB)" in why_not(heavy, given, way, 2 * 10**8, True)
     assert "still too much" in why_not(heavy, given, way, 10**8, True)
     quantised = replace(heavy, stored_itemsize=0)
     assert "quantised" not in why_not(quantised, given, way, 2 * 10**8, True)

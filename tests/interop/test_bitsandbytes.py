@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
+
+# isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend import nf4
 
 torch = pytest.importorskip("torch", reason="needs torch, for bitsandbytes")
