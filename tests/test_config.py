@@ -73,6 +73,9 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "on_nonfinite": "skip",
         "wait": False,
         "ignore_ledger": False,
+        "quantize": None,
+        "double_quant": False,
+        "quantized_compute": "auto",
         "trust_remote_code": False,
     }
 
