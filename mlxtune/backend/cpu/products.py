@@ -115,7 +115,7 @@ def head_loss_sum(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.arr
     return differentiable(summed, scaled)(hidden)[0]
 
 
-def head_losses(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
+def head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
     """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
     states = view(hidden)
     highest = np.full(len(states), -np.inf, dtype=np.float32)
@@ -177,7 +177,7 @@ def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tup
     return loss, expected
 
 
-def _blocks(weight: mx.array, hidden: Floats) -> Iterator[tuple[Floats, Floats]]:
+def _blocks(weight: Weight, hidden: Floats) -> Iterator[tuple[Floats, Floats]]:
     """Yield the logits (P, v) of a block of the vocabulary after the other, and its weights (v, H).
 
     Both stand until the next block is asked for.
