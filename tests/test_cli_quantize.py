@@ -123,3 +123,11 @@ def test_bench_measures_both_sides_on_the_same_quantised_base(
         [step["loss"] for step in found[side]["runs"][0]["steps"]] for side in ("ours", "theirs")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["--dora", "--rslora"])
+def test_loras_family_trains_on_nf4(train: Cli, output: Path, kind: str) -> None:
+    done = train(*STEPS, "--quantize", "nf4", kind)
+    assert done.code == 0, done.err
+    said = json.loads(output.with_name("adapter_config.json").read_text())["mlxtune"]
+    assert (said["quantize"], said["rslora"]) == ("nf4", kind == "--rslora")

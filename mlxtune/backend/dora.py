@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxtune.backend import dequantized
 from mlxtune.backend.lora_layer import LoRALinear, weight_of
 
 # Of a squared size: a row of zeros has none, and stays so.
@@ -70,6 +71,8 @@ def product(linear: nn.Module, x: mx.array) -> mx.array:
     """Return what a linear layer gives for x (..., in), without its bias."""
     if "bias" not in linear:
         return linear(x)
+    if hasattr(linear, "unpacked"):
+        return dequantized.product(x, linear)
     if isinstance(linear, nn.QuantizedLinear):
         return mx.quantized_matmul(
             x,

@@ -143,6 +143,8 @@ def widths(linear: nn.Module) -> tuple[int, int]:
 
 def weight_of(linear: nn.Module) -> mx.array:
     """Return a linear layer's weight (out, in) in float32, dequantised where it is quantised."""
+    if hasattr(linear, "unpacked"):
+        return linear.unpacked(mx.float32)
     weight = linear.weight
     if "scales" in linear:
         scales, biases = linear.scales, linear.get("biases")

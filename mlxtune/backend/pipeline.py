@@ -44,10 +44,10 @@ class InstructPipeline:
     bounds the padded tokens that run through the model at once; it changes neither loss nor
     gradient, no more than `how` the step is computed does, and is halved when a step takes more
     memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
-    written, with what `base_said` says of its loading. Without `begins`, what LoRA begins as is left
-    to `restore`. `provenance` is asked for more to say in a checkpoint. `tokens_run` counts the
-    tokens that the last step ran, `padding_run` those of padding among them, `micro_batches_run` in
-    how many micro-batches.
+    written, with what `base_said` says of its loading. Without `begins`, what LoRA begins as is
+    left to `restore`. `provenance` is asked for more to say in a checkpoint. `tokens_run` counts
+    the tokens that the last step ran, `padding_run` those of padding among them,
+    `micro_batches_run` in how many micro-batches.
 
     Raises ModelError when a target matches nothing.
     """
