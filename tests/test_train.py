@@ -22,6 +22,7 @@ CHECKPOINT = {
     *("metadata.json", "metrics.jsonl", "ledger.json", "manifest.json"),
 }
 RUN = {"run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
+VALIDATED = {*RUN, "evaluation.json"}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_run_writes_these_files_and_no_others(run: Run) -> None:
     checkpoints = folder / "checkpoints"
     # The two most recent ones are kept.
     epochs = {"epoch-2", "epoch-3"}
-    assert names_in(checkpoints) == {"best", *epochs, *RUN}
+    assert names_in(checkpoints) == {"best", *epochs, *VALIDATED}
     for name in ("best", *epochs):
         assert names_in(checkpoints / name) == CHECKPOINT
 
@@ -254,8 +255,8 @@ def test_earlier_run_is_set_aside_and_named(
     (checkpoints / "notes.txt").write_text("mine")
     train(config(model, chat, tmp_path, epochs=1, lr=1e-3, quiet=False))
     assert str(checkpoints / "previous") in capsys.readouterr().err
-    assert names_in(checkpoints) == {"best", "epoch-1", *RUN, "notes.txt", "previous"}
-    assert names_in(checkpoints / "previous") == {"best", "epoch-1", "epoch-2", *RUN}
+    assert names_in(checkpoints) == {"best", "epoch-1", *VALIDATED, "notes.txt", "previous"}
+    assert names_in(checkpoints / "previous") == {"best", "epoch-1", "epoch-2", *VALIDATED}
     assert (checkpoints / "previous" / "epoch-1" / ADAPTER).read_bytes() == first
     assert (checkpoints / "epoch-1" / ADAPTER).read_bytes() != first
     records = read_lines(checkpoints / "metrics.jsonl")
@@ -279,7 +280,7 @@ def test_checkpoints_go_where_they_are_asked_to(model: Path, chat: Path, tmp_pat
     folder = tmp_path / "elsewhere" / "ck"
     result = train(config(model, chat, tmp_path, epochs=1, checkpoint_dir=str(folder)))
     assert result.checkpoint_dir == folder
-    assert names_in(folder) == {"best", "epoch-1", *RUN}
+    assert names_in(folder) == {"best", "epoch-1", *VALIDATED}
     assert names_in(tmp_path) == {ADAPTER, "adapter_config.json", "elsewhere"}
 
 
