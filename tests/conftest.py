@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+# Where several processes test at once, the threads of each would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
+
 # Before they are imported, so that their failures show the values compared.
 pytest.register_assert_rewrite("tests.command", "tests.core.fake_pipeline")
 
