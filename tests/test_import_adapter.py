@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,16 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ),
         ({"r": 4}, "says rank 4"),
         ({"lora_alpha": None}, "does not say r and lora_alpha"),
+        ({"lora_alpha": float("inf")}, "does not say r and lora_alpha"),
+        ({"lora_alpha": 0}, "lora_alpha 0.0 is none"),
+        ({"lora_dropout": "much"}, "lora_dropout is no number"),
+        ({"lora_dropout": float("nan")}, "lora_dropout is no number"),
+        ({"rank_pattern": ["q_proj"]}, "its patterns are no object"),
+        ({"rank_pattern": {"[": 2}}, "the pattern [ is none"),
+        ({"rank_pattern": {"(" * 900: 2}}, "does not say r and lora_alpha"),
+        ({"rank_pattern": {"x" * 2000: 2}}, "is too long, or repeats too much"),
+        ({"alpha_pattern": {"((x{60000}){60000}){60000}": 2}}, "repeats too much"),
+        ({"alpha_pattern": {"(?R)": 2}}, "the pattern (?R) is none"),
         ({"use_dora": True}, "lora_magnitude_vector"),
         ({"base_model_name_or_path": "no such/model at all"}, "give --model-path"),
     ],
@@ -122,6 +133,74 @@ def test_what_cannot_be_taken_is_named(
     base = [] if "base_model_name_or_path" in config else ["--model-path", model]
     assert said in cli("import", theirs, *base, "--output", tmp_path / "ours").error
     assert not (tmp_path / "ours").exists()
+
+
+def test_pattern_that_would_take_for_ever_to_match_is_given_up(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.exports import peft
+
+    # Minutes in Python's re, for a name of 31 letters.
+    hopeless = "(.*)" * 7 + r"\3\4\5\6\7\8\9[Z!]"
+    monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.5)
+    theirs = peft_folder(tmp_path / "theirs", alpha_pattern={hopeless: 2})
+    began = time.monotonic()
+    error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
+    assert time.monotonic() - began < 10
+    assert "takes too long to match" in error
+
+
+def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.exports import peft
+
+    theirs = peft_folder(tmp_path / "theirs", rank_pattern={"k_proj": 40})
+    tensors = safetensors.numpy.load_file(theirs / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.k_proj"
+    tensors |= {
+        f"{name}.lora_A.weight": np.ones((40, 64), np.float32),
+        f"{name}.lora_B.weight": np.ones((32, 40), np.float32),
+    }
+    safetensors.numpy.save_file(tensors, theirs / "adapter_model.safetensors")
+    given = ("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
+    monkeypatch.setattr(peft, "_FILLED_BYTES", 1000)
+    monkeypatch.setattr(peft, "_FILLED_TIMES", 1.5)
+    assert "ranks from 2 to 40" in cli(*given).error
+    monkeypatch.setattr(peft, "_FILLED_TIMES", 16)
+    assert cli(*given).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda name: {name: np.full((64, 2), np.nan, np.float32)}, "not finite, in"),
+        (lambda name: {"x" * 2000 + name: np.ones(2, np.float32)}, "name has 2,0"),
+    ],
+    ids=["nan", "long name"],
+)
+def test_weights_that_no_training_gives_are_refused(
+    cli: Cli, model: Path, tmp_path: Path, change: Any, said: str
+) -> None:
+    theirs = peft_folder(tmp_path / "theirs")
+    path = theirs / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    name = next(name for name in tensors if "lora_B" in name)
+    safetensors.numpy.save_file(tensors | change(name), path)
+    error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
+    assert said in error
+
+
+@pytest.mark.parametrize("own", [{"alpha": float("inf")}, {"rank": 4}])
+def test_what_cannot_be_written_again_of_an_adapters_config_is_left_out(
+    cli: Cli, model: Path, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    mlx_lm_made(model, tmp_path / "theirs")
+    path = tmp_path / "theirs" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mlxtune": own}))
+    assert cli("import", tmp_path / "theirs", "--output", tmp_path / "ours").code == 0
+    written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert written.get("mlxtune") == (own if "rank" in own else None)
 
 
 def test_pickled_adapter_is_not_read(cli: Cli, model: Path, tmp_path: Path) -> None:

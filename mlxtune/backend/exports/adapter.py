@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import safetensors.numpy
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlxtune.backend.adapted import read_adapter_config
+from mlxtune.backend.adapter_files import read_adapter_config, read_said, read_shapes
 from mlxtune.core.certificate import first
 from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.files import write_file, write_json
@@ -123,35 +124,46 @@ def write_tensors(path: Path, tensors: Mapping[str, Matrix], metadata: dict[str,
 
 def read_tensors(path: Path) -> dict[str, Matrix]:
     """Return the tensors of a safetensors file as float32. Raises ModelError."""
+    # Which, unlike MLX, sees to it that the header is true.
+    read_shapes(path)
     try:
         # Unlike numpy, MLX knows bfloat16.
         found: Any = mx.load(str(path), format="safetensors")
-        return {name: np.array(value.astype(mx.float32)) for name, value in found.items()}
+        tensors = {name: np.array(value.astype(mx.float32)) for name, value in found.items()}
     except Exception as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    if broken := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
+        raise ModelError(f"{path}: has numbers that are not finite, in {first(broken)}")
+    return tensors
 
 
 def read_mlx_lm(weights: Path) -> Adapter:
     """Return an adapter in mlx-lm's layout. Raises ModelError."""
     config, place = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
-    kind, parameters = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
-    if kind not in ("lora", "dora"):
-        raise ModelError(f"{place}: fine_tune_type is {kind!r:.40}, which is no adapter's")
+    said = read_said(weights)
     try:
-        assert isinstance(parameters, Mapping)
-        scale, dropout = float(parameters["scale"]), float(parameters.get("dropout", 0.0))
+        dropout = float(config["lora_parameters"].get("dropout", 0.0))
+        if not 0 <= dropout < 1:
+            raise ValueError(f"a dropout of {dropout}")
         num_layers = int(config["num_layers"])
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{place}: does not say num_layers, rank and scale") from error
-    said = {"fine_tune_type", "model", "num_layers", "lora_parameters"}
     return Adapter(
-        scale=scale,
+        scale=said.scale,
         num_layers=num_layers,
-        modules=modules_of(weights, read_tensors(weights), dora=kind == "dora"),
+        modules=modules_of(weights, read_tensors(weights), dora=said.kind == "dora"),
         dropout=dropout,
         model=str(config.get("model") or ""),
-        settings={"mlxtune": config["mlxtune"]} if "mlxtune" in config.keys() - said else {},
+        settings={"mlxtune": dict(said.own)} if _is_json(said.own) else {},
     )
+
+
+def _is_json(value: Mapping[str, Any]) -> bool:
+    """Tell whether there is anything, and all of it can be written again: no number is infinite."""
+    try:
+        return bool(value) and bool(json.dumps(dict(value), allow_nan=False))
+    except (ValueError, RecursionError):
+        return False
 
 
 def modules_of(path: Path, tensors: Mapping[str, Matrix], *, dora: bool) -> dict[str, Update]:

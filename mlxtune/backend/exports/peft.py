@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from mlxtune.backend.exports.adapter import (
     Adapter,
@@ -34,6 +36,13 @@ PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
+# Of the patterns of rank_pattern and alpha_pattern, which may be such that no engine ever ends with
+# them: the longest, the time for all of them, and how often something may be repeated.
+_LONGEST_PATTERN, _PATTERN_SECONDS = 1000, 3.0
+_MOST_COUNTS = 3
+_COUNTS = re.compile(r"\{\d{1,2}(?:,\d{0,2})?\}")
+# What modules of unequal rank may take when filled up, in all and beside what is in the file.
+_FILLED_BYTES, _FILLED_TIMES = 256 * 2**20, 16
 # What PEFT may put into an adapter that mlx-lm's LoRA has no place for.
 _REFUSED = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
@@ -113,10 +122,14 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     config, tensors = _read_config(folder / CONFIG), read_tensors(folder / WEIGHTS)
     parts = _parts_of(folder / WEIGHTS, tensors, dora=bool(config.get("use_dora")))
     names = match(parts, modules, "the base model")
-    scales = {name: _scale(folder, config, name, each["lora_A"]) for name, each in parts.items()}
+    deadline = time.monotonic() + _PATTERN_SECONDS
+    scales = {
+        name: _scale(folder, config, name, each["lora_A"], deadline) for name, each in parts.items()
+    }
     # That of most modules, which then stay as they are, bit for bit.
     scale = Counter(scales.values()).most_common(1)[0][0]
     rank = max(each["lora_A"].shape[0] for each in parts.values())
+    _check_padding(folder / WEIGHTS, parts.values(), rank)
     updates = {
         names[name]: _update(each, rank, scales[name] / scale) for name, each in parts.items()
     }
@@ -125,7 +138,7 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
         scale=scale,
         num_layers=num_layers - first_layer,
         modules=updates,
-        dropout=float(config.get("lora_dropout") or 0.0),
+        dropout=_dropout(folder, config),
         model=str(config.get("base_model_name_or_path") or ""),
     )
 
@@ -179,27 +192,74 @@ def _parts_of(
     return parts
 
 
-def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix) -> float:
-    """Return what multiplies the update of a module, as PEFT computes it."""
+def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix, deadline: float) -> float:
+    """Return what multiplies the update of a module, as PEFT computes it.
+
+    Raises ModelError, also where its patterns are not matched by the deadline.
+    """
     rank = a.shape[0]
     try:
-        said = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
-        alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
-    except (KeyError, TypeError, ValueError, re.error) as error:
-        raise ModelError(f"{folder / CONFIG}: does not say r and lora_alpha") from error
+        said = int(_by_pattern(config.get("rank_pattern"), name, config["r"], deadline))
+        default = config["lora_alpha"]
+        alpha = float(_by_pattern(config.get("alpha_pattern"), name, default, deadline))
+        scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+        if not 0 < scale < math.inf:
+            raise ValueError(f"lora_alpha {alpha} is none")
+    except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
+        why = one_line(error)
+        raise ModelError(f"{folder / CONFIG}: does not say r and lora_alpha: {why}") from error
     if said != rank:
         raise ModelError(
             f"{folder / CONFIG}: says rank {said} for {name}, whose tensors have {rank}"
         )
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return scale
 
 
-def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that names a module, as PEFT's get_pattern_key does."""
+def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
+    """Return the value of the first pattern that names a module, as PEFT's get_pattern_key does.
+
+    Patterns are somebody's: one that is none, or takes too long, raises ValueError.
+    """
+    if patterns and not isinstance(patterns, Mapping):
+        raise ValueError("its patterns are no object")
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
+        try:
+            # Counted repeats are written out when it is compiled, those in each other many times.
+            others, counts = _COUNTS.subn("", pattern)
+            if len(pattern) > _LONGEST_PATTERN or counts > _MOST_COUNTS or "{" in others:
+                raise ValueError(f"the pattern {pattern:.80} is too long, or repeats too much")
+            # What PEFT, which knows fewer kinds, would not match either.
+            whole = re.compile(rf"(.*\.)?({pattern})$").pattern
+            left = max(deadline - time.monotonic(), 0.001)
+            if regex.match(whole, name, timeout=left):
+                return value
+        except (re.error, regex.error) as error:
+            raise ValueError(f"the pattern {pattern:.80} is none: {one_line(error)}") from error
+        except TimeoutError as error:
+            raise ValueError(f"the pattern {pattern:.80} takes too long to match") from error
     return default
+
+
+def _dropout(folder: Path, config: Mapping[str, Any]) -> float:
+    try:
+        dropout = float(config.get("lora_dropout") or 0.0)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"{dropout} is no share")
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder / CONFIG}: lora_dropout is no number from 0 to 1") from error
+    return dropout
+
+
+def _check_padding(path: Path, parts: Iterable[Mapping[str, Matrix]], rank: int) -> None:
+    """Raise ModelError where one rank for all would take many times what the file has."""
+    pairs = [(each["lora_A"], each["lora_B"]) for each in parts]
+    filled = sum(rank * (a.shape[1] + b.shape[0]) * 4 for a, b in pairs)
+    if filled > max(_FILLED_BYTES, _FILLED_TIMES * sum(a.nbytes + b.nbytes for a, b in pairs)):
+        lowest = min(a.shape[0] for a, _ in pairs)
+        raise ModelError(
+            f"{path}: has ranks from {lowest:,} to {rank:,}: of one rank, as mlx-lm wants it, it "
+            f"would take {filled / 1e9:,.1f} GB: merge it into its base model with PEFT instead"
+        )
 
 
 def _update(parts: Mapping[str, Matrix], rank: int, factor: float) -> Update:
