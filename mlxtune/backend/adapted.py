@@ -13,6 +13,7 @@ from mlx_lm.utils import get_total_parameters
 
 from mlxtune.backend.adapter_files import (
     Said,
+    check_rank,
     find_adapter,
     in_layer,
     module_names,
@@ -72,12 +73,13 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     weights = find_adapter(adapter)
     said = read_said(weights)
     tensors = read_tensors(weights)
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    check_rank(weights, shapes, said)
     names = module_names(weights, tensors, said.kind)
     total, dropout_keys = get_total_parameters(base.model), DropoutKeys()
     modules = _with_updates(weights, base.model, names, said, dropout_keys)
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     check_shapes(weights, shapes, adapter_tensors(base.model))
     base.model.update(tree_unflatten(list(tensors.items())))
     measure_rows(modules)

@@ -17,6 +17,8 @@ from mlxtune.core.files import read_json
 from mlxtune.errors import ModelError, one_line
 
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
+# Of a tensor: what is longer is none, and takes long to be taken apart.
+_LONGEST_NAME = 1000
 _IN_LAYER = re.compile(r"(?:.+\.)?layers\.([0-9]+)\.(.+)")
 
 
@@ -78,8 +80,8 @@ def read_said(weights: Path) -> Said:
     layers, own = config.get("num_layers"), config.get("mlxtune")
     try:
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
-        if rank < 1 or not 0 < scale < float("inf"):
-            raise ValueError(f"rank {rank} and scale {scale} are none")
+        if not 0 < rank < 2**31 or not 0 < scale < float("inf"):
+            raise ValueError(f"rank {rank:.6g} and scale {scale:.6g} are none")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{path}: does not say rank, scale and keys: {one_line(error)}") from error
     return Said(
@@ -95,6 +97,8 @@ def read_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors by their names. Raises ModelError."""
     try:
         with safetensors.safe_open(weights, framework="numpy") as file:
+            if long := [name for name in file.keys() if len(name) > _LONGEST_NAME]:  # noqa: SIM118
+                raise ValueError(f"a tensor's name has {len(long[0]):,} characters")
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError, TypeError, ValueError) as error:
         raise ModelError(f"{weights}: cannot be read: {one_line(error)}") from error
@@ -111,6 +115,23 @@ def read_tensors(weights: Path) -> dict[str, mx.array]:
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{weights}: cannot be read: {one_line(error)}") from error
     return tensors
+
+
+def check_rank(weights: Path, shapes: Mapping[str, tuple[int, ...]], said: Said) -> None:
+    """Raise ModelError where an adapter says another rank than its tensors have.
+
+    It is compared before anything of that size is made.
+    """
+    for name, shape in shapes.items():
+        if not name.endswith(".lora_a") or len(shape) not in (2, 3):
+            continue
+        # Of experts, (experts, rank, in).
+        rank = shape[1]
+        if rank != said.rank:
+            raise ModelError(
+                f"{weights.with_name(ADAPTER_CONFIG)}: says rank {said.rank}, but {name:.200} "
+                f"has {rank:,}"
+            )
 
 
 def module_names(weights: Path, names: Mapping[str, Any], kind: str) -> list[str]:

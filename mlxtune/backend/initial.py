@@ -102,6 +102,7 @@ def options_of(adapter: str, given: Mapping[str, Any]) -> dict[str, Any]:
     weights = adapter_files.find_adapter(adapter, "--init-adapter")
     said = adapter_files.read_said(weights)
     shapes = adapter_files.read_shapes(weights)
+    adapter_files.check_rank(weights, shapes, said)
     names = adapter_files.module_names(weights, shapes, said.kind)
     places = [adapter_files.in_layer(name) for name in names]
     if outside := [name for name, place in zip(names, places, strict=True) if place is None]:

@@ -91,6 +91,20 @@ def test_config_that_says_nothing_is_an_error(
         load_adapted(load_base(model, "float32"), str(tmp_path))
 
 
+@pytest.mark.parametrize("rank", [4, 10**6, 10**400])
+def test_rank_that_is_not_that_of_the_tensors_makes_nothing_of_that_size(
+    trained: tuple[Path, Path], tmp_path: Path, rank: int
+) -> None:
+    model, adapter = trained
+    shutil.copytree(adapter, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["lora_parameters"]["rank"] = rank
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"says rank|does not say rank"):
+        load_adapted(load_base(model, "float32"), str(tmp_path / "adapter"))
+
+
 def test_adapter_of_another_model_is_an_error(trained: tuple[Path, Path], tmp_path: Path) -> None:
     _, adapter = trained
     other = write_model(tmp_path / "other", "qwen3", hidden_size=32)
