@@ -74,8 +74,11 @@ def find_base(config: OutgoingConfig | ImportConfig, named: str, there: str, ada
     path = config.model_path or named
     if not path:
         raise ModelError(f"{adapter}: names no base model: give --model-path")
-    if not config.model_path and there and (Path(there) / path).is_dir():
-        path = str(Path(there) / path)
+    try:
+        if not config.model_path and there and (Path(there) / path).is_dir():
+            path = str(Path(there) / path)
+    except (OSError, ValueError):  # no name of a folder, or one that is not ours to look into
+        pass
     try:
         folder = find_folder(path)
     except ModelError as error:
@@ -94,9 +97,13 @@ def _metadata_of(weights: Path) -> Mapping[str, Any]:
     folders = [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]
     for folder in folders:
         try:
-            if (folder / METADATA).is_file() and (
-                file_hash(folder / ADAPTER) == file_hash(weights)
-            ):
+            same = folder / ADAPTER == weights or (
+                # Neither a pipe nor a device, which would be read for ever.
+                (folder / ADAPTER).is_file()
+                and (folder / ADAPTER).stat().st_size == weights.stat().st_size
+                and file_hash(folder / ADAPTER) == file_hash(weights)
+            )
+            if same and (folder / METADATA).is_file():
                 return read_json(folder / METADATA)
         except (OSError, ValueError):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -184,6 +185,25 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
     fusing.write_model(model, config, model_folder, tmp_path / "fused")
     assert mx.get_peak_memory() - start < size / 2
     assert len(list((tmp_path / "fused").glob("model-*.safetensors"))) > 100
+
+
+@pytest.mark.parametrize("beside", ["pipe", "device"])
+def test_what_stands_in_place_of_a_checkpoints_adapter_is_not_read_for_ever(
+    trained: tuple[Path, Path], tmp_path: Path, beside: str
+) -> None:
+    from mlxtune.proving import find_source
+
+    shutil.copyfile(trained[1] / "adapters.safetensors", tmp_path / "adapters.safetensors")
+    shutil.copyfile(trained[1] / "adapter_config.json", tmp_path / "adapter_config.json")
+    checkpoint = tmp_path / "checkpoints" / "best"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
+    if beside == "pipe":
+        os.mkfifo(checkpoint / "adapters.safetensors")
+    else:
+        (checkpoint / "adapters.safetensors").symlink_to("/dev/zero")
+    config = FuseConfig(str(tmp_path), str(tmp_path / "out"), str(trained[0]))
+    assert find_source(config).metadata == {}
 
 
 # Export

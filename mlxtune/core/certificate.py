@@ -111,7 +111,10 @@ class Certificate:
         """What is off by more than rounding, in words."""
         found = self.comparison
         problems = list(self.weights.problems) if self.weights else []
-        if self.tolerance is None:
+        own = (self.effect, self.tolerance or 0.0)
+        if not all(math.isfinite(each) for each in own):
+            problems.append("the logits of the trained model itself are not finite")
+        elif self.tolerance is None:
             if not math.isfinite(found.largest_difference):
                 problems.append("its logits are not finite")
         elif not found.largest_difference <= self.tolerance:

@@ -56,6 +56,14 @@ def test_logits_that_are_no_numbers_never_pass(tolerance: float | None) -> None:
     assert not certificate(found, tolerance).passed
 
 
+@pytest.mark.parametrize(("effect", "tolerance"), [(math.inf, 1e-3), (2.0, math.inf)])
+def test_adapter_that_gives_no_numbers_itself_is_not_certified(
+    effect: float, tolerance: float
+) -> None:
+    found = Certificate("peft", "float32", tolerance, effect, compared(0.0), {}, {})
+    assert found.problems == ["the logits of the trained model itself are not finite"]
+
+
 def test_weights_that_are_off_do_not_pass_whatever_the_logits() -> None:
     bad = WeightCheck(3, 2, 0.5, ("q_proj.weight is off", "k_proj.weight is off"))
     failed = certificate(compared(0.0), None, bad)
