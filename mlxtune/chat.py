@@ -17,6 +17,7 @@ from mlxtune.errors import DataError, MemoryLimitError, OutputError, printable
 from mlxtune.using import (
     Used,
     asking_reader,
+    check_fits,
     find_model,
     load_model,
     print_text,
@@ -35,6 +36,8 @@ HELP = """\
 /help          show this
 /quit          end; so does Ctrl-D
 Ctrl-C stops an answer. A line that begins with // is said with one of them."""
+# Of a pipe, which may have no line's end at all.
+_LONGEST_LINE = 2**20
 _SAVED = "conversations.jsonl"
 
 
@@ -79,6 +82,7 @@ class _Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
             prompt = prompt_of(self.encoder, {"messages": [*self._system(), *asked]}, "this")
+            check_fits(prompt, self.used, "this")
         except DataError as problem:
             _tell(f"{problem}; it was not said")
             return
@@ -181,9 +185,11 @@ def _lines() -> Iterator[str]:
 
 
 def _read_line() -> str:
-    line = sys.stdin.readline()
+    line = sys.stdin.readline(_LONGEST_LINE)
     if not line:
         raise EOFError
+    if len(line) == _LONGEST_LINE:
+        raise DataError(f"standard input: has a line of more than {_LONGEST_LINE:,} characters")
     return line.rstrip("\r\n")
 
 

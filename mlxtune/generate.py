@@ -6,6 +6,7 @@ What it needs is imported in the functions, as in train.py.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.errors import DataError
-from mlxtune.using import asking_reader, find_model, load_model, print_text, start_generator
+from mlxtune.using import (
+    asking_reader,
+    check_fits,
+    find_model,
+    load_model,
+    print_text,
+    start_generator,
+)
 
 if TYPE_CHECKING:
     from mlxtune.backend.generate import Answer
@@ -36,6 +44,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
         reader = asking_reader(config, folder)
         prompt = prompt_of(reader.encoder, content, where)
         used = load_model(config, folder, console)
+        check_fits(prompt, used, where)
         generator, sampling = start_generator(config, used, reader)
         console.say("Prompt", f"{len(prompt.ids):,} tokens, {reader.describe()} template")
         return generator.answer(prompt, sampling, on_text)
@@ -111,10 +120,13 @@ def _read(name: str) -> bytes:
         if name == "-":
             content = b"" if sys.stdin is None else sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
-            with as_path(name).open("rb") as file:
+            # A pipe that nobody writes to is empty, and not waited for.
+            with os.fdopen(os.open(as_path(name), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                os.set_blocking(file.fileno(), True)
                 content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read: {error.strerror}: check --messages") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a file"
+        raise DataError(f"{name}: cannot be read: {why}: check --messages") from error
     if len(content) > _MAX_BYTES:
         where = _STDIN if name == "-" else name
         raise DataError(f"{where}: is larger than {_MAX_BYTES >> 20} MiB: give one conversation")

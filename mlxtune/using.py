@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import ChatConfig, GenerateConfig, UseConfig
 from mlxtune.dataset import Reader
+from mlxtune.errors import DataError
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapted import Adapted
     from mlxtune.backend.generate import Generator, Sampling
     from mlxtune.backend.model import BaseModel
     from mlxtune.console import RunConsole
+    from mlxtune.core.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,19 @@ def asking_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:
     # What is wrong with tokenizer or template is known before minutes of loading.
     _ = reader.encoder
     return reader
+
+
+def check_fits(prompt: Prompt, used: Used, where: str) -> None:
+    """Raise DataError for a prompt that is longer than what the model reads.
+
+    Its answer would be none, and take hours of a prompt of a few hundred thousand tokens.
+    """
+    longest = used.base.text_config.get("max_position_embeddings")
+    if isinstance(longest, int) and 0 < longest < len(prompt.ids):
+        raise DataError(
+            f"{where}: has {len(prompt.ids):,} tokens, of which the model reads {longest:,} at "
+            "most: shorten it"
+        )
 
 
 def start_generator(

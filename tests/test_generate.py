@@ -127,6 +127,30 @@ def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, sai
     assert said in say("generate", *arguments, stdin=stdin).error
 
 
+def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is empty" in say("generate", "--messages", tmp_path / "pipe").error
+    assert "cannot be read" in say("generate", "--messages", tmp_path).error
+
+
+def test_prompt_that_is_longer_than_what_the_model_reads_is_refused(say: Any) -> None:
+    long = "a, " * 3000
+    assert "of which the model reads" in say("generate", "--quiet", stdin=long).error
+    outcome = say("chat", "--quiet", stdin=f"{long}\n{PROMPT}\n")
+    assert outcome.code == 0
+    assert "it was not said" in outcome.err
+    assert outcome.out.strip()
+
+
+def test_line_without_an_end_is_not_read_for_ever(
+    say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxtune.chat._LONGEST_LINE", 100)
+    outcome = say("chat", "--quiet", stdin="a" * 1000)
+    assert outcome.code == 1
+    assert "has a line of more than 100 characters" in outcome.err
+
+
 def test_second_system_message_is_refused(say: Any, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     path.write_text('[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]')
