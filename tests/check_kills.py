@@ -1,11 +1,12 @@
 """Kill runs at random moments and resume them: each ends as the one that nobody touched.
 
-    python -m tests.check_kills [--runs 100] [--kills 3] [--seed 0]
+    python -m tests.check_kills [--runs 100] [--kills 3] [--seed 0] [-- --dora ...]
 
 Trains ../shared/models/stories260k on real rows, once without a pause. Then every run is killed
 with SIGKILL, at a moment drawn over the whole of it (inside steps, saves and validations, too), up
 to three times, and resumed with `mlxtune train --resume`. In the end its adapter has to have the
-bytes of the first, and its metrics.jsonl the same lines but for times.
+bytes of the first, and its metrics.jsonl the same lines but for times. What stands behind -- are
+further options of the runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 @contextmanager
-def prepared(scratch: Path) -> Iterator[list[str]]:
+def prepared(scratch: Path, more: Sequence[str] = ()) -> Iterator[list[str]]:
     """Yield the command of the run, with its data in a folder and its modules loaded."""
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     rows = (SHARED / "chat" / "wikisql_train.jsonl").read_text().splitlines()[:ROWS]
@@ -158,13 +159,14 @@ def prepared(scratch: Path) -> Iterator[list[str]]:
     import mlxtune.train  # noqa: F401
     from mlxtune.backend import pipeline, tokenizer  # noqa: F401
 
-    yield ["train", "--model-path", str(MODEL), "--data", str(scratch / "rows.jsonl"), *OPTIONS]
+    rows_file = str(scratch / "rows.jsonl")
+    yield ["train", "--model-path", str(MODEL), "--data", rows_file, *OPTIONS, *more]
 
 
-def check(runs: int, kills: int, seed: int, scratch: Path) -> Report:
+def check(runs: int, kills: int, seed: int, scratch: Path, more: Sequence[str] = ()) -> Report:
     """Make the runs in a folder; raise nothing for what fails, but say so in the report."""
     total = Report()
-    with prepared(scratch) as train:
+    with prepared(scratch, more) as train:
         whole = scratch / "whole"
         whole.mkdir()
         run_to_end(whole, train)  # once to warm up: encoded data, hashes
@@ -198,10 +200,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("options", nargs="*", help="further options of the runs, behind --")
     given = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="mlxtune-kills-"))
     began = time.monotonic()
-    report = check(given.runs, given.kills, given.seed, scratch)
+    report = check(given.runs, given.kills, given.seed, scratch, given.options)
     print(f"\n{report.runs} runs, {report.kills} kills in {time.monotonic() - began:.0f} s")
     for place, count in report.at.most_common():
         print(f"  {count:4} {place}")
