@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 import shutil
+import sys
 import time
 import traceback
 import warnings
@@ -15,14 +16,30 @@ from random import Random
 from typing import Any
 
 from tests.models import THINKING, sums, write_chat, write_model
-from tests.mutated_folders import mutate_model, mutate_run
-from tests.mutations import ROWS, config_file, data_file
+from tests.mutated_folders import (
+    mutate_adapter,
+    mutate_file,
+    mutate_model,
+    mutate_peft,
+    mutate_run,
+)
+from tests.mutations import ROWS, config_file, data_file, messages_file
 
 # What a case may take.
 SECONDS = 10.0
-FOLDERS = ("model", "config", "run")
+FOLDERS = ("model", "config", "run", "adapter", "peft", "messages", "report")
 _ERROR = "mlxtune: error: "
+_SAID = ("warning: ", "[transformers] ", "no run below ")
 _EXIT_CODES = (0, 1, 2)
+# What a case may write, by its command; of the rest, nothing in its folder changes.
+_WRITES = {
+    "train": ("",),
+    "report": ("run/checkpoints/report.html", "page.html"),
+    "chat": ("saved.jsonl",),
+    **dict.fromkeys(("export", "fuse", "import"), ("out",)),
+}
+# What stands in a case's folder for its standard input.
+_STDIN = "stdin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +69,22 @@ class Place:
         return self.guarded / "run"
 
     @property
+    def ended(self) -> Path:
+        return self.guarded / "ended"
+
+    @property
+    def adapter(self) -> Path:
+        return self.guarded / "adapter"
+
+    @property
+    def dora(self) -> Path:
+        return self.guarded / "dora"
+
+    @property
+    def peft(self) -> Path:
+        return self.guarded / "peft"
+
+    @property
     def cases(self) -> Path:
         return self.guarded / "cases"
 
@@ -60,7 +93,7 @@ class Place:
 
 
 def prepare(place: Place) -> None:
-    """Write what cases are made of: a model with a template and one without, data, a run."""
+    """Write what cases are made of: models with and without a template, data, runs, adapters."""
     place.guarded.mkdir(parents=True)
     place.cases.mkdir()
     write_model(place.model, "qwen3")
@@ -76,22 +109,41 @@ def prepare(place: Place) -> None:
         "--output",
         place.run / "a.safetensors",
     ]
-    code, _, said = command(
-        "train", *paths, "--epochs", 2, "--save-steps", 1, "--quiet", "--no-cache"
-    )
-    assert code == 0, said
+    _do("train", *paths, "--epochs", 2, "--save-steps", 1, "--quiet", "--no-cache")
+    shutil.copytree(place.run, place.ended)
     (place.run / "checkpoints" / "result.json").unlink()
+    _copy_adapter(place.run, place.adapter)
+    paths[-1] = place.root / "dora" / "a.safetensors"
+    few = ["--max-steps", 1, "--val-split", 0, "--quiet", "--no-cache"]
+    _do("train", *paths, *few, "--dora", "--target-rank", "v_proj=2")
+    _copy_adapter(place.root / "dora", place.dora)
+    shutil.rmtree(place.root / "dora")
+    out = ["--output", place.peft, "--model-path", place.model, "--quiet"]
+    _do("export", "--adapter", place.adapter, "--format", "peft", *out)
+    (place.peft / "certificate.json").unlink()
+
+
+def _do(*arguments: object) -> None:
+    code, _, said = command(*arguments)
+    assert code == 0, said
+
+
+def _copy_adapter(run: Path, folder: Path) -> None:
+    folder.mkdir()
+    shutil.copyfile(run / "a.safetensors", folder / "adapters.safetensors")
+    shutil.copyfile(run / "adapter_config.json", folder / "adapter_config.json")
 
 
 # A case
 
 
-def command(*arguments: object) -> tuple[Any, str, str]:
+def command(*arguments: object, stdin: bytes = b"") -> tuple[Any, str, str]:
     """Run the command in this process; return its exit code, stdout and stderr."""
     from mlxtune.cli import main
 
     out, err = io.StringIO(), io.StringIO()
-    formatting = warnings.formatwarning
+    formatting, standard_input = warnings.formatwarning, sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([str(argument) for argument in arguments])
@@ -100,7 +152,7 @@ def command(*arguments: object) -> tuple[Any, str, str]:
         except BaseException:  # noqa: BLE001  a bug, which is what is looked for
             return "an exception", out.getvalue(), err.getvalue() + traceback.format_exc()
         finally:
-            warnings.formatwarning = formatting
+            warnings.formatwarning, sys.stdin = formatting, standard_input
     raise AssertionError("main exits")
 
 
@@ -129,9 +181,90 @@ def arguments_of(place: Place, kind: str, rng: Random, folder: Path) -> list[obj
         given = ["--config", folder / name, "--model-path", model, "--data", data, *out]
         # Which a rank of a million, which is no mistake by itself, would otherwise be given.
         return ["train", "--dry-run", "--memory-limit", 0.5, *given]
+    if kind in _OTHERS:
+        return _OTHERS[kind](place, rng, folder)
     shutil.copytree(place.run, folder / "run")
     mutate_run(rng, folder / "run")
     return ["train", "--resume", folder / "run", "--quiet", "--no-cache"]
+
+
+def _adapter_case(place: Place, rng: Random, folder: Path) -> list[object]:
+    shutil.copytree(rng.choice((place.adapter, place.adapter, place.dora)), folder / "adapter")
+    mutate_adapter(rng, folder / "adapter")
+    model = ["--model-path", place.model]
+    given, out = ["--adapter", folder / "adapter"], ["--output", folder / "out"]
+    quick = ["--quiet", "--max-new-tokens", 2]
+    what = rng.randrange(8)
+    if what == 0:
+        more = ["--generate"] if rng.random() < 0.3 else []
+        more += ["--json"] if rng.random() < 0.3 else []
+        return ["eval", *model, *given, "--data", place.chat, "--no-cache", *quick, *more]
+    if what == 1:
+        more = ["--json"] if rng.random() < 0.5 else ["--temperature", 1]
+        return ["generate", *model, *given, "--prompt", "Hi", *quick, *more]
+    if what == 2:
+        (folder / _STDIN).write_bytes(b"Hi\n/base\nHi\n")
+        return ["chat", *model, *given, *quick]
+    model = model if rng.random() < 0.8 else []
+    if what == 3:
+        return ["fuse", *model, *given, *out, "--quiet"]
+    if what == 4:
+        shape = rng.choice(("mlx-lm", "peft", "flat", "gguf"))
+        return ["export", *model, *given, *out, "--format", shape, "--quiet"]
+    if what == 5:
+        return ["import", *model, folder / "adapter", *out, "--quiet"]
+    begin = ["--init-adapter", folder / "adapter", *(["--dora"] if rng.random() < 0.1 else [])]
+    out = ["--output", folder / "out" / "a.safetensors", "--quiet", "--no-cache"]
+    how = ["--dry-run"] if what == 6 else ["--max-steps", 1, "--val-split", 0]
+    return ["train", "--model-path", place.model, "--data", place.chat, *begin, *out, *how]
+
+
+def _peft_case(place: Place, rng: Random, folder: Path) -> list[object]:
+    shutil.copytree(place.peft, folder / "theirs")
+    mutate_peft(rng, folder / "theirs")
+    model = ["--model-path", place.model] if rng.random() < 0.8 else []
+    return ["import", *model, folder / "theirs", "--output", folder / "out", "--quiet"]
+
+
+def _messages_case(place: Place, rng: Random, folder: Path) -> list[object]:
+    model = ["--model-path", rng.choice((place.model, place.plain_model))]
+    quick = ["--quiet", "--max-new-tokens", 2]
+    content = messages_file(rng)
+    if rng.random() < 0.15:
+        (folder / _STDIN).write_bytes(content + b"\n/save saved.jsonl\n")
+        return ["chat", *model, *quick]
+    quick += ["--json"] if rng.random() < 0.3 else []
+    quick += ["--system", "Be brief."] if rng.random() < 0.2 else []
+    quick += ["--adapter", place.adapter] if rng.random() < 0.2 else []
+    if rng.random() < 0.4:
+        (folder / _STDIN).write_bytes(content)
+        from_stdin = rng.choice(([], ["--messages", "-"]))
+        return ["generate", *model, *from_stdin, *quick]
+    (folder / "messages.json").write_bytes(content)
+    if rng.random() < 0.1:
+        mutate_file(rng, folder / "messages.json")
+    return ["generate", *model, "--messages", folder / "messages.json", *quick]
+
+
+def _report_case(place: Place, rng: Random, folder: Path) -> list[object]:
+    shutil.copytree(rng.choice((place.run, place.ended, place.ended)), folder / "run")
+    mutate_run(rng, folder / "run", everything=True)
+    run, more = folder / "run", ["--json"] if rng.random() < 0.3 else []
+    what = rng.randrange(3)
+    if what == 0:
+        return ["runs", folder, *more]
+    html = ["--html", folder / "page.html"]
+    if what == 1:
+        return ["report", run, place.ended, *html, *more]
+    return ["report", run, *more]
+
+
+_OTHERS = {
+    "adapter": _adapter_case,
+    "peft": _peft_case,
+    "messages": _messages_case,
+    "report": _report_case,
+}
 
 
 def _data_options(rng: Random, path: Path) -> list[object]:
@@ -171,17 +304,21 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
     arguments = arguments_of(place, kind, rng, folder)
     os.chdir(folder)
     before, own = snapshot(place.guarded, place.cases), snapshot(folder)
+    stdin = (folder / _STDIN).read_bytes() if (folder / _STDIN).exists() else b""
     started = time.perf_counter()
-    code, out, said = command(*arguments)
+    code, out, said = command(*arguments, stdin=stdin)
     seconds = time.perf_counter() - started
-    problem = problem_of(code, out, said)
+    problem = problem_of(code, out, said, talks=arguments[0] == "chat")
     if not problem and seconds > SECONDS:
         problem = f"took {seconds:.1f} s"
     outside = snapshot(place.guarded, place.cases) != before or len(list(around.iterdir())) > 1
     if not problem and outside:
         problem = "changed files outside of its folder"
-    if not problem and arguments[0] != "train" and snapshot(folder) != own:
+    writes = _WRITES.get(str(arguments[0]), ())
+    if not problem and _touched(folder, own, writes):
         problem = f"{arguments[0]} changed files in its folder"
+    if not problem and code != 0 and writes == ("out",) and (folder / "out").exists():
+        problem = f"{arguments[0]} failed and left something"
     if show:
         print(f"mlxtune {' '.join(map(str, arguments))}\nexit {code}\n{out}{said}")
     # One that a case has made unreadable stays.
@@ -198,8 +335,26 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
     }
 
 
-def problem_of(code: Any, out: str, said: str) -> str:
-    """Say what is wrong with how a command ended; nothing where it is as it should be."""
+def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str, ...]) -> bool:
+    """Tell whether anything changed in a folder but what a command is there to write.
+
+    The folder of such a file may have changed with it.
+    """
+    if "" in writes:
+        return False
+    allowed = [folder / name for name in writes]
+    changed = {path for path, _ in before.items() ^ snapshot(folder).items()}
+    return any(
+        not any(path == Path(each) or path in Path(each).parents for path in allowed)
+        for each in changed
+    )
+
+
+def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
+    """Say what is wrong with how a command ended; nothing where it is as it should be.
+
+    One that `talks` says on stderr what it does.
+    """
     if code not in _EXIT_CODES:
         return f"ended with {code}"
     if "Traceback" in said + out:
@@ -208,12 +363,12 @@ def problem_of(code: Any, out: str, said: str) -> str:
     if len(errors) != (code != 0):
         return f"ended with {code} and {len(errors)} lines of error"
     if others := [
-        line
-        for line in said.splitlines()
-        if not line.startswith((_ERROR, "warning: ", "[transformers] "))
+        line for line in said.splitlines() if not talks and not line.startswith((_ERROR, *_SAID))
     ]:
         return f"said {others[0]!r:.200}"
-    if any(not (c == "\n" or c.isprintable()) for c in said):
+    # A line of a template may stand in an answer.
+    shown = said + out.replace("\t", " ")
+    if any(not (c == "\n" or c.isprintable()) for c in shown):
         return "sent control characters to the terminal"
     return ""
 

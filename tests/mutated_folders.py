@@ -123,15 +123,161 @@ def mutate_model(rng: Random, folder: Path) -> None:
                 mutate_file(rng, folder / name)
 
 
-def mutate_run(rng: Random, run: Path) -> None:
-    """Damage the folder of a run, half of the time so that its manifests say that it is right."""
+# Numbers of an adapter's config that are none, or that would take more memory than there is.
+_NUMBERS = (0, -1, 1, 3, 0.5, 10**6, 10**9, 2**31, 2**63, 10**30, 10**400, None, True, "8", "x")
+_NUMBERS += (float("nan"), float("inf"), -float("inf"), 1e308, 1e-320, [8], {"q_proj": 8})
+_NAMES = (
+    *("../../x", "/etc/passwd", "a\x00b", "\x1b[31mred", "lm_head", "embed_tokens", "", ".."),
+    *("model.layers.999999999.self_attn.q_proj", "layers.-1.mlp", "x" * 5000, "layers.0." * 5000),
+)
+# Of patterns, those that take a backtracking engine longer than there is time.
+_PATTERNS = (
+    *("(a+)+$", "((.*)*)*!", "(.|.|.)*\\.z", "(([a-z_.0-9]+)+)+X", "(.*)*q", ".*.*.*.*.*.*.*.*!"),
+    *("((x{60000}){60000}){60000}", "(?R)", "(((x{99}){99}){99})*", "(?:x{1000}){1000}", "\\", "*"),
+    *("[", "(" * 3000, "(" * 900, "a{99999999999}", "(?P<a>.)(?P=a)", "q_proj", "(?<=a)q_proj", ""),
+    *("model.layers.0.self_attn.q_proj", ".*q_proj", r"layers\.[01]\..*", "(?i)Q_PROJ"),
+)
+
+
+def _put(rng: Random, path: Path, changes: dict[str, Any]) -> None:
+    """Set entries of a file of JSON; a name with a / is an entry of an entry."""
+    value = read_json(path.read_bytes()) if path.is_file() else None
+    if not isinstance(value, dict):
+        return
+    for name, change in changes.items():
+        outer, _, inner = name.rpartition("/")
+        where = value.setdefault(outer, {}) if outer else value
+        if isinstance(where, dict):
+            where[inner] = change
+    path.write_bytes(as_bytes(as_text(rng, value)))
+
+
+def _rename_tensors(rng: Random, path: Path) -> None:
+    """Have tensors of a file be of other modules."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = read_json(content[8 : 8 + size])
+    if not isinstance(header, dict):
+        return
+    name = rng.choice(sorted(header) or [""])
+    leaf = name.rpartition(".lora_")[1:]
+    other = rng.choice((*_NAMES, *_NAMES, "x\n" + "layers.1." * 20_000 + "\n"))
+    header[other + "".join(leaf)] = header.pop(name, {})
+    if rng.random() < 0.3:
+        header = {key: each for key, each in header.items() if "layers.0" not in key}
+    text = as_bytes(as_json(header))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
+def _spoil_numbers(rng: Random, path: Path) -> None:
+    """Overwrite numbers of weights by NaN, infinity or what is too large."""
+    content = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+    start = 8 + int.from_bytes(content[:8], "little")
+    if not 8 < start < len(content) - 8:
+        return
+    number = rng.choice((b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f"))
+    count = rng.choice((1, (len(content) - start) // 4))
+    content[start : start + 4 * count] = number * count
+    path.write_bytes(content)
+
+
+def _mutate_folder(
+    rng: Random, folder: Path, weights: str, entries: dict[str, Callable[[Random], Any]]
+) -> None:
+    config = folder / "adapter_config.json"
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        kind = rng.randrange(10)
+        if kind <= 3:
+            name = rng.choice(list(entries))
+            _put(rng, config, {name: entries[name](rng)})
+        elif kind <= 5:
+            mutate_json_file(rng, config)
+        elif kind == 6:
+            mutate_safetensors(rng, folder / weights)
+        elif kind == 7:
+            _rename_tensors(rng, folder / weights)
+        elif kind == 8:
+            _spoil_numbers(rng, folder / weights)
+        else:
+            mutate_file(rng, folder / rng.choice((weights, "adapter_config.json")))
+
+
+_OF_ADAPTER: dict[str, Callable[[Random], Any]] = {
+    "lora_parameters/rank": lambda rng: rng.choice(_NUMBERS),
+    "lora_parameters/scale": lambda rng: rng.choice(_NUMBERS),
+    "lora_parameters/dropout": lambda rng: rng.choice(_NUMBERS),
+    "lora_parameters/keys": lambda rng: [rng.choice(_NAMES), strange(rng)],
+    "lora_parameters": strange,
+    "num_layers": lambda rng: rng.choice(_NUMBERS),
+    "fine_tune_type": lambda rng: rng.choice(("lora", "dora", "full", None, strange(rng))),
+    "model": lambda rng: rng.choice((*_NAMES, strange(rng))),
+    "mlxtune": lambda rng: {"rank": rng.choice(_NUMBERS), "alpha": strange(rng)},
+    "mlxtune/rank": lambda rng: rng.choice(_NUMBERS),
+    "mlxtune/alpha": lambda rng: rng.choice(_NUMBERS),
+    "mlxtune/init": lambda rng: rng.choice(("pissa", "lora", strange(rng))),
+    "mlxtune/rslora": strange,
+    "mlxtune/target_ranks": lambda rng: {rng.choice(_NAMES): rng.choice(_NUMBERS)},
+}
+
+
+def mutate_adapter(rng: Random, folder: Path) -> None:
+    """Damage an adapter in mlx-lm's layout, or have it say what is not so."""
+    if rng.random() < 0.1:
+        # What the checkpoint that it is of would say.
+        value = {"working_directory": strange(rng), "config": {"data": [strange(rng)]}}
+        (folder / "metadata.json").write_bytes(as_bytes(as_json(value)))
+        checkpoint = folder / "checkpoints" / "best"
+        checkpoint.mkdir(parents=True)
+        shutil.copyfile(folder / "metadata.json", checkpoint / "metadata.json")
+        mutate_file(rng, checkpoint / "adapters.safetensors")
+    _mutate_folder(rng, folder, "adapters.safetensors", _OF_ADAPTER)
+
+
+_OF_PEFT: dict[str, Callable[[Random], Any]] = {
+    "r": lambda rng: rng.choice(_NUMBERS),
+    "lora_alpha": lambda rng: rng.choice(_NUMBERS),
+    "lora_dropout": lambda rng: rng.choice(_NUMBERS),
+    "target_modules": lambda rng: rng.choice((*_PATTERNS, strange(rng))),
+    "rank_pattern": lambda rng: {rng.choice(_PATTERNS): rng.choice((8, 8, *_NUMBERS))},
+    "alpha_pattern": lambda rng: {rng.choice(_PATTERNS): rng.choice((8, 8, *_NUMBERS))},
+    "alpha_pattern/x": lambda rng: strange(rng),
+    "layers_to_transform": strange,
+    "layers_pattern": lambda rng: rng.choice(_PATTERNS),
+    "use_dora": strange,
+    "use_rslora": strange,
+    "peft_type": strange,
+    "bias": strange,
+    "base_model_name_or_path": lambda rng: rng.choice((*_NAMES, strange(rng))),
+}
+
+
+def mutate_peft(rng: Random, folder: Path) -> None:
+    """Damage an adapter in PEFT's layout, or have it say what is not so."""
+    _mutate_folder(rng, folder, "adapter_model.safetensors", _OF_PEFT)
+    if rng.random() < 0.05:
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def mutate_run(rng: Random, run: Path, *, everything: bool = False) -> None:
+    """Damage the folder of a run, half of the time so that its manifests say that it is right.
+
+    With `everything`, that is what `train` writes for `report` too, and folders lie in its place.
+    """
     checkpoints = sorted(path.parent for path in run.rglob("manifest.json"))
     for _ in range(rng.choice((1, 1, 2, 4))):
         folder = rng.choice([*checkpoints, run / "checkpoints"])
+        if everything and rng.random() < 0.7:
+            folder = run / "checkpoints"
         files = sorted(path for path in folder.glob("*") if path.is_file())
         if not files:
             continue
         path = rng.choice(files)
+        if everything and rng.random() < 0.1:
+            names = ("report.html", "profile.jsonl", ".lock", "run.json", "tracking.json")
+            mutate_file(rng, folder / rng.choice(names))
+            continue
         if rng.random() < 0.05:
             shutil.rmtree(folder)
             return

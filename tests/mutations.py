@@ -231,6 +231,25 @@ def _parquet(rng: Random, rows: list[Any]) -> bytes:
     return file.getvalue()
 
 
+# A conversation to answer
+
+
+def messages_file(rng: Random) -> bytes:
+    """Return a conversation, as `generate --messages` takes it, in which something is wrong."""
+    value: Any = copy.deepcopy(rng.choice(ROWS["chat"]))
+    value["messages"] = value["messages"][: rng.choice((1, 1, 3, 4))]
+    if value["messages"][-1]["role"] == "assistant" and rng.random() < 0.9:
+        value["messages"].pop()
+    if rng.random() < 0.5:
+        value = value["messages"]
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        value = mutate_value(rng, value)
+    content = as_bytes(as_text(rng, value))
+    for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        content = mutate_bytes(rng, content)
+    return content
+
+
 # Config files
 
 _CONFIG: dict[str, Any] = {"rank": 4, "lr": 0.001, "targets": ["q_proj"], "epochs": 1, "seed": 3}
