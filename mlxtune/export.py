@@ -41,10 +41,11 @@ def export(config: ExportConfig) -> ExportResult:
     """
     from mlxtune.core.certificate import CERTIFICATE
     from mlxtune.core.output_folder import check_apart, new_folder
-    from mlxtune.proving import certify, find_source, reference_of
+    from mlxtune.proving import certify, find_source, reference_of, say_base
 
     console = ask(config)
     source = find_source(config)
+    say_base(source, console)
     target = config.output_path
     check_apart(target, [source.folder, source.weights, source.weights.parent])
     with new_folder(target, marker=CERTIFICATE, overwrite=config.overwrite) as folder:
@@ -118,7 +119,8 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
         flat.write_flat(source.adapter, folder, said)
     else:
         trust = config.trust_remote_code
-        base = open_base(source.folder, config.dtype, trust_remote_code=trust)
+        how = source.quantization
+        base = open_base(source.folder, config.dtype, trust_remote_code=trust, **how)
         of = (base.model_type, base.text_config, base.num_layers)
         gguf.write_gguf(source.adapter, *of, folder)
 
@@ -130,9 +132,12 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     from mlxtune.backend.adapted import load_adapted
     from mlxtune.backend.exports import mlx_lm, names
     from mlxtune.backend.exports.adapter import completed
-    from mlxtune.proving import load_model
+    from mlxtune.proving import load_base_of
 
-    base = load_model(config, source.folder)
+    base = load_base_of(config, source)
+    if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
+        # mlx-lm's DoRA unpacks a base by MLX's functions, which know no nf4.
+        return load_adapted(base, str(folder)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)
     with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:

@@ -5,6 +5,8 @@ What it needs is imported in the functions, as in train.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlxtune.config import FuseConfig
 from mlxtune.export import ExportResult, ask, say_result
 
@@ -16,16 +18,26 @@ def fuse(config: FuseConfig) -> ExportResult:
     """
     from mlxtune.backend import fuse as fusing
     from mlxtune.backend import proof
+    from mlxtune.backend.quantize import NF4
     from mlxtune.core.certificate import CERTIFICATE
     from mlxtune.core.output_folder import check_apart, new_folder
-    from mlxtune.proving import certify, find_source, load_model, reference_of
+    from mlxtune.proving import certify, find_source, load_model, reference_of, say_base
 
     console = ask(config)
     source = find_source(config)
+    say_base(source, console)
+    plain = config.dequantize
+    if source.quantization.get("quantize") == NF4 and not plain:
+        plain = True
+        console.say("", "mlx-lm knows no nf4: the weights written are plain, as by --dequantize")
     target, trust = config.output_path, config.trust_remote_code
     check_apart(target, [source.folder, source.weights, source.weights.parent])
     with new_folder(target, marker=CERTIFICATE, overwrite=config.overwrite) as folder:
-        how = {"dequantize": config.dequantize, "trust_remote_code": trust}
+        how: dict[str, Any] = {
+            "dequantize": plain,
+            "trust_remote_code": trust,
+            "quantization": source.quantization,
+        }
         model, model_config = fusing.fused_model(source.folder, source.adapter, **how)
         exact = not fusing.is_quantized(model, source.adapter)
         stored = fusing.stored_dtype(model)
@@ -34,7 +46,7 @@ def fuse(config: FuseConfig) -> ExportResult:
             source,
             lambda prompts: console.say("Prompts", prompts),
             stored,
-            everywhere=config.dequantize,
+            everywhere=plain,
         )
         console.say("Writing", str(target))
         fusing.write_model(model, model_config, source.folder, folder)

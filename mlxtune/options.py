@@ -205,6 +205,11 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
             "the folder has them.",
             choices=("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
         ),
+        "use_quantize": Bounds(
+            "Quantise the weights while loading; default: as those that the adapter was trained "
+            "on; none: not at all.",
+            choices=("none", "4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
+        ),
         "double_quant": Bounds("Quantise the scales of nf4 as well, to 8 bits."),
         "quantized_compute": Bounds(
             "Products with quantised weights: MLX's own, or with each matrix dequantised for the "

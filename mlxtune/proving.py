@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.exports.adapter import Adapter
     from mlxtune.backend.model import BaseModel
     from mlxtune.backend.proof import Reference
+    from mlxtune.console import RunConsole
     from mlxtune.core.certificate import Certificate, WeightCheck
     from mlxtune.core.encode import Tokenized
 
@@ -44,24 +45,28 @@ class Source:
     """A trained adapter and its base model, as they lie on disk.
 
     `metadata` is what the checkpoint says that the adapter is of; empty where there is none.
+    `quantization` has the keywords of `load_base` that make of the folder what was trained on.
     """
 
     folder: Path
     weights: Path
     adapter: Adapter
     metadata: Mapping[str, Any]
+    quantization: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and the base model that the options mean. Raises ModelError."""
     from mlxtune.backend.adapted import find_adapter
     from mlxtune.backend.exports.adapter import read_mlx_lm
+    from mlxtune.backend.trained_on import trained_on
 
     weights = find_adapter(config.adapter)
     adapter, metadata = read_mlx_lm(weights), _metadata_of(weights)
     there = str(metadata.get("working_directory") or "")
     folder = find_base(config, adapter.model, there, str(weights))
-    return Source(folder, weights, adapter, metadata)
+    how = trained_on(weights, folder, trust_remote_code=config.trust_remote_code)
+    return Source(folder, weights, adapter, metadata, how)
 
 
 def find_base(config: OutgoingConfig | ImportConfig, named: str, there: str, adapter: str) -> Path:
@@ -127,7 +132,7 @@ def reference_of(
     from mlxtune.backend.adapted import load_adapted
 
     prompts = list(prompts_of(config, source, say))
-    adapted = load_adapted(load_model(config, source.folder), str(source.weights))
+    adapted = load_adapted(load_base_of(config, source), str(source.weights))
     dtype = proof.coarsest(rounding, adapted.base.dtype)
     reference = proof.reference_of(adapted, prompts, dtype, everywhere=everywhere)
     del adapted
@@ -135,11 +140,26 @@ def reference_of(
     return reference, dtype
 
 
-def load_model(config: OutgoingConfig, folder: Path) -> BaseModel:
+def load_base_of(config: OutgoingConfig, source: Source) -> BaseModel:
+    """Load the base that an adapter was trained on, as the proof runs it. Raises ModelError."""
+    return load_model(config, source.folder, **source.quantization)
+
+
+def load_model(config: OutgoingConfig, folder: Path, **quantization: Any) -> BaseModel:
     """Load a model as the proof runs it. Raises ModelError."""
     from mlxtune.backend.model import load_base
 
-    return load_base(folder, config.dtype, trust_remote_code=config.trust_remote_code)
+    trust = config.trust_remote_code
+    return load_base(folder, config.dtype, trust_remote_code=trust, **quantization)
+
+
+def say_base(source: Source, console: RunConsole) -> None:
+    """Say what the adapter was trained on, where that is not the folder as it is."""
+    from mlxtune.backend.quantize import name_of
+
+    if source.quantization:
+        name = name_of(**source.quantization)
+        console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
 
 
 def certify(

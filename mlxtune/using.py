@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import ChatConfig, GenerateConfig, UseConfig
 from mlxtune.dataset import Reader
-from mlxtune.errors import DataError
+from mlxtune.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapted import Adapted
@@ -51,7 +51,30 @@ def find_model(config: UseConfig) -> Path:
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     if config.adapter is not None:
         adapted.read_adapter_config(adapted.find_adapter(config.adapter))
+    how_to_load(config, folder)
     return folder
+
+
+def how_to_load(config: UseConfig, folder: Path) -> dict[str, Any]:
+    """Return the keywords of `load_base` that say how the base is quantised while loading.
+
+    It is as the options say, or else as the adapter was trained. Raises ModelError.
+    """
+    if config.quantize == "none":
+        return {}
+    if config.quantize is not None:
+        return {"quantize": config.quantize, "double_quant": config.double_quant}
+    return _trained_on(config, folder)
+
+
+def _trained_on(config: UseConfig, folder: Path) -> dict[str, Any]:
+    from mlxtune.backend.adapted import find_adapter
+    from mlxtune.backend.trained_on import trained_on
+
+    if config.adapter is None:
+        return {}
+    trust = config.trust_remote_code
+    return trained_on(find_adapter(config.adapter), folder, trust_remote_code=trust)
 
 
 def load_model(config: UseConfig, folder: Path, console: RunConsole) -> Used:
@@ -63,7 +86,28 @@ def load_model(config: UseConfig, folder: Path, console: RunConsole) -> Used:
     console.say("Model", used.base.describe())
     if used.adapted is not None:
         console.say("Adapter", f"{used.adapted.weights}: {used.adapted.lora.describe()}")
+        _say_base(config, folder, console)
     return used
+
+
+def _say_base(config: UseConfig, folder: Path, console: RunConsole) -> None:
+    """Say on what the adapter is put, where that is not the folder as it is."""
+    from mlxtune.backend.quantize import name_of
+
+    how = how_to_load(config, folder)
+    if config.quantize is None:
+        if how:
+            console.say("Base", f"quantised to {name_of(**how)}, as the adapter was trained on")
+        return
+    try:
+        trained = _trained_on(config, folder)
+    except ModelError:  # an option was given that does without what the adapter says
+        trained = None
+    if trained != how:
+        console.warn(
+            "the adapter is on another base than it was trained on: --quantize says otherwise than "
+            "its adapter_config.json"
+        )
 
 
 def load_used(config: UseConfig, folder: Path) -> Used:
@@ -71,7 +115,8 @@ def load_used(config: UseConfig, folder: Path) -> Used:
     from mlxtune.backend import adapted, model
 
     trust = config.trust_remote_code
-    base = model.load_base(folder, config.dtype, trust_remote_code=trust)
+    how = how_to_load(config, folder)
+    base = model.load_base(folder, config.dtype, trust_remote_code=trust, **how)
     if config.adapter is None:
         return Used(base, None)
     return Used(base, adapted.load_adapted(base, config.adapter))

@@ -25,7 +25,7 @@ class DequantizedLinear(nn.QuantizedLinear):
         self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
     ) -> mx.array:
         """Return the weight (out, in) in a dtype, or some rows of it; made once `after` is."""
-        return _unpacked(self, dtype, rows, after)
+        return unpacked(self, dtype, rows, after)
 
 
 class QuantizedEmbedding(nn.QuantizedEmbedding):
@@ -38,7 +38,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
     compute_dtype: mx.Dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _unpacked(self, self.compute_dtype, x)
+        return unpacked(self, self.compute_dtype, x)
 
 
 class DequantizedEmbedding(QuantizedEmbedding):
@@ -52,7 +52,7 @@ class DequantizedEmbedding(QuantizedEmbedding):
         self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
     ) -> mx.array:
         """Return the embeddings (V, H) in a dtype, or some rows of them; made once `after` is."""
-        return _unpacked(self, dtype, rows, after)
+        return unpacked(self, dtype, rows, after)
 
 
 class PackedRows:
@@ -115,9 +115,13 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, wanted: str) -> str | N
     return chosen if found else None
 
 
-def _unpacked(
+def unpacked(
     module: Any, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
 ) -> mx.array:
+    """Return the weight of a module in one of MLX's formats, or some rows of it, in a dtype.
+
+    It is made once `after` is.
+    """
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     if rows is not None:
         weight, scales = weight[rows], scales[rows]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -18,12 +20,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.utils import dequantize_model, make_shards, save_config
+from mlx_lm.utils import make_shards, save_config
 
 from mlxtune.backend.exports.adapter import Adapter, Update, check_shapes, plain_weight
 from mlxtune.backend.model import load_lazily
 from mlxtune.backend.model_folder import read_config
 from mlxtune.backend.proof import coarsest
+from mlxtune.backend.quantize import config_of, quantize_lazily
 from mlxtune.core.certificate import WeightCheck
 from mlxtune.core.files import as_output_error
 from mlxtune.errors import ModelError, OutputError, one_line
@@ -44,30 +47,98 @@ _SLACK = 1.02
 _FLOAT32_SLACK = 2.0**-20
 
 
-def fused_model(
-    folder: Path, adapter: Adapter, *, dequantize: bool, trust_remote_code: bool
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a base model with the adapter in its weights, none of which is computed yet.
+@dataclass(frozen=True)
+class _Base:
+    """A base model, none of whose weights is computed yet, its config, and its dtypes.
 
-    Weights have the dtype and, unless `dequantize` is given, the quantisation of the folder. The
-    second result is the model's config. Raises ModelError where the adapter does not fit.
+    `dtypes` are those of weights before they were quantised here, by the path of their module.
     """
+
+    model: nn.Module
+    config: dict[str, Any]
+    dtypes: Mapping[str, mx.Dtype]
+
+    def dtype_of(self, name: str, module: nn.Module) -> mx.Dtype:
+        """Return the floating dtype that the plain weight of a module has."""
+        if name in self.dtypes or "scales" not in module:
+            return self.dtypes.get(name) or module.weight.dtype
+        # As MLX unpacks formats whose scales are no floating-point numbers.
+        floating = mx.issubdtype(module.scales.dtype, mx.floating)
+        return module.scales.dtype if floating else mx.bfloat16
+
+
+def _open(folder: Path, trust_remote_code: bool, quantization: Mapping[str, Any]) -> _Base:
     config = read_config(folder, trust_remote_code=trust_remote_code)
     try:
         model, config = load_lazily(folder, config)
     except Exception as error:
         raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
+    dtypes = {}
+    if quantization:
+        named = model.named_modules()
+        dtypes = {name: module.weight.dtype for name, module in named if "weight" in module}
+        quantize_lazily(model, config, **quantization)
+    return _Base(model, config, dtypes)
+
+
+def fused_model(
+    folder: Path,
+    adapter: Adapter,
+    *,
+    dequantize: bool,
+    trust_remote_code: bool,
+    quantization: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a base model with the adapter in its weights, none of which is computed yet.
+
+    The base is the folder's, or what `quantization`, keywords of `load_base`, makes of it. Weights
+    have its dtype and, unless `dequantize` is given, its quantisation, which nf4 cannot be. The
+    second result is the model's config. Raises ModelError where the adapter does not fit.
+    """
+    base = _open(folder, trust_remote_code, quantization)
+    model, config = base.model, base.config
     fused = []
     for name, update in adapter.modules.items():
         module = _module_at(model, name, folder)
         check_shapes(module, update, name)
-        fused.append((name, _fused(module, update, adapter.scale, dequantize)))
+        dtype = base.dtype_of(name, module)
+        fused.append((name, _fused(module, update, adapter.scale, dtype, dequantize)))
+    if not dequantize and quantization:
+        config |= config_of(model, quantization["quantize"])
     model.update_modules(tree_unflatten(fused))
     if dequantize:
-        model = dequantize_model(model)
+        _dequantize(base)
         config.pop("quantization", None)
         config.pop("quantization_config", None)
     return model, config
+
+
+def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
+    """Make the quantised modules of a model plain, but for those that are kept."""
+    plain = []
+    for name, module in base.model.named_modules():
+        if name in kept or "scales" not in module:
+            continue
+        if "global_scale" in module:
+            raise ModelError(f"{name}: is quantised with a global scale: it cannot be dequantised")
+        weight = plain_weight(module).astype(base.dtype_of(name, module))
+        plain.append((name, _plain_module(module, weight)))
+    base.model.update_modules(tree_unflatten(plain))
+
+
+def _plain_module(module: nn.Module, weight: mx.array) -> nn.Module:
+    """Return a module like another, with a plain weight."""
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        made: nn.Module = nn.Embedding(*weight.shape)
+    elif weight.ndim == 3:
+        count, rows, columns = weight.shape
+        made = SwitchLinear(columns, rows, count, bias=False)
+    else:
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = weight
+    if "bias" in module:
+        made.bias = module.bias
+    return made
 
 
 def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
@@ -142,25 +213,24 @@ def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
     return weight * (mx.array(update.m) / mx.linalg.norm(weight, axis=1))[:, None]
 
 
-def _fused(module: nn.Module, update: Update, scale: float, dequantize: bool) -> nn.Module:
-    """Return a layer with the update in its weight, which has the dtype of before."""
-    dtype = plain_weight(module).dtype
-    weight = _updated(module, update, scale).astype(dtype)
-    if update.of_experts:
-        count, rows, columns = weight.shape
-        plain: nn.Module = SwitchLinear(columns, rows, count, bias=False)
-    else:
-        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    plain.weight = weight
-    if "bias" in module:
-        plain.bias = module.bias
+def _fused(
+    module: nn.Module, update: Update, scale: float, dtype: mx.Dtype, dequantize: bool
+) -> nn.Module:
+    """Return a layer with the update in its weight, which is rounded to the dtype."""
+    plain: Any = _plain_module(module, _updated(module, update, scale).astype(dtype))
     if isinstance(module, _QUANTIZED) and not dequantize:
         return plain.to_quantized(group_size=module.group_size, bits=module.bits, mode=module.mode)
     return plain
 
 
 def check_fused(
-    base: Path, fused: Path, adapter: Adapter, *, dequantize: bool, trust_remote_code: bool
+    base: Path,
+    fused: Path,
+    adapter: Adapter,
+    *,
+    dequantize: bool,
+    trust_remote_code: bool,
+    quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> WeightCheck:
     """Compare every tensor of a fused folder with what base folder and adapter make it.
 
@@ -168,16 +238,17 @@ def check_fused(
     their dtype; quantised ones by no more than quantising what they should be makes them; all
     other tensors must be equal.
     """
-    trust = trust_remote_code
-    before, _ = load_lazily(base, read_config(base, trust_remote_code=trust))
+    opened = _open(base, trust_remote_code, quantization)
+    before = opened.model
     if dequantize:
-        before = _dequantized_others(before, adapter)
-    after, _ = load_lazily(fused, read_config(fused, trust_remote_code=trust))
+        _dequantize(opened, kept=adapter.modules.keys())
+    after = _open(fused, trust_remote_code, {}).model
     problems: list[str] = []
     largest = 0.0
     for name, update in adapter.modules.items():
-        wanted = _updated(_module_at(before, name, base), update, adapter.scale)
-        error, allowed = _errors(_module_at(after, name, fused), wanted)
+        module = _module_at(before, name, base)
+        wanted, dtype = _updated(module, update, adapter.scale), opened.dtype_of(name, module)
+        error, allowed = _errors(_module_at(after, name, fused), wanted, dtype)
         largest = max(largest, error)
         if not error <= allowed:
             problems.append(
@@ -193,25 +264,17 @@ def check_fused(
     return WeightCheck(unchanged, len(adapter.modules), largest, tuple(problems))
 
 
-def _dequantized_others(model: nn.Module, adapter: Adapter) -> nn.Module:
-    """Return a model whose modules that have no update are dequantised."""
-    kept = [(name, _module_at(model, name, Path())) for name in adapter.modules]
-    model = dequantize_model(model)
-    model.update_modules(tree_unflatten(kept))
-    return model
-
-
-def _errors(module: nn.Module, wanted: mx.array) -> tuple[float, float]:
-    """Return how far a weight is from what it should be, and how far rounding takes it.
+def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float, float]:
+    """Return how far a weight is from what it should be, and how far rounding to a dtype takes it.
 
     Both are relative to the largest weight of the matrix.
     """
     written = plain_weight(module)
-    dtype = written.dtype
     rounded = wanted.astype(dtype)
     if isinstance(module, _QUANTIZED):
+        plain: Any = _plain_module(module, rounded)
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        rounded = mx.dequantize(*mx.quantize(rounded, **how), **how)
+        rounded = plain_weight(plain.to_quantized(**how))
     scale = mx.abs(wanted).max()
     off, rounding = (
         mx.abs(each.astype(mx.float32) - wanted).max() / scale for each in (written, rounded)

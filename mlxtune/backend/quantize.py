@@ -66,6 +66,30 @@ def quantize_lazily(
     return f"{bits}-bit {mode}, group {group}"
 
 
+def name_of(quantize: str, double_quant: bool = False) -> str:
+    """Return what a format is called, with its scales."""
+    return f"{quantize} with double quantisation" if double_quant else quantize
+
+
+def parameters_of(quantize: str) -> dict[str, Any]:
+    """Return what mlx-lm calls one of MLX's own formats: group_size, bits and mode."""
+    mode, bits, group = _MODES[quantize]
+    return {"group_size": group, "bits": bits, "mode": mode}
+
+
+def config_of(model: nn.Module, quantize: str) -> dict[str, Any]:
+    """Return what `mlx_lm.convert` adds to the config of a model that was quantised so."""
+    said = parameters_of(quantize)
+    # What the architecture gives other sizes is named by its path.
+    others = {
+        path: {name: getattr(module, name) for name in said}
+        for path, module in model.named_modules()
+        if "scales" in module and any(getattr(module, name) != said[name] for name in said)
+    }
+    quantization = {**said, **others}
+    return {"quantization": quantization, "quantization_config": quantization}
+
+
 def read_one_by_one(model: nn.Module) -> None:
     """Read and quantise a model's weights, one module at a time and the largest first.
 

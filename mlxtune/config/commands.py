@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mlxtune.config.data import DataConfig
 from mlxtune.config.paths import as_path
-from mlxtune.config.training import TrainConfig, quantization_problems
+from mlxtune.config.quantization import quantization_problems
+from mlxtune.config.training import TrainConfig
 from mlxtune.options import option
 
 

@@ -10,24 +10,11 @@ from mlxtune.checked import Checked
 from mlxtune.config.data import DataConfig
 from mlxtune.config.lora import lora_problems
 from mlxtune.config.paths import as_path
+from mlxtune.config.quantization import quantization_problems
 from mlxtune.options import option
 
 # Each is an extra of the package.
 TRACKERS = ("trackio", "tensorboard", "wandb")
-
-
-def quantization_problems(
-    quantize: str | None, quantized_compute: str, *, double_quant: bool
-) -> list[str]:
-    """Return what options of quantisation contradict each other."""
-    problems = []
-    if double_quant and quantize != "nf4":
-        problems += ["--double-quant goes with --quantize nf4: leave it out, or give both"]
-    if quantize == "nf4" and quantized_compute == "quantized":
-        problems += [
-            "--quantized-compute quantized: there are no products of nf4 itself: leave it out"
-        ]
-    return problems
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxtune.checked import Checked
 from mlxtune.config.data import DataConfig
+from mlxtune.config.quantization import quantization_problems
 from mlxtune.options import option
 
 _SEED = "Seed of what is drawn; default: another each time."
@@ -23,9 +24,17 @@ class UseConfig(Checked):
     merge_system: bool = option("merge_system", False)
     memory_limit: float = option("memory_limit", 24.0)
     dtype: str = option("dtype", "auto")
+    quantize: str | None = option("use_quantize", None)
+    double_quant: bool = option("double_quant", False)
     trust_remote_code: bool = option("trust_remote_code", False)
     max_new_tokens: int = option("max_new_tokens", 256)
     quiet: bool = option("quiet", False)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        return problems + quantization_problems(
+            self.quantize, "auto", double_quant=self.double_quant
+        )
 
     def reading(self, **options: Any) -> DataConfig:
         """Return these options as what reads data for `train` takes them, with more of them."""
@@ -63,7 +72,7 @@ class EvalConfig(UseConfig):
     json: bool = option("json", False, "Print JSON for programs.")
 
     def contradictions(self) -> list[str]:
-        return self.reading().contradictions()
+        return super().contradictions() + self.reading().contradictions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +97,10 @@ class GenerateConfig(_AskConfig):
     json: bool = option("json", False, "Print the answer and its figures as JSON.")
 
     def contradictions(self) -> list[str]:
+        problems = super().contradictions()
         if self.prompt is not None and self.messages is not None:
-            return ["--prompt and --messages are both given: leave out one"]
-        return []
+            problems += ["--prompt and --messages are both given: leave out one"]
+        return problems
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,16 +14,15 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxtune.backend.adapter_files import read_adapter_config, read_said, read_shapes
+from mlxtune.backend.dequantized import unpacked
 from mlxtune.core.certificate import first
 from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.files import write_file, write_json
 from mlxtune.errors import ModelError, one_line
 
 Matrix = npt.NDArray[np.float32]
-_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 _TENSOR = re.compile(r"(.+)\.(lora_a|lora_b|m)")
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
@@ -192,17 +191,12 @@ def modules_of(path: Path, tensors: Mapping[str, Matrix], *, dora: bool) -> dict
 
 
 def plain_weight(module: nn.Module) -> mx.array:
-    """Return the weight of a projection in its floating dtype, dequantised where it is not."""
-    if not isinstance(module, _QUANTIZED):
+    """Return the weight of a module in its floating dtype, or in float32 where it has none."""
+    if "scales" not in module:
         return module.weight
-    return mx.dequantize(
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
+    # nf4 unpacks itself; of the others, only those that a model computes with do.
+    own = getattr(module, "unpacked", None)
+    return own(mx.float32) if own is not None else unpacked(module, mx.float32)
 
 
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
