@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,23 @@ def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 def _write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
     arrays = {name: np.array(value, order="C") for name, value in sorted(tensors.items())}
-    write_file(path, [safetensors.numpy.save(arrays, metadata=metadata)])
+    write_file(path, [in_order(safetensors.numpy.save(arrays, metadata=metadata))])
+
+
+def in_order(content: bytes) -> bytes:
+    """Return a safetensors file with its metadata in the order of its names.
+
+    The library has them in another order in each process. Of what a header holds, only the
+    tensors' own order means something, and that is kept.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # As it is padded there, so that tensors begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def _read_tensors(

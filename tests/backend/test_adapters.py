@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,6 +15,7 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load
 
+from mlxtune.backend.adapters import read_optimizer
 from mlxtune.errors import ModelError, OutputError
 from tests.backend.conftest import MakePipeline, fill_lora_b
 
@@ -55,6 +59,32 @@ def test_file_holds_float32_tensors_named_as_mlx_lm_names_them(
         "dropout": 0.0,
         "keys": ["self_attn.q_proj", "self_attn.v_proj"],
     }
+
+
+_OPTIMIZER = """
+import sys
+from pathlib import Path
+import mlxtune.backend
+import mlx.core as mx
+from mlxtune.backend.adapters import optimizer_writer
+
+settings = {name: i for i, name in enumerate(["step", "factor", "rows", "tokens", "seed", "é"])}
+write = optimizer_writer({"v": {"b": mx.ones(3)}, "m": {"a": mx.zeros((2, 5))}}, settings)
+write(Path(sys.argv[1]))
+"""
+
+
+def test_state_of_an_optimizer_is_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}.safetensors" for i in range(4)]
+    for i, path in enumerate(files):
+        env = {**os.environ, "PYTHONHASHSEED": str(i)}
+        subprocess.run([sys.executable, "-c", _OPTIMIZER, str(path)], env=env, check=True)
+    assert len({path.read_bytes() for path in files}) == 1
+    state = {"v": {"b": mx.zeros(3)}, "m": {"a": mx.ones((2, 5))}}
+    found, settings = read_optimizer(files[0], state)
+    assert mx.array_equal(found["v"]["b"], mx.ones(3))
+    assert mx.array_equal(found["m"]["a"], mx.zeros((2, 5)))
+    assert (settings["seed"], settings["é"]) == (4, 5)
 
 
 def test_equal_adapters_are_equal_bytes(make_pipeline: MakePipeline, tmp_path: Path) -> None:

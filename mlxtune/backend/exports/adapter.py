@@ -16,6 +16,7 @@ import numpy.typing as npt
 import safetensors.numpy
 
 from mlxtune.backend.adapter_files import read_adapter_config, read_said, read_shapes
+from mlxtune.backend.adapters import in_order
 from mlxtune.backend.dequantized import unpacked
 from mlxtune.core.certificate import first
 from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG
@@ -118,7 +119,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Matrix], metadata: dict[str,
     Raises OutputError.
     """
     arrays = {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())}
-    write_file(path, [safetensors.numpy.save(arrays, metadata=metadata)])
+    write_file(path, [in_order(safetensors.numpy.save(arrays, metadata=metadata))])
 
 
 def read_tensors(path: Path) -> dict[str, Matrix]:
