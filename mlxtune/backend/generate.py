@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,26 @@ class Sampling:
         """Return mlx-lm's function from log-probabilities (B, V) to tokens (B,)."""
         # As many as there are is all of them, which mlx-lm takes for a mistake.
         top_k = 0 if vocab_size and self.top_k >= vocab_size else self.top_k
-        return make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)
+        sampler = make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)
+        return _uncompiled(sampler) if memory.on_cpu() else sampler
+
+
+def _uncompiled(sampler: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """Return a sampler whose parts MLX does not compile: the same tokens are drawn.
+
+    On the CPU it would start a C++ compiler for that, which takes seconds and may not be whole.
+    """
+
+    def sample(logprobs: mx.array) -> mx.array:
+        mx.disable_compile()
+        try:
+            return sampler(logprobs)
+        finally:
+            # As MLX begins, which knows no way to ask.
+            if not os.environ.get("MLX_DISABLE_COMPILE"):
+                mx.enable_compile()
+
+    return sample
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, train
+from mlxtune.backend import memory
 from mlxtune.backend.adapted import load_adapted
 from mlxtune.backend.generate import Generator, Sampling, answers, seed
 from mlxtune.backend.model import load_base
@@ -230,3 +234,35 @@ def test_what_an_error_leaves_is_not_gone_on_with(folder: Path) -> None:
     found = made.answer(Prompt((7, 8, 9, 20, 21), None), Sampling(max_new_tokens=5))
     assert found.reused == 0
     assert list(found.tokens) == greedy(folder, [7, 8, 9, 20, 21], 5)
+
+
+_DRAWN = """
+import mlxtune.backend
+import mlx.core as mx
+from mlxtune.backend.generate import Sampling
+
+sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5)
+logprobs = mx.log(mx.softmax(mx.random.normal((3, 320)), axis=-1))
+print(sampling.sampler(320)(logprobs).tolist())
+ones = mx.compile(lambda x: mx.exp(x * 2.5) + mx.sin(x) * x)
+try:
+    mx.eval(ones(logprobs))
+except RuntimeError:
+    print("compiles")
+"""
+
+
+@pytest.mark.skipif(not memory.on_cpu(), reason="a GPU compiles with no program of the machine's")
+def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> None:
+    """One that is there, and fails at whatever it is given, shows who starts it."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+    compiler.chmod(0o755)
+    # What was compiled before is kept in a temporary folder.
+    kept = {name: value for name, value in os.environ.items() if name != "MLX_DISABLE_COMPILE"}
+    env = {**kept, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", _DRAWN], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tokens, compiles = done.stdout.splitlines()
+    assert len(json.loads(tokens)) == 3
+    assert compiles == "compiles"
