@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING
 from mlxtune.config import EvalConfig, TrainConfig, UseConfig
 from mlxtune.dataset import Reader, load_dataset
 from mlxtune.errors import MlxTuneError, printable
+from mlxtune.samples import add_samples, answer_rows, progress
 from mlxtune.using import Used, find_model, load_model, load_used
 
 if TYPE_CHECKING:
-    from mlxtune.backend.tokenizer import ModelTokenizer
     from mlxtune.console import RunConsole
     from mlxtune.core.corpus import Corpus, Rows
-    from mlxtune.core.evaluation import Evaluation, Generated, Sums
-    from mlxtune.core.prompt import Asked
-
-_BASE, _ADAPTED = "the base model", "the adapter"
+    from mlxtune.core.evaluation import Evaluation, Sums
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -54,7 +51,8 @@ def evaluate(config: EvalConfig) -> Evaluation:
         # Before the losses, for which the model may be made to compute otherwise.
         generated = None
         if config.generate:
-            generated = answer_rows(config, used, reader.tokenizer, rows, paths, console)
+            longest = config.max_new_tokens
+            generated = answer_rows(used, reader.tokenizer, rows, paths, longest, console)
         return replace(compare(used, rows, paths, config.seed, console), generated=generated)
 
 
@@ -82,7 +80,7 @@ def compare(
 
     def sums(on: bool) -> Sums:
         used.use_adapter(on)
-        return sums_of(rows, evaluator.losses, _progress(console, "evaluating", on))
+        return sums_of(rows, evaluator.losses, progress(console, "evaluating", on))
 
     base = sums(False)
     adapted = None if used.adapted is None else sums(True)
@@ -117,58 +115,8 @@ def judge(
         console.warn("the adapter is written, but not evaluated: mlxtune eval does that")
         raise
     console.say("Verdict", verdict_line(found))
-    return found
-
-
-def answer_rows(
-    config: EvalConfig,
-    used: Used,
-    tokenizer: ModelTokenizer,
-    rows: Rows,
-    paths: Sequence[str],
-    console: RunConsole,
-) -> Generated:
-    """Have both models answer the last turn of each row, greedily."""
-    from mlxtune.backend.generate import Sampling, answers
-    from mlxtune.core.evaluation import ExactMatch, Generated, Sample
-    from mlxtune.core.prompt import asked_of
-    from mlxtune.core.text_stream import text_of
-
-    ends = tokenizer.control_ids | tokenizer.eos_ids
-    found = [(place, asked_of(row, ends)) for place, row in enumerate(rows)]
-    asked: list[tuple[int, Asked]] = [(place, each) for place, each in found if each is not None]
-    if not asked:
-        console.warn("no row has a prompt and a whole answer: nothing is generated")
-    prompts = [each.prompt for _, each in asked]
-    sampling = Sampling(max_new_tokens=config.max_new_tokens)
-
-    def generated(on: bool) -> list[str]:
-        used.use_adapter(on)
-        tell = _progress(console, "answering", on)
-        return answers(used.model, tokenizer, prompts, sampling, used.base.vocab_size, tell)
-
-    base = generated(False)
-    adapted = None if used.adapted is None else generated(True)
-    samples = []
-    for i, (place, each) in enumerate(asked):
-        file, row = rows.corpus.place_of(rows.indices[place])
-        samples.append(
-            Sample(
-                path=paths[file],
-                row=row,
-                prompt=text_of(tokenizer.spell(each.prompt.ids)),
-                expected=text_of(tokenizer.spell(each.answer)),
-                base=base[i],
-                adapted=None if adapted is None else adapted[i],
-            )
-        )
-    match = ExactMatch(
-        base=sum(sample.base == sample.expected for sample in samples),
-        adapted=None
-        if adapted is None
-        else sum(sample.adapted == sample.expected for sample in samples),
-    )
-    return Generated(len(samples), match, samples)
+    # What only shows what was found comes last: nobody has to wait for it.
+    return add_samples(found, config, use, folder, rows, paths, console)
 
 
 def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
@@ -184,11 +132,6 @@ def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
         with suppress(OSError, ValueError):
             return read_json(path / "metadata.json").get("data_hash") == corpus.data_hash()
     return False
-
-
-def _progress(console: RunConsole, doing: str, on: bool) -> Callable[[int, int], None]:
-    name = _ADAPTED if on else _BASE
-    return lambda done, total: console.show(f"{doing} with {name}: {done:,} of {total:,}")
 
 
 def _data_files(config: EvalConfig) -> tuple[str, ...]:

@@ -188,6 +188,12 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         "max_grad_norm": Bounds(
             "Clip gradients to this L2 norm; 0 turns clipping off.", at_least=0
         ),
+        "samples": Bounds(
+            "Validation rows that base and adapted model answer at the end, for the run's page; "
+            "0 turns it off.",
+            at_least=0,
+            at_most=1000,
+        ),
         "patience": Bounds(
             "Stop after so many epochs without a better validation loss.", at_least=1
         ),

@@ -28,7 +28,7 @@ _MAY_CHANGE = (
     # An adapter to begin with is compared by its content too, where it is given again.
     *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "init_adapter"),
     *("save_every", "save_steps", "save_minutes", "keep", "overwrite", "on_nonfinite"),
-    *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval", "track"),
+    *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval", "track", "samples"),
 )
 _NEVER_TAKEN = ("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
 _PATHS = (

@@ -113,6 +113,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             # It is no run of its own to follow or to measure.
             track=(),
             profile_interval=0,
+            samples=0,
         )
         try:
             train(own, resume=resumed, stop_after=newest.step)

@@ -69,12 +69,15 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.fixture
 def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
-    """Run `mlxtune train --quiet` on a good model and file; options given later win."""
+    """Run `mlxtune train --quiet` on a good model and file; options given later win.
+
+    No samples are answered, which takes longer than such a run.
+    """
 
     def run(*arguments: object, quiet: bool = True) -> Outcome:
         # Another --data would be read as well.
         data = [] if "--data" in arguments else ["--data", chat]
-        good = ["--model-path", model, *data, "--output", output]
+        good = ["--model-path", model, *data, "--output", output, "--samples", 0]
         return cli("train", *good, *(["--quiet"] if quiet else []), *arguments)
 
     return run

@@ -187,6 +187,7 @@ def evaluation(run: Path) -> Any:
 
 def test_run_ends_with_the_verdict_on_its_validation_rows(home: Path) -> None:
     found = evaluation(home / "out")
+    assert len(found["generated"]["samples"]) == 3
     records = (home / "out" / "checkpoints" / "metrics.jsonl").read_text().splitlines()
     losses = [each["val_loss"] for each in map(json.loads, records) if each["kind"] == "epoch"]
     result = json.loads((home / "out" / "checkpoints" / "result.json").read_text())
@@ -260,6 +261,64 @@ def test_evaluation_that_fails_is_a_warning(
     assert "not evaluated: " in outcome.err
     assert "no finite number" in outcome.err
     assert output.exists()
+
+
+def test_samples_are_the_answers_of_mlx_lm_without_and_with_the_adapter(home: Path) -> None:
+    from mlx_lm import generate
+    from mlx_lm.utils import load
+
+    found = evaluation(home / "out")["generated"]
+    assert (found["rows"], len({sample["row"] for sample in found["samples"]})) == (3, 3)
+    lines = (home / "chat.jsonl").read_text().splitlines()
+    for side, adapter in (("base", None), ("adapted", str(home / "out"))):
+        model, tokenizer = load(str(home / "model"), adapter_path=adapter)
+        for sample in found["samples"]:
+            *asked, answer = json.loads(lines[sample["row"] - 1])["messages"]
+            prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+            assert sample["expected"] == answer["content"]
+            # mlx-lm spells a control character of such a model's answer otherwise further on.
+            theirs = generate(model, tokenizer, prompt, max_tokens=128)
+            assert sample[side][:12] == theirs[:12]
+    page = (home / "out" / "checkpoints" / "report.html").read_text()
+    assert "of 3 answers exact after" in page
+
+
+def test_samples_are_as_many_as_are_asked_for_and_change_nothing_else(
+    train: Cli, home: Path, output: Path
+) -> None:
+    asked = ["--model-path", home / "model", "--lr", 1e-2, "--overwrite"]
+    outcome = train(*asked, "--samples", 2, quiet=False)
+    line = next(line for line in outcome.err.splitlines() if line.startswith("Samples"))
+    assert line.startswith("Samples     2 rows answered, for the report: right to the letter ")
+    found, adapter = evaluation(output.parent), output.read_bytes()
+    assert len(found["generated"]["samples"]) == 2
+    assert "Samples" not in train(*asked, quiet=False).err
+    assert evaluation(output.parent) == found | {"generated": None}
+    assert output.read_bytes() == adapter
+    assert "--samples must be at least 0" in train("--samples", -1).error
+
+
+def test_texts_have_no_samples(train: Cli, tmp_path: Path, output: Path) -> None:
+    rows = [{"text": f"the fox jumps over the dog {i} times"} for i in range(30)]
+    outcome = train("--data", write_chat(tmp_path / "text.jsonl", rows), "--samples", 3)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert evaluation(output.parent)["generated"] is None
+
+
+def test_interrupt_while_samples_are_answered_is_harmless(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend import generate
+
+    monkeypatch.setattr(generate, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
+    outcome = train("--samples", 3)
+    assert outcome.code == 0
+    (warning,) = outcome.err.splitlines()
+    assert warning.startswith("warning: interrupted: no samples of answers")
+    found = evaluation(output.parent)
+    assert (found["generated"], found["rows"] > 0) == (None, True)
+    assert (output.parent / "checkpoints" / "report.html").exists()
+    assert verify(output.parent).ok
 
 
 def test_run_that_goes_on_has_no_verdict_of_before(home: Path, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ class TrainConfig(DataConfig):
     lr_ratio: float = option("lr_ratio", 1.0)
     init: str = option("init", "lora")
     init_adapter: str | None = option("init_adapter", None)
+    samples: int = option("samples", 3)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions() + lora_problems(self)

@@ -94,6 +94,22 @@ class Generated:
     exact_match: ExactMatch
     samples: list[Sample]
 
+    def describe(self) -> str:
+        """Say in a line how many there are, and how many are right to the letter."""
+        match = self.exact_match
+        after = "" if match.adapted is None else f", {match.adapted:,} with the adapter"
+        return (
+            f"{count(self.rows, 'row')} answered, for the report: right to the letter "
+            f"{match.base:,} without{after}"
+        )
+
+
+def generated_of(samples: list[Sample], *, adapted: bool) -> Generated:
+    """Return samples with the count of those that are right, with the adapter if there is one."""
+    base = sum(each.base == each.expected for each in samples)
+    right = sum(each.adapted == each.expected for each in samples) if adapted else None
+    return Generated(len(samples), ExactMatch(base, right), samples)
+
 
 @dataclass(frozen=True)
 class Evaluation:
