@@ -65,6 +65,7 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "lr_ratio": 1.0,
         "init": "lora",
         "init_adapter": None,
+        "samples": 3,
         "quiet": False,
         "save_steps": None,
         "save_minutes": 10.0,
