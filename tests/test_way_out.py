@@ -55,21 +55,36 @@ def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "NEW_TOKENS", 8)
 
 
-@pytest.fixture(scope="module", params=BASES)
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    write_chat(folder / "chat.jsonl", sums(16))
-    return write_model(folder / "model", "llama", **BASES[request.param])
+# Each member, each base, and the member that is unlike the others on all of them.
+PAIRS = [
+    ("lora", "float32"),
+    ("rslora", "bfloat16"),
+    ("pissa", "4-bit"),
+    ("ranks", "bfloat16"),
+    *(("dora", base) for base in BASES),
+]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each kind, with a file of conversations beside it."""
+    made = {}
+    for name, how in BASES.items():
+        folder = tmp_path_factory.mktemp(name)
+        write_chat(folder / "chat.jsonl", sums(16))
+        made[name] = write_model(folder / "model", "llama", **how)
+    return made
 
 
 def logits(model: Any) -> np.ndarray:
     return np.array(model(mx.array(TOKENS)).astype(mx.float32))
 
 
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize(("member", "kind"), PAIRS)
 def test_adapter_comes_through_the_way_out_and_back(
-    base: Path, tmp_path: Path, member: str
+    bases: dict[str, Path], tmp_path: Path, member: str, kind: str
 ) -> None:
+    base = bases[kind]
     chat, adapter = str(base.parent / "chat.jsonl"), tmp_path / "out"
     config = {"output": str(adapter / "adapters.safetensors"), "lr": 1e-2, "rank": 4}
     shared: dict[str, Any] = {**config, "quiet": True, "samples": 0, "targets": ("all",)}

@@ -13,7 +13,7 @@ import mlx.core as mx
 import safetensors
 
 from mlxtune.core.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
-from mlxtune.core.files import read_json
+from mlxtune.core.files import read_given_json
 from mlxtune.errors import ModelError, one_line
 
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
@@ -62,7 +62,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
     """
     path = weights.with_name(ADAPTER_CONFIG)
     try:
-        return read_json(path)
+        return read_given_json(path)
     except FileNotFoundError:
         raise ModelError(f"{path}: is missing: an adapter needs it beside its weights") from None
     except (OSError, ValueError) as error:

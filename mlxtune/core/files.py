@@ -90,6 +90,14 @@ def read_own(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read_given_json(path: Path) -> dict[str, Any]:
+    """Do what `read_json` does with a file that a person named, which may be a link to it.
+
+    Hugging Face's cache is made of links.
+    """
+    return read_json(Path(os.path.realpath(path)))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file that was written here.
 

@@ -66,6 +66,17 @@ def test_adapter_is_found_by_file_folder_and_run(
     assert find_adapter(str(checkpoints)) == find_adapter(str(tmp_path)) == best
 
 
+def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, adapter = trained
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        (tmp_path / name).symlink_to(adapter / name)
+    ours = load_adapted(load_base(model, "float32"), str(tmp_path))
+    theirs = load_adapted(load_base(model, "float32"), str(adapter))
+    np.testing.assert_array_equal(logits(ours.model), logits(theirs.model))
+
+
 def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no adapters\.safetensors: --adapter takes"):
         find_adapter(str(tmp_path))

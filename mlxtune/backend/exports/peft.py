@@ -28,7 +28,7 @@ from mlxtune.backend.exports.adapter import (
 )
 from mlxtune.backend.exports.names import folder_names, match, shortest_targets, weighted_modules
 from mlxtune.core.certificate import first
-from mlxtune.core.files import read_json, write_json
+from mlxtune.core.files import read_given_json, write_json
 from mlxtune.errors import ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"
@@ -150,7 +150,7 @@ def base_of(folder: Path) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = read_json(path)
+        config = read_given_json(path)
     except FileNotFoundError:
         raise ModelError(f"{path}: is missing: PEFT's weights need it beside them") from None
     except (OSError, ValueError) as error:
