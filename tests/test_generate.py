@@ -263,7 +263,8 @@ def read_until(terminal: int, pattern: bytes, seconds: float = 180) -> bytes:
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
 def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> None:
-    endless = ["--max-new-tokens", 10**6, "--temperature", 3]
+    # The seed is of an answer that goes on for long enough.
+    endless = ["--max-new-tokens", 10**6, "--temperature", 3, "--seed", 1]
     process, terminal = start_in_terminal("chat", "--model-path", DEMO, *endless, "--quiet")
     try:
         read_until(terminal, rb"> ")
@@ -286,6 +287,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
 def test_ctrl_c_ends_generate_with_130() -> None:
     command = [sys.executable, "-m", "mlxtune", "generate", "--model-path", str(DEMO)]
     endless = ["--prompt", "Hello", "--max-new-tokens", "1000000", "--temperature", "3"]
+    endless += ["--seed", "1"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, *endless], **pipes) as process:
         try:
