@@ -264,7 +264,7 @@ def test_good_run_is_plain_lines_on_stderr_when_piped(
     assert "\r" not in outcome.err
     stages = [line.split()[0] for line in outcome.err.splitlines() if not line.startswith(" ")]
     order = ["Memory", "Model", "LoRA", "Data", "Template", "Plan", "Validation", "Training"]
-    assert list(dict.fromkeys(stages)) == [*order, "Done", "Verdict", "Report", "Try"]
+    assert list(dict.fromkeys(stages)) == [*order, "Done", "Verdict", "Samples", "Report", "Try"]
     assert "step 2/2  loss " in outcome.err
     assert f"--model {model} --adapter-path {output.parent}" in outcome.err.splitlines()[-1]
 

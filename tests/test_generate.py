@@ -268,7 +268,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
     process, terminal = start_in_terminal("chat", "--model-path", DEMO, *endless, "--quiet")
     try:
         read_until(terminal, rb"> ")
-        process.send_signal(signal.SIGINT)  # with no answer under way
+        # With no answer under way; it is heard once the line is waited for.
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
         read_until(terminal, rb"Ctrl-D or /quit ends(.|\s)*> ")
         os.write(terminal, b"Hello\n")
         read_until(terminal, rb"Hello\s+(.|\s){3}")

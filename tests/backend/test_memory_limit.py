@@ -159,7 +159,7 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     # What other tests left in memory is in every peak.
     before = mx.get_active_memory()
     wide = pipeline.train_batch(EXAMPLES).memory - before
-    large = mx.zeros((50_000_000,), mx.uint8)
+    large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
     pipeline.micro_batch_tokens = 1
