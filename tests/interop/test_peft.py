@@ -115,7 +115,8 @@ def test_exported_and_imported_again_is_the_same_to_the_bit(
     ours, theirs = (
         json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, back)
     )
-    assert ours == theirs
+    # What is ours alone has no place in PEFT's config.
+    assert {name: said for name, said in ours.items() if name != "mlxtune"} == theirs
 
 
 def peft_made(model: Path, output: Path, **config: Any) -> tuple[Path, np.ndarray[Any, Any]]:
