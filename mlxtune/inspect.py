@@ -29,11 +29,13 @@ def inspect(config: InspectConfig) -> Inspection:
     from mlxtune.backend import model_folder
     from mlxtune.console import RunConsole
     from mlxtune.core.files import make_folder, write_file
-    from mlxtune.core.page import render_page
+    from mlxtune.core.inspect_page import PAGE, render_page
 
     folder = model_folder.find_folder(config.model_path, weights=False)
     written = [path for path in (config.html_path, config.dump_path) if path is not None]
     check_outputs(written, [*data_files(config), *folder.iterdir()], "--html or --dump")
+    if config.html_path is not None:
+        PAGE.check_replaceable(config.html_path, "--html")
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config, folder, console.on_encoding)
         dataset = load_dataset(config, reader)

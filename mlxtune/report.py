@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.errors import ConfigError, OutputError, printable
+from mlxtune.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from mlxtune.core.run_record import Run
@@ -153,24 +153,13 @@ def _default_target(runs: Sequence[Run]) -> Path:
     return runs[0].folder / REPORT if len(runs) == 1 else Path(COMPARISON)
 
 
-def _is_own(target: Path) -> bool:
-    """Tell whether a file is a page of this kind, or empty."""
-    from mlxtune.core.run_page import GENERATOR
-
-    with target.open(encoding="utf-8", errors="replace") as file:
-        start = file.read(4096)
-    return not start or GENERATOR in start
-
-
 def _write(runs: Sequence[Run], target: Path) -> None:
     """Write the page; it replaces none but one of its own kind, least of all an adapter."""
-    from mlxtune.core.files import as_output_error, make_folder, write_file
-    from mlxtune.core.run_page import render_runs
+    from mlxtune.core.files import make_folder, write_file
+    from mlxtune.core.run_page import PAGE, render_runs
     from mlxtune.dataset import check_outputs
 
     check_outputs([target], [], "--html")
-    with as_output_error(target, "--html"):
-        if target.exists() and not _is_own(target):
-            raise OutputError(f"{target}: is no page of mlxtune report: name another with --html")
+    PAGE.check_replaceable(target, "--html")
     make_folder(target.parent)
     write_file(target, [render_runs(runs).encode()])

@@ -171,6 +171,20 @@ def test_html_is_one_page_with_the_rows(inspect: Cli, tmp_path: Path) -> None:
         assert f"chat.jsonl:{row}" in text
 
 
+def test_html_replaces_a_page_of_its_own_and_nothing_else(
+    inspect: Cli, train: Cli, tmp_path: Path, output: Path
+) -> None:
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        assert inspect("--html", page).code == 0
+    assert train("--max-steps", 1).code == 0
+    for other in (output, output.parent / "checkpoints/report.html"):
+        before = other.read_bytes()
+        error = inspect("--html", other).error
+        assert error == f"{other}: is no page of mlxtune inspect: name another with --html"
+        assert other.read_bytes() == before
+
+
 def test_dump_is_one_line_for_each_example(inspect: Cli, chat: Path, tmp_path: Path) -> None:
     dump = tmp_path / "new" / "dump.jsonl"
     assert inspect("--dump", dump).code == 0

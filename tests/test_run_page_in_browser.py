@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,23 @@ import pytest
 
 from mlxtune.core.run_page import render_runs
 from mlxtune.core.run_record import read_run
+from tests.browser import browse, drive, needs_browser
 from tests.core.test_run_page import HOSTILE, hostile
 from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.test_page_in_browser import BROWSER, NAMES, browse
 
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason=f"no browser: none of {', '.join(NAMES)} is installed"
-)
+pytestmark = needs_browser
 
-# Loads the pages in frames, does what a person would do, and writes down what they would see.
-DRIVER = """<!doctype html><title>running</title><pre id="result"></pre><script>
-const seen = {};
-const frame = (width, name, hash) => new Promise((resolve) => {
-  const element = document.createElement("iframe");
-  element.style.cssText = `width:${width}px;height:900px;border:0`;
-  element.onload = () => resolve(element);
-  element.src = name + hash;
-  document.body.append(element);
-});
-const colour = (element, name) => getComputedStyle(element)[name];
-const point = (view, plot, x, y) => plot.dispatchEvent(new view.PointerEvent("pointermove",
-  { clientX: x, clientY: y, bubbles: true }));
-const told = (figure) => {
-  const tip = figure.querySelector(".tip");
-  return tip.hidden ? null : [tip.querySelector("b").textContent,
-    ...Array.from(tip.querySelectorAll("span"), (each) =>
-      each.querySelector("em").textContent + " = " + each.querySelector("strong").textContent)];
-};
-(async () => {
+# Does what a person would do with the pages.
+STEPS = """
+  const colour = (element, name) => getComputedStyle(element)[name];
+  const point = (view, plot, x, y) => plot.dispatchEvent(new view.PointerEvent("pointermove",
+    { clientX: x, clientY: y, bubbles: true }));
+  const told = (figure) => {
+    const tip = figure.querySelector(".tip");
+    return tip.hidden ? null : [tip.querySelector("b").textContent,
+      ...Array.from(tip.querySelectorAll("span"), (each) =>
+        each.querySelector("em").textContent + " = " + each.querySelector("strong").textContent)];
+  };
   for (const theme of ["light", "dark"]) for (const width of [390, 1280]) {
     for (const name of ["one.html", "several.html", "many.html", "hostile.html", "bare.html"]) {
       const view = (await frame(width, name, "#theme=" + theme)).contentWindow;
@@ -96,9 +84,7 @@ const told = (figure) => {
   seen.without = [drawn(), ask()];
   compared.querySelector("#runs input[value='1']").click();
   seen.again = [drawn(), ask()];
-  document.getElementById("result").textContent = JSON.stringify(seen);
-})().catch((error) => { document.getElementById("result").textContent = JSON.stringify({ error: String(error) + error.stack }); });
-</script>"""  # noqa: E501
+"""  # noqa: E501
 
 
 def write_pages(folder: Path) -> None:
@@ -135,21 +121,12 @@ def write_pages(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     write_pages(folder)
-    (folder / "driver.html").write_text(DRIVER, "utf-8")
     return folder
 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Any]:
-    """What the driver saw, having checked that no page said or asked for anything."""
-    visit = browse(folder, "driver.html")
-    assert visit.said == []
-    assert not [each for each in visit.requested if not each.startswith(("file:", "chrome", "data"))
-                and "googleapis" not in each and "google.com" not in each]  # fmt: skip
-    text = visit.dom.partition('<pre id="result">')[2].partition("</pre>")[0]
-    found: dict[str, Any] = json.loads(html.unescape(text))
-    assert "error" not in found, found
-    return found
+    return drive(folder, STEPS)
 
 
 def test_page_never_scrolls_sideways_and_no_label_leaves_its_chart(seen: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """What `mlxtune inspect` shows of the data: numbers, findings, and rows as the model sees them.
 
-Nothing here prints: core/page.py makes a page of it, inspect_console.py lines for a terminal.
+Nothing here prints: core/inspect_page.py makes a page, inspect_console.py lines for a terminal.
 """
 
 from __future__ import annotations

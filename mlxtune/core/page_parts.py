@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from html import escape as escape_html
-from importlib import resources
-from string import Template
 from typing import Any
 
 from mlxtune.core import visible
 from mlxtune.core.report import count
 
 
-def fill(name: str, style: Sequence[str], script: str, **parts: str) -> str:
-    """Return a page from its files here, which encodes to UTF-8.
-
-    Its only script and style, the files that are named, are allowed by their hash.
-    """
-    folder = resources.files(__package__)
-
-    def read(file: str) -> str:
-        return folder.joinpath(file).read_text("utf-8")
-
-    styles, scripts = "".join(map(read, style)), read(script)
-    return Template(read(name)).substitute(
-        style=styles,
-        style_hash=_hash(styles),
-        script=scripts,
-        script_hash=_hash(scripts),
-        **parts,
-    )
-
-
-def _hash(content: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-
 def html_text(text: object) -> str:
     """Return a text as HTML, in which nothing stays invisible and nothing acts."""
     return escape_html(visible.escape(str(text)))
+
+
+def section(name: str, title: str, body: str) -> str:
+    """Return a section with its heading."""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title">'
+        f'<h2 id="{name}-title">{title}</h2>{body}</section>'
+    )
 
 
 def percent(part: float, whole: float) -> str:

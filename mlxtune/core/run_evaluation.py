@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxtune.core.page_parts import html_text
+from mlxtune.core.page_parts import html_text, section
 from mlxtune.core.report import count
 from mlxtune.core.run_record import Run, mapping, number, objects, text, whole
-from mlxtune.core.run_sections import note, section, table
+from mlxtune.core.run_sections import note, table
 from mlxtune.core.run_summary import loss_text, samples_of
 
 # Of a text, so many characters are shown; of samples so many, and so many without unfolding.

@@ -1,23 +1,7 @@
 (() => {
-  "use strict";
-  const root = document.documentElement;
   const SVG = "http://www.w3.org/2000/svg";
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const hidden = new Set();
-
-  // Theme, as on the page of inspect.
-  const button = document.getElementById("theme");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const setTheme = (theme) => {
-    if (theme === "dark" || theme === "light") root.dataset.theme = theme;
-    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
-    button.textContent = isDark ? "Light" : "Dark";
-    button.setAttribute("aria-label", "Switch to the " + (isDark ? "light" : "dark") + " theme");
-  };
-  button.addEventListener("click", () => setTheme(button.textContent.toLowerCase()));
-  dark.addEventListener("change", () => setTheme());
-  button.hidden = false;
-  setTheme(new URLSearchParams(location.hash.slice(1)).get("theme"));
 
   const say = (value) => {
     if (value === 0) return "0";

@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from mlxtune.core.charts import Drawing, draw
-from mlxtune.core.page_parts import figure_list, fill, html_text
+from mlxtune.core.page import Kind
+from mlxtune.core.page_parts import figure_list, html_text, section
 from mlxtune.core.report import count, duration, memory
 from mlxtune.core.run_charts import charts_of, comparison_charts, style_of
 from mlxtune.core.run_evaluation import evaluation_section, verdict_of
@@ -20,7 +21,6 @@ from mlxtune.core.run_sections import (
     options_section,
     origin_section,
     plan_section,
-    section,
     skipped_section,
     table,
 )
@@ -32,8 +32,14 @@ from mlxtune.core.run_summary import (
     summarize,
 )
 
-# Says of a page that it may be written anew.
-GENERATOR = '<meta name="generator" content="mlxtune report">'
+PAGE = Kind(
+    command="report",
+    start="loss",
+    icon="<path d='M1.5 2.5C4 11 8 12.5 14.5 13' fill='none' stroke='#1f8a5b' "
+    "stroke-width='2.5' stroke-linecap='round'/>",
+    styles=("run_page.css",),
+    script="run_page.js",
+)
 
 
 def render_runs(runs: Sequence[Run]) -> str:
@@ -48,9 +54,9 @@ def _page(parts: dict[str, Any]) -> str:
     drawings: list[Drawing] = parts.pop("drawings")
     data = json.dumps([each.data for each in drawings], separators=(",", ":"), allow_nan=False)
     # In a script element, only `<` could end it.
-    parts["data"] = data.replace("<", "\\u003c")
-    parts["nav"] = "".join(f'<a href="#{name}">{title}</a>' for name, title in parts.pop("links"))
-    return fill("run_page.html", ("page.css", "run_page.css"), "run_page.js", **parts)
+    escaped = data.replace("<", "\\u003c")
+    parts["main"] += f'\n<script type="application/json" id="charts">{escaped}</script>'
+    return PAGE.render(**parts)
 
 
 # One run
@@ -76,10 +82,10 @@ def _one(run: Run, summary: RunSummary) -> dict[str, Any]:
         *[("data", "Data"), ("options", "Options"), ("origin", "Origin")],
     ]
     return {
-        "title": html_text(f"{summary.name} · mlxtune report"),
+        "title": html_text(summary.name),
         "header": _header(run, summary),
         "links": links,
-        "sections": "".join(sections),
+        "main": "".join(sections),
         "drawings": drawings,
     }
 
@@ -209,7 +215,7 @@ def _several(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> dict[str, 
         section("course", "How they went", _grid(course)),
     ]
     return {
-        "title": html_text(f"{len(runs)} runs · mlxtune report"),
+        "title": f"{len(runs)} runs",
         "header": f"<h1>{_unbroken(comparison_headline(summaries))}</h1>"
         + _comparable(runs)
         + _problems(summaries)
@@ -218,7 +224,7 @@ def _several(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> dict[str, 
             *[("results", "Results"), ("differences", "Options that differ")],
             *[("loss", "Loss"), ("course", "How they went")],
         ],
-        "sections": "".join(sections),
+        "main": "".join(sections),
         "drawings": drawings,
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxtune.core.charts import draw_bars
-from mlxtune.core.page_parts import html_text, ledger_article
+from mlxtune.core.page_parts import html_text, ledger_article, section
 from mlxtune.core.report import count, duration, memory
 from mlxtune.core.run_charts import planned_shares
 from mlxtune.core.run_record import Run, mapping, number, text, whole
@@ -20,14 +20,6 @@ from mlxtune.core.run_summary import (
 _GB = 1e9
 # Of skipped steps and of epochs, so many are shown.
 _MOST_SKIPPED, _MOST_EPOCHS = 100, 200
-
-
-def section(name: str, title: str, body: str) -> str:
-    """Return a section with its heading."""
-    return (
-        f'<section id="{name}" aria-labelledby="{name}-title">'
-        f'<h2 id="{name}-title">{title}</h2>{body}</section>'
-    )
 
 
 def table(

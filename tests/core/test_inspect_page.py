@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.core.inspect_page import render_page
 from mlxtune.core.inspection import Piece
-from mlxtune.core.page import render_page
 from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, example, with_text
 
 VOID = {"meta", "link", "input", "rect"}

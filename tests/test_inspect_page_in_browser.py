@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import html
-import json
 import re
-import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxtune.core.inspect_page import render_page
 from mlxtune.core.inspection import Inspection
-from mlxtune.core.page import render_page
+from tests.browser import browse, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-APPLICATIONS = ("Google Chrome", "Chromium")
-
-# Loads the page in frames, does what a person would do, and writes down what they would see.
-DRIVER = """<!doctype html><title>running</title><pre id="result"></pre><script>
-const seen = {};
-const frame = (width, name, hash) => new Promise((resolve) => {
-  const element = document.createElement("iframe");
-  element.style.cssText = `width:${width}px;height:900px;border:0`;
-  element.onload = () => resolve(element);
-  element.src = name + hash;
-  document.body.append(element);
-});
-const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-const shown = (page) => page.querySelectorAll("article.example:not([hidden])").length;
-const count = (page) => page.getElementById("count").value;
-const ground = (page) => getComputedStyle(page.body).backgroundColor;
-(async () => {
+# Does what a person would do with the page.
+STEPS = """
+  const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+  const shown = (page) => page.querySelectorAll("article.example:not([hidden])").length;
+  const count = (page) => page.getElementById("count").value;
+  const ground = (page) => getComputedStyle(page.body).backgroundColor;
   for (const width of [320, 375, 1280]) for (const name of ["page.html", "hostile.html"]) {
     const page = (await frame(width, name, "")).contentDocument.documentElement;
     seen[`overflow ${name} ${width}`] = page.scrollWidth - width;
@@ -83,91 +66,30 @@ const ground = (page) => getComputedStyle(page.body).backgroundColor;
   const token = page.querySelector("#e0 b.s i");
   token.dispatchEvent(new view.MouseEvent("mouseover", { bubbles: true }));
   seen.token = token.title;
-  document.getElementById("result").textContent = JSON.stringify(seen);
-})().catch((error) => { document.getElementById("result").textContent = JSON.stringify({ error: String(error) }); });
-</script>"""  # noqa: E501
+"""
 
 CONTROL = """<img src="http://evil.example/x.png"><script>console.log("spoken"); throw 1</script>"""
 
-
-def find_browser() -> str | None:
-    applications = [f"/Applications/{name}.app/Contents/MacOS/{name}" for name in APPLICATIONS]
-    return next(filter(None, map(shutil.which, [*NAMES, *applications])), None)
-
-
-BROWSER = find_browser()
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason=f"no browser: none of {', '.join(NAMES)} is installed"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """What became of a page: its elements at the end, what it said, what it asked for."""
-
-    dom: str
-    said: list[str]
-    requested: set[str]
-
-
-Visitor = Callable[[str], Visit]
-
-
-def browse(folder: Path, address: str) -> Visit:
-    """Open an address of the folder and return what became of it."""
-    net_log = folder / "net.json"
-    process = subprocess.run(
-        [
-            *(str(BROWSER), "--headless=new", "--hide-scrollbars", "--no-sandbox", "--disable-gpu"),
-            *("--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
-            *("--disable-component-update", "--disable-extensions", "--disable-sync"),
-            # Nothing leaves the machine, neither of a page nor of the browser itself.
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            *(
-                "--enable-logging=stderr",
-                f"--log-net-log={net_log}",
-                "--allow-file-access-from-files",
-            ),
-            *(f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=8000"),
-            *("--dump-dom", f"file://{folder}/{address}"),
-        ],
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
-    said = [
-        line
-        for line in process.stderr.decode("utf-8", "replace").splitlines()
-        if ":CONSOLE" in line
-    ]
-    requested = set(re.findall(r'"url":"([^"]*)"', net_log.read_text("utf-8", "replace")))
-    return Visit(process.stdout.decode("utf-8"), said, requested)
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def visit(tmp_path_factory: pytest.TempPathFactory) -> Visitor:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     pages: dict[str, Inspection] = {"page": INSPECTION, "hostile": with_text(HOSTILE)}
     for name, inspection in pages.items():
         (folder / f"{name}.html").write_text(render_page(inspection), "utf-8", newline="")
-    (folder / "driver.html").write_text(DRIVER, "utf-8")
     (folder / "control.html").write_text(CONTROL, "utf-8")
-    return lambda address: browse(folder, address)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def seen(visit: Visitor) -> dict[str, Any]:
-    """What the driver saw."""
-    driven = visit("driver.html")
-    assert driven.said == []
-    text = driven.dom.partition('<pre id="result">')[2].partition("</pre>")[0]
-    found: dict[str, Any] = json.loads(html.unescape(text))
-    assert "error" not in found
-    return found
+def seen(folder: Path) -> dict[str, Any]:
+    return drive(folder, STEPS)
 
 
-def test_address_with_a_search_opens_the_filtered_page(visit: Visitor) -> None:
-    page = visit("page.html#q=half%20past")
+def test_address_with_a_search_opens_the_filtered_page(folder: Path) -> None:
+    page = browse(folder, "page.html#q=half%20past")
     hidden = re.findall(r'<article class="example" id="e(\d)"[^>]* hidden=""', page.dom)
 
     assert hidden == ["1", "2", "3", "4", "5", "6"]
@@ -175,8 +97,8 @@ def test_address_with_a_search_opens_the_filtered_page(visit: Visitor) -> None:
     assert page.said == []
 
 
-def test_hostile_data_neither_runs_nor_loads_nor_speaks(visit: Visitor) -> None:
-    page = visit("hostile.html#q=" + "</script><img src=x onerror=alert(1)>")
+def test_hostile_data_neither_runs_nor_loads_nor_speaks(folder: Path) -> None:
+    page = browse(folder, "hostile.html#q=" + "</script><img src=x onerror=alert(1)>")
 
     assert "<title>owned" not in page.dom
     assert not re.search(r"<(img|iframe|object|embed|form action)", page.dom)
@@ -184,7 +106,7 @@ def test_hostile_data_neither_runs_nor_loads_nor_speaks(visit: Visitor) -> None:
     assert page.said == []
     assert not [address for address in page.requested if "evil" in address]
     # So would it look if it had loaded something.
-    control = visit("control.html")
+    control = browse(folder, "control.html")
     assert [address for address in control.requested if "evil.example" in address]
     assert len(control.said) == 2
 
