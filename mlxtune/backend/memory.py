@@ -40,7 +40,7 @@ class MemoryLimits:
         capped = ""
         if self.recommended is not None:
             capped = f", of {self.recommended / GB:.1f} GB that the device recommends"
-        metal = "" if mx.metal.is_available() else "; no Metal here, MLX's own limits only"
+        metal = "; no Metal here, MLX's own limits only" if on_cpu() else ""
         cache = f", cache {self.cache / GB:.1f} GB" if self.cache else ""
         return f"limit {self.memory / GB:.1f} GB{cache}{capped} ({self.device}{metal})"
 

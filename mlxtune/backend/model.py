@@ -68,31 +68,12 @@ class BaseModel:
         )
 
 
-def load_base(
-    folder: Path,
-    dtype: str,
-    *,
-    trust_remote_code: bool = False,
-    quantize: str | None = None,
-    double_quant: bool = False,
-    quantized_compute: str = "auto",
-) -> BaseModel:
-    """Load a model's weights in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
-
-    Quantised weights stay as they are; what is computed with them is in the dtype. With `quantize`,
-    a format of --quantize, those of a full-precision model are quantised one by one as they are
-    read; `double_quant` goes with nf4. `quantized_compute` is that of `compute_quantized`.
+def load_base(folder: Path, dtype: str, **options: Any) -> BaseModel:
+    """Open a model, as `open_base` does with these options, and read its weights.
 
     Raises ModelError when the folder is incomplete or broken, or cannot be quantised.
     """
-    base = open_base(
-        folder,
-        dtype,
-        trust_remote_code=trust_remote_code,
-        quantize=quantize,
-        double_quant=double_quant,
-        quantized_compute=quantized_compute,
-    )
+    base = open_base(folder, dtype, **options)
     read_weights(base)
     return base
 
@@ -106,7 +87,12 @@ def open_base(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Return what `load_base` does, with shapes and dtypes known and no weights read yet.
+    """Return a model in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
+
+    Shapes and dtypes are known then, and no weights read yet. Quantised weights stay as they are;
+    what is computed with them is in the dtype. With `quantize`, a format of --quantize, those of a
+    full-precision model are quantised one by one as they are read; `double_quant` goes with nf4.
+    `quantized_compute` is that of `compute_quantized`.
 
     Raises ModelError when the folder is incomplete or broken, or cannot be quantised.
     """

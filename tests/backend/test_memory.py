@@ -33,6 +33,7 @@ def test_cache_is_for_devices_whose_allocator_keeps_none(
     limits = memory.find_limits(4)
     assert limits.cache == (0 if cpu else 500_000_000)
     assert ("cache 0.5 GB" in limits.describe()) == (not cpu)
+    assert ("no Metal" in limits.describe()) == cpu
 
 
 def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
