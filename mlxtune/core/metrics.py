@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import overload
 
@@ -153,6 +153,31 @@ class InstructEpochMetrics:
     learning_rate: float
     epoch_time_ms: int
     samples_per_sec: float
+
+    @classmethod
+    def of(
+        cls,
+        epoch: int,
+        history: Iterable[StepRecord],
+        *,
+        val_loss: float | None,
+        learning_rate: float,
+        epoch_time_ms: int,
+    ) -> InstructEpochMetrics:
+        """Return what the steps of an epoch, of all those given, came to."""
+        steps = [record for record in history if record.epoch == epoch]
+        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
+        seconds = sum(record.seconds for record in steps)
+        return cls(
+            epoch=epoch,
+            train_loss=train_loss,
+            train_perplexity=perplexity(train_loss),
+            val_loss=val_loss,
+            val_perplexity=None if val_loss is None else perplexity(val_loss),
+            learning_rate=learning_rate,
+            epoch_time_ms=epoch_time_ms,
+            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
+        )
 
 
 @dataclass

@@ -71,7 +71,8 @@ class RunPlan:
 
 def micro_batches_line(plan: MemoryPlan) -> str:
     """Return how steps will be run."""
-    line = f"micro-batches of up to {count(plan.way.micro_batch_tokens, 'token')}"
+    tokens = plan.way.micro_batch_tokens
+    line = f"micro-batches of {'one example' if tokens == 1 else f'up to {tokens:,} tokens'}"
     if plan.steps:
         line += f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_share:.1%} padding"
     kept = "computed again in the backward pass" if plan.way.recompute else "kept"

@@ -322,19 +322,12 @@ class InstructTrainer:
         return loss
 
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
-        epoch = math.ceil(self.progress.step / self.steps_per_epoch)
-        steps = [record for record in self.metrics.history if record.epoch == epoch]
-        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
-        training_seconds = sum(record.seconds for record in steps)
-        return InstructEpochMetrics(
-            epoch=epoch,
-            train_loss=train_loss,
-            train_perplexity=perplexity(train_loss),
+        return InstructEpochMetrics.of(
+            math.ceil(self.progress.step / self.steps_per_epoch),
+            self.metrics.history,
             val_loss=val_loss,
-            val_perplexity=None if val_loss is None else perplexity(val_loss),
             learning_rate=self._schedule(self.progress.step),
             epoch_time_ms=_milliseconds_since(self._epoch_started),
-            samples_per_sec=sum(record.rows for record in steps) / max(training_seconds, 1e-9),
         )
 
     def _write(self, record: Record) -> None:

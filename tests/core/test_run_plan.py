@@ -38,6 +38,8 @@ def test_way_and_peak_in_a_line_each() -> None:
     assert micro_batches_line(MEMORY) == (
         "micro-batches of up to 256 tokens, 2.1 a step with 3.0% padding; activations kept"
     )
+    alone = replace(MEMORY, way=Way(1))
+    assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
     again = replace(MEMORY, way=Way(256, recompute=True))
     assert "computed again" in micro_batches_line(again)
     assert peak_line(MEMORY) == "predicted peak memory 1.70 GB of 24.00 GB"
