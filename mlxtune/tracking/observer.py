@@ -94,6 +94,8 @@ class TrackingObserver(TrainingObserver):
             "train/tokens_per_second": tokens_per_second(record),
             "train/epoch": record.epoch,
         }
+        if record.memory:
+            values["train/memory_gb"] = record.memory / 1e9
         self._try(lambda: self._tracker.log(values, record.step))
 
     def on_validation(self, step: int, loss: float) -> None:

@@ -116,6 +116,7 @@ def test_tensorboard_shows_the_run_without_a_step_twice(
     }
     assert_series(found, expected(checkpoints))
     assert found["train/tokens_per_second"][-1][1] > 0
+    assert found["train/memory_gb"][-1][1] > 0
     result = json.loads((checkpoints / "result.json").read_text())
     assert found["result/best_val_loss"] == [
         (result["steps"], pytest.approx(result["best_val_loss"]))
