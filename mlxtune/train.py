@@ -175,6 +175,8 @@ def prepare(
 
     # Then what it takes: what does not fit is known before the weights are read.
     base = open_model(config, folder, console)
+    if config.init_adapter is not None and resume is None:
+        say_other_base(config.init_adapter, config, base, console)
     limit = memory.find_limits(config.memory_limit).memory
     work = work_of(config, first_steps(config, dataset), dataset)
     planned = choose_plan(config, base, work, limit)
@@ -239,6 +241,16 @@ def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
     if slow := model.slow_products(base):
         console.warn(slow)
     return base
+
+
+def say_other_base(adapter: str, config: TrainConfig, base: BaseModel, console: RunConsole) -> None:
+    """Warn where the adapter to go on from was trained on another base. Raises ModelError."""
+    from mlxtune.backend.adapter_files import find_adapter
+    from mlxtune.backend.trained_on import other_base
+
+    weights, trust = find_adapter(adapter, "--init-adapter"), config.trust_remote_code
+    if other := other_base(weights, base, trust_remote_code=trust):
+        console.warn(f"--init-adapter {other}")
 
 
 def load_model(base: BaseModel, console: RunConsole) -> None:

@@ -71,6 +71,7 @@ def adapter(home: Path, trained: dict[str, Path], request: pytest.FixtureRequest
                 output=str(trained[name] / "adapters.safetensors"),
                 targets=("all",),
                 lr=1e-2,
+                samples=0,
                 quiet=True,
                 dora=name in ("nf4", "mxfp4"),
                 **own,
@@ -112,6 +113,30 @@ def test_adapter_is_judged_on_the_base_it_was_trained_on(
     assert json.loads(plain.out)["base"]["loss"] != pytest.approx(found["base"]["loss"], rel=1e-4)
     # The end of the run has judged on the same base, if on fewer rows.
     assert abs(ending["base"]["loss"] - found["base"]["loss"]) < 0.5
+
+
+@pytest.mark.parametrize("adapter", ["nf4"], indirect=True)
+def test_going_on_with_another_base_is_said(
+    cli: Cli, home: Path, adapter: Path, tmp_path: Path
+) -> None:
+    def said(start: Path | None, run: str, *quantize: str) -> str:
+        asked = ["--model-path", home / "model", "--data", home / "chat.jsonl", "--samples", 0]
+        asked += ["--quiet", "--max-steps", 1, "--val-split", 0, "--lr-min", 0]
+        asked += ["--init-adapter", start] if start else []
+        outcome = cli("train", *asked, *quantize, "--output", tmp_path / run / "a.safetensors")
+        assert outcome.code == 0, outcome.err
+        return outcome.err
+
+    assert said(None, "plain") == ""
+    (tmp_path / "plain/a.safetensors").rename(tmp_path / "plain/adapters.safetensors")
+    assert said(adapter, "same", "--quantize", "nf4", "--double-quant") == ""
+    assert said(adapter, "other").endswith(
+        "was trained on the base quantised to nf4 with double quantisation: "
+        "give --quantize nf4 --double-quant to go on with that\n"
+    )
+    assert said(tmp_path / "plain", "quantised", "--quantize", "8").endswith(
+        "was trained on the base as it is: leave out --quantize to go on with that\n"
+    )
 
 
 @pytest.mark.parametrize("adapter", ["nf4"], indirect=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapter_files import read_said
+from mlxtune.backend.model import BaseModel, said_of
 from mlxtune.backend.model_folder import read_config
-from mlxtune.backend.quantize import FORMATS, NF4, already_quantized, parameters_of
+from mlxtune.backend.quantize import FORMATS, NF4, already_quantized, name_of, parameters_of
 from mlxtune.core.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ModelError
 
@@ -35,6 +36,22 @@ def trained_on(weights: Path, folder: Path, *, trust_remote_code: bool = False) 
             "name the full-precision model"
         )
     return {}
+
+
+def other_base(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
+    """Say that an adapter was trained on another base than this one; None where it was not."""
+    try:
+        trained = trained_on(weights, base.folder, trust_remote_code=trust_remote_code)
+    except ModelError as problem:
+        return str(problem)
+    if trained == said_of(base):
+        return None
+    on, remedy = "the base as it is", "leave out --quantize"
+    if trained:
+        on = f"the base quantised to {name_of(**trained)}"
+        double = " --double-quant" * trained["double_quant"]
+        remedy = f"give --quantize {trained['quantize']}{double}"
+    return f"{weights}: was trained on {on}: {remedy} to go on with that"
 
 
 def _is(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
