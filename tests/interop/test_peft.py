@@ -86,6 +86,26 @@ def test_fused_folder_gives_the_trained_models_logits_in_transformers(
     np.testing.assert_allclose(fused, trained_logits(model, adapter), rtol=0, atol=1e-4)
 
 
+FAMILY: dict[str, dict[str, Any]] = {
+    "dora": {"dora": True},
+    "pissa": {"init": "pissa"},
+    "ranks": {"rslora": True, "target_rank": ("q_proj=2", "down_proj=6")},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_lora_of_each_kind_leaves_as_it_was_trained(llama: Path, tmp_path: Path, kind: str) -> None:
+    adapter = train_on(llama, tmp_path / "out", **FAMILY[kind])
+    expected = trained_logits(llama, adapter)
+    with_peft = peft.PeftModel.from_pretrained(
+        base_of(llama), exported(llama, adapter, tmp_path / "peft")
+    )
+    np.testing.assert_allclose(torch_logits(with_peft), expected, rtol=0, atol=1e-4)
+    fuse(FuseConfig(adapter=str(adapter), output=str(tmp_path / "fused"), quiet=True))
+    fused = torch_logits(base_of(tmp_path / "fused"))
+    np.testing.assert_allclose(fused, expected, rtol=0, atol=1e-4)
+
+
 def test_adapter_of_the_last_layers_has_no_others_in_peft(llama: Path, tmp_path: Path) -> None:
     adapter = train_on(llama, tmp_path / "out", num_layers=2, targets=("q_proj", "down_proj"))
     output = exported(llama, adapter, tmp_path / "peft")
