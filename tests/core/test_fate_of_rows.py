@@ -84,6 +84,25 @@ def trained_turns(conversation: Conversation, turns: str, first_has_prompt: bool
     ]
 
 
+def without_unasked(
+    conversation: Conversation, chosen: list[int], runs: int, told: Mapping[str, list[str]]
+) -> list[int]:
+    """Return the turns that are trained on, where some that nobody asked for cannot be written.
+
+    It is told that there are such turns. They have a tool call, which not every template shows.
+    """
+    missing = len(chosen) - runs
+    assert missing == 0 or told[notes.NO_PROMPT]
+    unasked = [
+        position
+        for position in chosen[:-1]
+        if not {m.role for m in conversation.messages[:position]} & {"user", "tool"}
+        and conversation.messages[position].tool_calls
+    ]
+    assert missing in (0, len(unasked))
+    return [position for position in chosen if not missing or position not in unasked]
+
+
 def check_turn(message: Message, position: int, answer: str, told: Mapping[str, list[str]]) -> None:
     """The answer is this message's, all of it, up to the end of its turn."""
     assert owners(answer) <= {position}, "of another message"
@@ -109,7 +128,7 @@ def check_conversation(
     told: Mapping[str, list[str]],
 ) -> None:
     runs = [run for example in examples for run in runs_of(example)]
-    assert len(runs) == len(chosen)
+    chosen = without_unasked(conversation, chosen, len(runs), told)
     for position, (before, run) in zip(chosen, runs, strict=True):
         text = tokenizer.decode(before)
         check_turn(conversation.messages[position], position, tokenizer.decode(run), told)
