@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,15 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return read
     raise AssertionError(f"{text!r} was never said:\n{read}")
+
+
+def read_terminal(terminal: int) -> Iterator[str]:
+    """Yield what a terminal was told, until its other end is closed."""
+    while True:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # how Linux says that the other end was closed
+            return
+        if not chunk:
+            return
+        yield chunk.decode(errors="replace")

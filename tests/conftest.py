@@ -5,6 +5,7 @@ Nothing here imports mlx before a test asks for a model.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -26,6 +27,12 @@ from tests.models import sums, write_chat, write_model  # noqa: E402
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+def pytest_collection_finish() -> None:
+    """Have later collections of garbage, which models are let go by, look at nothing until here."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,7 +23,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig:
     output = str(folder / "adapters.safetensors")
-    return TrainConfig(str(model), str(chat), output=output, quiet=True, epochs=2, **options)
+    options = {"output": output, "quiet": True, "epochs": 2, "samples": 0, **options}
+    return TrainConfig(str(model), str(chat), **options)
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,9 @@ from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.trainer import InstructTrainer
 from mlxtune.dataset import Reader, load_dataset
 from mlxtune.errors import MlxTuneError
-from tests.command import Cli, Outcome, finish, read_until, start
+from tests.command import Cli, Outcome, finish, read_terminal, read_until, start
 from tests.core.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat
-from tests.test_cli import read_terminal
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "bench.md"
 

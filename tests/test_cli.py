@@ -8,7 +8,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from mlxtune.checked import flag
 from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
-from tests.command import Cli, Outcome, files_in, finish, start
+from tests.command import Cli, Outcome, files_in, finish, read_terminal, start
 
 
 @pytest.fixture
@@ -321,17 +321,6 @@ def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path, column
     assert re.search(r"step \d+/12 ", shown)
     assert "loss " in shown
     assert "\x1b[2K" in shown  # the bar is drawn over itself, and wiped in the end
-
-
-def read_terminal(terminal: int) -> Iterator[str]:
-    while True:
-        try:
-            chunk = os.read(terminal, 4096)
-        except OSError:  # how Linux says that the other end was closed
-            return
-        if not chunk:
-            return
-        yield chunk.decode(errors="replace")
 
 
 # --debug

@@ -40,8 +40,8 @@ def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained_on(model: Path, output: Path, **options: object) -> Path:
     rows = write_chat(output / "chat.jsonl", sums(20))
     adapter = output / "adapters.safetensors"
-    settings = {"targets": ("all",), "lr": 1e-2, "alpha": 11.0, "quiet": True, **options}
-    train(TrainConfig(str(model), (str(rows),), output=str(adapter), **settings))  # type: ignore[arg-type]
+    settings = {"targets": ("all",), "lr": 1e-2, "alpha": 11.0, "samples": 0, "quiet": True}
+    train(TrainConfig(str(model), (str(rows),), output=str(adapter), **settings | options))  # type: ignore[arg-type]
     return output
 
 

@@ -29,7 +29,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig:
     output = str(folder / "adapters.safetensors")
-    given = {"lr": 1e-2, "rank": 4, "dropout": 0.1, "quiet": True, "save_steps": 2, **options}
+    given = {"lr": 1e-2, "rank": 4, "dropout": 0.1, "quiet": True, "samples": 0}
+    given |= {"save_steps": 2, **options}
     return TrainConfig(str(model), str(chat), output=output, **given)
 
 

@@ -200,7 +200,7 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
     monkeypatch.setattr(recipe, "trackers_of", trackers_of)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = str(tmp_path / "out/adapters.safetensors")
-    options: dict[str, Any] = {"output": output, "quiet": True, "track": "wandb"}
+    options: dict[str, Any] = {"output": output, "quiet": True, "samples": 0, "track": "wandb"}
     train(TrainConfig(str(model), str(chat), profile_interval=1, **options))
     assert verify(tmp_path / "out", replay=True).ok
     assert asked == [(("wandb",), 1), ((), 0)]

@@ -38,7 +38,7 @@ def gibberish(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig:
-    defaults = {"epochs": EPOCHS, "lr": 1e-2, "targets": ("all",), "quiet": True}
+    defaults = {"epochs": EPOCHS, "lr": 1e-2, "targets": ("all",), "quiet": True, "samples": 0}
     output = {"output": str(folder / ADAPTER)}
     return TrainConfig(str(model), str(chat), **{**output, **defaults, **options})
 

@@ -21,9 +21,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig:
     output = str(folder / "adapters.safetensors")
-    return TrainConfig(
-        str(model), str(chat), **{"output": output, "epochs": 2, "lr": 1e-2, **options}
-    )
+    given = {"output": output, "epochs": 2, "lr": 1e-2, "samples": 0, **options}
+    return TrainConfig(str(model), str(chat), **given)
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

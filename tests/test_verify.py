@@ -23,7 +23,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     chat = write_chat(folder / "chat.jsonl", sums(20))
     output = str(folder / "out" / "adapters.safetensors")
     options: dict[str, Any] = {"epochs": 2, "lr": 1e-2, "dropout": 0.1, "save_steps": 3}
-    train(TrainConfig(str(model), str(chat), output=output, quiet=True, **options))
+    train(TrainConfig(str(model), str(chat), output=output, samples=0, quiet=True, **options))
     return folder / "out"
 
 

@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     model = write_model(folder / "model", "qwen3")
     rows = write_chat(folder / "chat.jsonl", sums(20))
     output = folder / "out" / "adapters.safetensors"
-    train(TrainConfig(str(model), str(rows), output=str(output), lr=1e-2, quiet=True))
+    train(TrainConfig(str(model), str(rows), output=str(output), lr=1e-2, samples=0, quiet=True))
     return model, output.parent
 
 

@@ -17,7 +17,7 @@ from mlxtune import TrainConfig, TrainResult, train
 from mlxtune.core.batch import split_rows
 
 VAL_ROWS = 16
-FLAGS = f"--lr 1e-2 --targets all --max-steps 16 --val-rows {VAL_ROWS} --quiet".split()
+FLAGS = f"--lr 1e-2 --targets all --max-steps 16 --val-rows {VAL_ROWS} --samples 0 --quiet".split()
 
 
 def config(shared: Path, folder: Path) -> TrainConfig:
@@ -29,6 +29,7 @@ def config(shared: Path, folder: Path) -> TrainConfig:
         targets=("all",),
         max_steps=16,
         val_rows=VAL_ROWS,
+        samples=0,
         quiet=True,
     )
 

@@ -41,7 +41,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     rows = write_chat(folder / "chat.jsonl", sums(20))
     output = str(folder / "out" / "adapters.safetensors")
-    options = {"lr": 1e-2, "targets": ("all",), "val_split": 0.0, "quiet": True}
+    options = {"lr": 1e-2, "targets": ("all",), "val_split": 0.0, "samples": 0, "quiet": True}
     train(TrainConfig(str(model_folder("qwen3")), str(rows), output=output, **options))  # type: ignore[arg-type]
     return folder / "out"
 

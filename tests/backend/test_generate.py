@@ -83,7 +83,7 @@ def test_adapted_answer_is_that_of_mlx_lm_with_the_adapter(tmp_path: Path) -> No
     model = write_model(tmp_path / "model", "qwen3")
     rows = write_chat(tmp_path / "chat.jsonl", sums(20))
     output = tmp_path / "out" / "adapters.safetensors"
-    options: dict[str, Any] = {"lr": 1e-2, "targets": ("all",), "quiet": True}
+    options: dict[str, Any] = {"lr": 1e-2, "targets": ("all",), "samples": 0, "quiet": True}
     train(TrainConfig(str(model), str(rows), output=str(output), **options))
     theirs, tokenizer = load(str(model), adapter_path=str(output.parent))
     ids = tokenizer.encode("What is 3 + 21?")

@@ -58,10 +58,9 @@ def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
 def train_on(model: Path, output: Path, **options: Any) -> Path:
     """Train an adapter for a few steps, and return its folder."""
     rows = write_chat(output / "chat.jsonl", sums(20))
-    config = {"targets": ("all",), "lr": 2e-2, "rank": 4, "alpha": 6.0, "quiet": True, **options}
-    train(
-        TrainConfig(str(model), (str(rows),), output=str(output / "adapters.safetensors"), **config)
-    )
+    config = {"targets": ("all",), "lr": 2e-2, "rank": 4, "alpha": 6.0, "samples": 0, "quiet": True}
+    adapter = str(output / "adapters.safetensors")
+    train(TrainConfig(str(model), (str(rows),), output=adapter, **config | options))
     return output
 
 

@@ -30,7 +30,8 @@ NAMES = {
 
 def trained(folder: Path, model: Path, **options: Any) -> Path:
     rows = write_chat(folder / "chat.jsonl", sums(20))
-    settings = {"rank": 4, "alpha": 6.0, "lr": 1e-2, "targets": ("all",), "quiet": True, **options}
+    settings = {"rank": 4, "alpha": 6.0, "lr": 1e-2, "targets": ("all",), "quiet": True}
+    settings |= {"samples": 0, **options}
     output = folder / "out" / "adapters.safetensors"
     train(TrainConfig(str(model), (str(rows),), output=str(output), **settings))
     return output.parent
