@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.dequantized import product
+from mlxtune.backend.dequantized import DequantizedLinear
 
 BLOCK = 64
 # Scales that share one of their own, where they are quantised too.
@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 20
 Floats = npt.NDArray[np.float32]
 
 
-class NF4Linear(nn.QuantizedLinear):
+class NF4Linear(DequantizedLinear):
     """A frozen linear layer in NF4: x times the transpose of its weight, unpacked for each product.
 
     `weight` is uint32 (out, in / 8), whose bytes hold two codes each, the first in the high half;
@@ -51,10 +51,6 @@ class NF4Linear(nn.QuantizedLinear):
         if "bias" in linear:
             self.bias = linear.bias
         self.freeze()
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = product(x, self)
-        return y + self["bias"] if "bias" in self else y
 
     def unpacked(
         self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
