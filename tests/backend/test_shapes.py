@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.forward import Execution
 from mlxtune.backend.lora import apply_lora
-from mlxtune.backend.model import load_base, open_base, read_weights
+from mlxtune.backend.model import BaseModel, load_base, open_base, read_weights
 from mlxtune.backend.pipeline import InstructPipeline
 from mlxtune.backend.quantize import FORMATS
 from mlxtune.backend.shapes import model_shapes, way_of
@@ -107,6 +107,26 @@ def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
     ]
 
 
+def check_peak(
+    base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
+) -> None:
+    """Take a step with a model that was opened; its peak is about as predicted."""
+    shapes = model_shapes(base, config, kernels=how.cpu_kernels)
+    gc.collect()  # what earlier tests left
+    elsewhere = mx.get_active_memory()
+    read_weights(base)
+    pipeline = InstructPipeline(base.model, config, micro_batch_tokens=10**6, how=how)
+    (group,) = [group for group, _ in pipeline.micro_batches(step)]
+    mx.clear_cache()
+    mx.reset_peak_memory()
+
+    pipeline.train_batch(step)
+
+    measured = mx.get_peak_memory() - elsewhere
+    predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
@@ -131,19 +151,7 @@ def test_predicted_peak_is_near_the_measured(
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE | model)
     base, config = open_base(folder, "float32"), InstructConfig(lora_rank=8, **lora)
     how = Execution(cpu_kernels=kernels, pack=kernels, recompute=recompute)
-    shapes = model_shapes(base, config, kernels=kernels)
-    gc.collect()  # what earlier tests left
-    elsewhere = mx.get_active_memory()
-    pipeline = InstructPipeline(base.model, config, micro_batch_tokens=10**6, how=how)
-    (group,) = [group for group, _ in pipeline.micro_batches(step)]
-    mx.clear_cache()
-    mx.reset_peak_memory()
-
-    pipeline.train_batch(step)
-
-    measured = mx.get_peak_memory() - elsewhere
-    predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
-    assert predicted == pytest.approx(measured, rel=0.15)
+    check_peak(base, config, how, step)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3_text"])
@@ -180,15 +188,4 @@ def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
     base = open_base(folder, "float32", quantize=quantize)
     config, step = InstructConfig(lora_rank=8, targets=("all",)), examples(4, 128)
     how = Execution(cpu_kernels=kernels, pack=kernels)
-    shapes = model_shapes(base, config, kernels=kernels)
-    gc.collect()
-    elsewhere = mx.get_active_memory()
-    read_weights(base)
-    pipeline = InstructPipeline(base.model, config, micro_batch_tokens=10**6, how=how)
-    (group,) = [group for group, _ in pipeline.micro_batches(step)]
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    pipeline.train_batch(step)
-    measured = mx.get_peak_memory() - elsewhere
-    predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
-    assert predicted == pytest.approx(measured, rel=0.15)
+    check_peak(base, config, how, step)
