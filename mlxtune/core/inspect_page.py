@@ -19,7 +19,6 @@ from mlxtune.core.visible import Stretch
 # Of a long example, the pieces at its two ends are in view and the others unfold.
 _HEAD, _TAIL = 400, 120
 
-
 PAGE = Kind(
     command="inspect",
     start="rows",
@@ -38,11 +37,11 @@ def render_page(inspection: Inspection) -> str:
         "cost": ("Cost of an epoch", _cost(inspection)),
         "rows": ("Rows as the model sees them", _rows(inspection)),
     }
-    links = {**{name: title for name, (title, _) in sections.items()}, "cost": "Cost"}
+    short = {"cost": "Cost", "rows": "Rows"}
     return PAGE.render(
         title=html_text(_file_names(inspection)),
         header=_header(inspection),
-        links=(links | {"rows": "Rows"}).items(),
+        links=[(name, short.get(name, title)) for name, (title, _) in sections.items()],
         main="\n".join(section(name, *said) for name, said in sections.items()),
     )
 
