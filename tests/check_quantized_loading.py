@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -31,12 +30,6 @@ SHAPE = {
 FORMATS = ("none", "4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4", "nf4+")
 
 
-def peak_rss() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def load(folder: str, name: str) -> dict[str, int]:
     """Load a model in this process; return bytes."""
     import mlxtune.backend  # noqa: F401, I001
@@ -44,6 +37,7 @@ def load(folder: str, name: str) -> dict[str, int]:
     from mlx.utils import tree_flatten
 
     from mlxtune.backend import memory, model
+    from mlxtune.backend.measure import peak_rss
 
     memory.set_limits(1e3)
     quantize = None if name == "none" else name.removesuffix("+")
