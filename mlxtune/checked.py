@@ -17,6 +17,9 @@ from typing import Any
 
 from mlxtune.errors import ConfigError
 
+# What is larger is no number of anything here, and beyond what is computed with.
+_LARGEST = 2**63
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -59,6 +62,8 @@ class Bounds:
         for limit, name, holds in limits:
             if limit is not None and not holds(value, limit):
                 return f"must be {name} {limit:g}, not {_shown(value)}"
+        if value >= _LARGEST and isinstance(value, int):
+            return "must be below 2^63, not such a large number"
         return None
 
 

@@ -141,7 +141,7 @@ SECTIONS: dict[str, dict[str, Bounds]] = {
         "dequantize": Bounds("Write plain weights where the base model's are quantised."),
     },
     "LoRA": {
-        "rank": Bounds("Rank of the LoRA matrices.", at_least=1),
+        "rank": Bounds("Rank of the LoRA matrices.", at_least=1, at_most=10**6),
         "alpha": Bounds("LoRA alpha; the update is scaled by alpha / rank.", above=0),
         "targets": Bounds(
             "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",

@@ -48,7 +48,7 @@ def test_reference_holds_every_command_option_and_name(maker: ModuleType) -> Non
             assert f"\n| `{flag(field.name)}` |" in text
     for name in mlxtune.__all__:
         assert f"\n### `{name}`\n" in text
-    assert "| `--rank` | whole number, at least 1 | `8` | Rank of the LoRA matrices. |" in text
+    assert "| `--epochs` | whole number, at least 1 | `1` | Passes over the training rows." in text
     assert "at 0x" not in text
 
 
