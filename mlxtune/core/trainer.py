@@ -176,10 +176,10 @@ class InstructTrainer:
             self._write_log()
             result = self._result(stopped_early)
             self._observer.on_result(result)
-        except NonFiniteLossError as error:
+        except (NonFiniteLossError, OutputError) as error:
             saved = self._saver.latest
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
-            raise NonFiniteLossError(f"{error}; {kept}") from error
+            raise type(error)(f"{error}; {kept}") from error
         finally:
             self._observer.on_end()
         return result
