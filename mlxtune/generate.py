@@ -92,14 +92,15 @@ def _asked(config: GenerateConfig) -> tuple[dict[str, Any], str]:
         where = "--prompt" if config.prompt is not None else _STDIN
         said = config.prompt if config.prompt is not None else _said()
         content = {"messages": [{"role": "user", "content": said}]}
-    if config.system is None:
-        return content, where
     messages = content.get("messages")
-    first = messages[0] if isinstance(messages, list) and messages else None
+    # What is no list is refused with a reason when the prompt is made of it.
+    if config.system is None or not isinstance(messages, list):
+        return content, where
+    first = messages[0] if messages else None
     if content.get("system") or (isinstance(first, dict) and first.get("role") == "system"):
         raise DataError(f"{where}: has a system message already: leave out --system")
     system = {"role": "system", "content": config.system}
-    return {**content, "messages": [system, *(messages or [])]}, where
+    return {**content, "messages": [system, *messages]}, where
 
 
 def _said() -> str:

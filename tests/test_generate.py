@@ -158,6 +158,16 @@ def test_second_system_message_is_refused(say: Any, tmp_path: Path) -> None:
     assert error == f"{path}: has a system message already: leave out --system"
 
 
+@pytest.mark.parametrize("messages", ["5", '"abc"', "null", "{}"])
+def test_messages_that_are_no_list_are_refused_beside_a_system_message_too(
+    say: Any, tmp_path: Path, messages: str
+) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(f'{{"messages": {messages}}}')
+    error = say("generate", "--messages", path, "--system", "c").error
+    assert error.startswith(f"{path}: 'messages' is not a list")
+
+
 def test_escape_codes_of_a_model_never_reach_the_terminal(
     say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
