@@ -121,3 +121,11 @@ def chat(tmp_path: Path) -> Path:
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     return tmp_path / "out" / "adapters.safetensors"
+
+
+@pytest.fixture
+def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the proofs on the way out look at fewer tokens; what they prove is tested otherwise."""
+    from mlxtune.backend import proof
+
+    monkeypatch.setattr(proof, "NEW_TOKENS", 8)

@@ -30,11 +30,7 @@ from tests.models import sums, write_chat, write_model
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 
 
-@pytest.fixture(autouse=True)
-def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxtune.backend import proof
-
-    monkeypatch.setattr(proof, "NEW_TOKENS", 8)
+pytestmark = pytest.mark.usefixtures("short_proofs")
 
 
 def trained_on(model: Path, output: Path, **options: object) -> Path:

@@ -36,11 +36,7 @@ CONVERTED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxtune.backend import proof
-
-    monkeypatch.setattr(proof, "NEW_TOKENS", 8)
+pytestmark = pytest.mark.usefixtures("short_proofs")
 
 
 @pytest.fixture(scope="module")

@@ -48,11 +48,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxtune.backend import proof
-
-    monkeypatch.setattr(proof, "NEW_TOKENS", 8)
+pytestmark = pytest.mark.usefixtures("short_proofs")
 
 
 # Each member, each base; the member that is unlike the others on those that are.

@@ -15,6 +15,8 @@ from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa
 from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("short_proofs")
+
 HEADS = {"q_proj": 4, "k_proj": 2}
 # As llama.cpp's convert_lora_to_gguf.py calls the projections of these models.
 NAMES = {
