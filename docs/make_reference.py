@@ -18,12 +18,12 @@ from typing import Any
 import click
 
 import mlxtune
-from mlxtune.checked import Bounds, Checked, field_types, flag
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.exit_codes import EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
-from mlxtune.core.run_files import RUN_FILES
-from mlxtune.options import SECTIONS
+from mlxtune.config.checked import Bounds, Checked, field_types, flag
+from mlxtune.config.options import SECTIONS
+from mlxtune.core.runs.run_files import RUN_FILES
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mlxtune.backend import forward, model, shapes  # isort: split
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
+from mlxtune.backend.model import loading
+from mlxtune.backend.step import forward, shapes
 from mlxtune.config import PlanConfig
-from mlxtune.core.memory_plan import least
-from mlxtune.core.memory_prediction import Load
+from mlxtune.core.steps.memory_plan import least
+from mlxtune.core.steps.memory_prediction import Load
 
 GUIDE = Path(__file__).with_name("guide.md")
 BEGIN, END = "<!-- memory: docs/memory_table.py -->", "<!-- end of memory -->"
@@ -144,7 +144,7 @@ def predicted(name: str, bits: int) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_headers(folder, MODELS[name], bits)
-        base = model.open_base(folder, "auto")
+        base = loading.open_base(folder, "auto")
         config = PlanConfig(model_path=scratch)
         how = forward.Execution(recompute=True, compile=True)
         way = shapes.way_of(how, base)

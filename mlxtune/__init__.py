@@ -16,21 +16,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
-from mlxtune.doctor import doctor
-from mlxtune.evaluate import evaluate
-from mlxtune.export import ExportResult, export
-from mlxtune.fuse import fuse
-from mlxtune.generate import generate
-from mlxtune.import_adapter import import_adapter
-from mlxtune.inspect import inspect
-from mlxtune.report import report
-from mlxtune.resume import resume
-from mlxtune.runs import runs
-from mlxtune.train import TrainResult, train
-from mlxtune.verify import verify
+from mlxtune.recipes.doctor import doctor
+from mlxtune.recipes.evaluate import evaluate
+from mlxtune.recipes.export import export
+from mlxtune.recipes.fuse import fuse
+from mlxtune.recipes.generate import generate
+from mlxtune.recipes.import_adapter import import_adapter
+from mlxtune.recipes.inspect import inspect
+from mlxtune.recipes.report import report
+from mlxtune.recipes.resume import resume
+from mlxtune.recipes.runs import runs
+from mlxtune.recipes.train import TrainResult, train
+from mlxtune.recipes.verify import verify
+from mlxtune.setup.proof import ExportResult
 
 if TYPE_CHECKING:
-    from mlxtune.backend.pipeline import InstructPipeline
+    from mlxtune.backend.step.pipeline import InstructPipeline
     from mlxtune.config import (
         EvalConfig,
         ExportConfig,
@@ -42,10 +43,11 @@ if TYPE_CHECKING:
         InstructTrainingConfig,
         TrainConfig,
     )
-    from mlxtune.core.encode import Example
-    from mlxtune.core.evaluation import Evaluation
-    from mlxtune.core.inspection import Inspection
-    from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+    from mlxtune.core.data.encode import Example
+    from mlxtune.core.data.inspection import Inspection
+    from mlxtune.core.training.evaluation import Evaluation
+    from mlxtune.core.training.metrics import InstructTrainResult
+    from mlxtune.core.training.trainer import InstructTrainer
     from mlxtune.errors import (
         ConfigError,
         DataError,
@@ -98,7 +100,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "mlxtune.backend.pipeline": ("InstructPipeline",),
+    "mlxtune.backend.step.pipeline": ("InstructPipeline",),
     "mlxtune.config": (
         "EvalConfig",
         "GenerateConfig",
@@ -110,10 +112,11 @@ _ROOMS = {
         "InstructTrainingConfig",
         "TrainConfig",
     ),
-    "mlxtune.core.encode": ("Example",),
-    "mlxtune.core.evaluation": ("Evaluation",),
-    "mlxtune.core.inspection": ("Inspection",),
-    "mlxtune.core.trainer": ("InstructTrainer", "InstructTrainResult"),
+    "mlxtune.core.data.encode": ("Example",),
+    "mlxtune.core.training.evaluation": ("Evaluation",),
+    "mlxtune.core.data.inspection": ("Inspection",),
+    "mlxtune.core.training.metrics": ("InstructTrainResult",),
+    "mlxtune.core.training.trainer": ("InstructTrainer",),
     "mlxtune.errors": (
         "ConfigError",
         "DataError",

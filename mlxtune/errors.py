@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_QUOTED = 60
+
 
 class MlxTuneError(Exception):
     """Base of all errors that a person can cause and mend."""
@@ -72,6 +74,11 @@ def printable(text: str) -> str:
     return "".join(
         c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def shorten(text: str) -> str:
+    """Quote text from a file for a message: bounded, and with control characters escaped."""
+    return repr(text if len(text) <= _QUOTED else text[:_QUOTED] + "…")
 
 
 def one_line(error: BaseException) -> str:

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlxtune.backend  # noqa: F401
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 DATA = SHARED / "chat" / "gsm8k_train.jsonl"
 MODEL = SHARED / "tokenizers" / "qwen3"
@@ -39,7 +39,7 @@ def compare_speed() -> None:
     from mlx_lm.utils import load_tokenizer
 
     from mlxtune.config import InspectConfig
-    from mlxtune.dataset import Reader
+    from mlxtune.setup.dataset import Reader
 
     tokenizer = load_tokenizer(MODEL)
     rows = [json.loads(line) for line in DATA.read_bytes().splitlines()]
@@ -95,7 +95,7 @@ def write_rows(path: Path, count: int) -> Path:
 def peak_gb(data: Path, folder: Path) -> float:
     """Return the peak resident memory of a run of three steps in a process of its own."""
     code = (
-        "from pathlib import Path; import resource, sys; from mlxtune.train import train; "
+        "from pathlib import Path; import resource, sys; from mlxtune.recipes.train import train; "
         "from mlxtune import TrainConfig; "
         f"train(TrainConfig(model_path={str(ROOT / 'data' / 'demo-qwen3')!r}, data={str(data)!r}, "
         f"output={str(folder / 'adapters.safetensors')!r}, no_cache=True, max_steps=3, "

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+from tests.paths import SHARED
 
 import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from transformers import AutoTokenizer
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 COMMON = {
     "model_type": "qwen3",
     "rms_norm_eps": 1e-6,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.forward import Execution
+from mlxtune.backend.step.forward import Execution
 from mlxtune.errors import ModelError
 from tests.backend.executions import fixed_step, fresh, gradients_of
 from tests.models import write_model

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.forward import Execution
+from mlxtune.backend.step.forward import Execution
 from tests.backend.executions import PLAIN, assert_same, computed, fixed_step, fresh, model_folder
 
 

@@ -30,13 +30,13 @@ import pytest
 
 from mlxtune import TrainConfig, train, verify
 from mlxtune import resume as resume_run
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig, InstructTrainingConfig
-from mlxtune.core.encode import Example
-from mlxtune.core.progress import same_but_for_times
-from mlxtune.core.run_folder import find_resumable
-from mlxtune.core.trainer import InstructTrainer
+from mlxtune.core.data.encode import Example
+from mlxtune.core.training.progress import same_but_for_times
+from mlxtune.core.training.run_folder import find_resumable
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
 from tests.check_kills import metrics_of
 from tests.faults import KINDS, Crash, FaultyDisk

@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
+
 GUIDE = ROOT / "docs" / "guide.md"
 # What a new environment is asked for, of ours: not what happens to lie around.
 _OURS = ("PYTHONPATH", "VIRTUAL_ENV")

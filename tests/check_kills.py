@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+from tests.paths import SHARED
+
 MODEL = SHARED / "models" / "stories260k"
 ROWS, EPOCHS = 24, 2
 # Many saves, to be killed in: each third step, and two at the end of each epoch.
@@ -145,7 +146,7 @@ def attempt(
 
 def has_checkpoint(folder: Path) -> bool:
     """Tell whether there is a checkpoint to resume."""
-    from mlxtune.core.checkpoint import checkpoint_folders
+    from mlxtune.core.training.checkpoint import checkpoint_folders
 
     return bool(checkpoint_folders(folder / "checkpoints"))
 
@@ -156,8 +157,7 @@ def prepared(scratch: Path, more: Sequence[str] = ()) -> Iterator[list[str]]:
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     rows = (SHARED / "chat" / "wikisql_train.jsonl").read_text().splitlines()[:ROWS]
     (scratch / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    import mlxtune.train  # noqa: F401
-    from mlxtune.backend import pipeline, tokenizer  # noqa: F401
+    import mlxtune.recipes.train  # noqa: F401
 
     rows_file = str(scratch / "rows.jsonl")
     yield ["train", "--model-path", str(MODEL), "--data", rows_file, *OPTIONS, *more]

@@ -36,17 +36,17 @@ def load(folder: str, name: str) -> dict[str, int]:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from mlxtune.backend import memory, model
-    from mlxtune.backend.measure import peak_rss
+    from mlxtune.backend.model import memory, loading
+    from mlxtune.backend.step.measure import peak_rss
 
     memory.set_limits(1e3)
     quantize = None if name == "none" else name.removesuffix("+")
     double = name.endswith("+")
-    base = model.open_base(Path(folder), "auto", quantize=quantize, double_quant=double)
+    base = loading.open_base(Path(folder), "auto", quantize=quantize, double_quant=double)
     weights = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
     before = peak_rss()
     mx.reset_peak_memory()
-    model.read_weights(base)
+    loading.read_weights(base)
     return {"weights": weights, "mlx": mx.get_peak_memory(), "resident": peak_rss() - before}
 
 

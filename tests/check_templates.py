@@ -16,11 +16,11 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.paths import ROOT, SHARED
+
+sys.path.insert(0, str(ROOT))
 
 from tests.backend.turns import compare, write_folders
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def main() -> int:

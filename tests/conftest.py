@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import SHARED
+
 # Where several processes test at once, the threads of each would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
@@ -24,9 +26,6 @@ pytest.register_assert_rewrite("tests.command", "tests.core.fake_pipeline")
 from mlxtune.cli import main  # noqa: E402
 from tests.command import ROWS, Cli, Outcome  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def pytest_collection_finish() -> None:
@@ -126,6 +125,6 @@ def output(tmp_path: Path) -> Path:
 @pytest.fixture
 def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the proofs on the way out look at fewer tokens; what they prove is tested otherwise."""
-    from mlxtune.backend import proof
+    from mlxtune.backend.adapters import proof
 
     monkeypatch.setattr(proof, "NEW_TOKENS", 8)

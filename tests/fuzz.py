@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz_cases import FOLDERS, Place, command, prepare, run_case
+from tests.paths import ROOT
 
 # What a case may take.
 MEMORY = 2 * 10**9
@@ -95,7 +96,7 @@ class Worker:
         ]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz", *options],
-            cwd=Path(__file__).resolve().parents[1],
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from mlxtune.core.inspection import (
+from mlxtune.core.data.inspection import (
     Cost,
     Distribution,
     Finding,

@@ -6,13 +6,13 @@ pip install matplotlib && python -m tests.plot_measured
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from tests.paths import DOCS
+
 NAMES = {
     "alpaca": "Alpaca",
     "wikisql": "WikiSQL",

@@ -16,11 +16,11 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InspectConfig, InstructConfig
-from mlxtune.core.batch import shuffled_steps
-from mlxtune.dataset import Reader, load_dataset
+from mlxtune.core.steps.order import shuffled_steps
+from mlxtune.setup.dataset import Reader, load_dataset
 from tests.bench_table import CASES, write_data, write_model
 
 # What each function of ours does by itself, by file and name; what is called takes its own time.

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import pytest
@@ -16,8 +15,8 @@ import pytest
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from tests.command import Cli
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 # Those whose result is a file, a conversation or text to be read or run as it is.
 NEEDS_NO_JSON = ["train", "generate", "chat", "fuse", "export", "import", "report", "completion"]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda each: str(each.name))

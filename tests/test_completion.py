@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import Cli
+from tests.paths import ROOT
 
 COMMAND = [sys.executable, "-m", "mlxtune"]
 
@@ -115,7 +116,7 @@ def test_script_is_taken_by_its_shell_and_completes(cli: Cli, tmp_path: Path, sh
         "fish": f"source {script}; complete -C 'mlxtune trai'",
     }
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    root = Path(__file__).parents[1]
+    root = ROOT
     environment["PYTHONPATH"] = str(root)
     process = subprocess.run(
         [shell, "-c", asked[shell]], env=environment, capture_output=True, text=True, check=True

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from mlxtune import TrainConfig, resume, train
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
-from mlxtune.initial import with_adapter
+from mlxtune.setup.init_adapter import with_adapter
 from tests.command import Cli
 from tests.models import sums, write_chat
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune import ExportConfig, FuseConfig, ImportConfig, export, fuse, import_adapter
-from mlxtune.core.certificate import CERTIFICATE
+from mlxtune.core.runs.certificate import CERTIFICATE
 from mlxtune.errors import OutputError
 from tests.command import files_in
 from tests.faults import KINDS, Crash, FaultyDisk
@@ -45,10 +45,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write, code: int
 ) -> None:
-    from mlxtune.backend import proof
+    from mlxtune.backend.adapters import proof
 
     monkeypatch.setattr(proof, "NEW_TOKENS", 2)
-    monkeypatch.setattr("mlxtune.proving._PROMPTS", 1)
+    monkeypatch.setattr("mlxtune.setup.proof._PROMPTS", 1)
     write(place, tmp_path / "whole")
     whole = contents(tmp_path / "whole")
     # The others load the model three times for each.

@@ -22,9 +22,10 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import mlxtune.train; from mlxtune import train",
-        "import mlxtune, mlxtune.train; train = mlxtune.train",
-        "from mlxtune.config import TrainConfig; import mlxtune.train; from mlxtune import train",
+        "import mlxtune.recipes.train; from mlxtune import train",
+        "import mlxtune, mlxtune.recipes.train; train = mlxtune.train",
+        "from mlxtune.config import TrainConfig; import mlxtune.recipes.train; "
+        "from mlxtune import train",
         "from mlxtune import *",
     ],
 )
@@ -36,8 +37,8 @@ def test_recipe_is_the_function_however_it_is_imported(imports: str, name: str) 
 
 
 def test_recipes_stay_the_functions_within_this_process() -> None:
-    import mlxtune.inspect
-    import mlxtune.train
+    import mlxtune.recipes.inspect
+    import mlxtune.recipes.train
 
     assert inspect.isfunction(mlxtune.train)
     assert inspect.isfunction(mlxtune.inspect)

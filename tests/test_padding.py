@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from mlxtune.config import InspectConfig
-from mlxtune.core.batch import run_length, shuffled_steps, steps_by_length
-from mlxtune.core.corpus import Corpus
-from mlxtune.core.pack import pack, plan_packs
-from mlxtune.core.plan import StepCost, padding_share, plan_step
-from mlxtune.dataset import Reader, load_dataset
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.groups import StepCost, padding_share, plan_step
+from mlxtune.core.steps.order import shuffled_steps, steps_by_length
+from mlxtune.core.steps.pack import pack, plan_packs
+from mlxtune.setup.dataset import Reader, load_dataset
 
 BATCH_SIZE, LONGEST, MAX_TOKENS, STEPS = 4, 512, 512, 300
 NAMES = [

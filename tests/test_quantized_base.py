@@ -18,8 +18,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
-from mlxtune.backend.adapted import load_adapted
-from mlxtune.backend.model import load_base
+from mlxtune.backend.adapters.adapted import load_adapted
+from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
@@ -180,7 +180,7 @@ def test_fused_folder_is_that_of_the_quantised_base(
 def test_export_is_proved_on_the_quantised_base(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    from mlxtune.backend import model
+    from mlxtune.backend.model import loading
 
     bases = []
 
@@ -188,7 +188,7 @@ def test_export_is_proved_on_the_quantised_base(
         bases.append(load_base(*args, **kwargs))
         return bases[-1]
 
-    monkeypatch.setattr(model, "load_base", load)
+    monkeypatch.setattr(loading, "load_base", load)
     output = str(tmp_path / "exported")
     found = export(ExportConfig(adapter=str(adapter), output=output, format=format, quiet=True))
     assert found.certificate.passed

@@ -6,17 +6,16 @@ import ast
 import dataclasses
 import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import mlxtune
-from mlxtune.checked import flag
 from mlxtune.cli import COMMANDS
 from mlxtune.config import CONFIGS
+from mlxtune.config.checked import flag
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 AGAIN = "out of date: run python docs/make_reference.py"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run_files import ON_REQUEST, RUN_FILES, described
+from mlxtune.core.runs.run_files import ON_REQUEST, RUN_FILES, described
 from tests.command import Cli, files_in
 
 
@@ -15,7 +15,7 @@ def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path)
         assert train("--save-steps", 2, "--keep", 5).code == 0
     left = {path: described(path) for path in files_in(output.parent)}
     nowhere = [path for path, entry in left.items() if entry is None]
-    assert nowhere == [], "say in mlxtune/core/run_files.py what they hold"
+    assert nowhere == [], "say in mlxtune/core/runs/run_files.py what they hold"
     assert set(left.values()) == set(RUN_FILES) - ON_REQUEST
 
 

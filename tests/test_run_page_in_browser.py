@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.run_page import render_runs
-from mlxtune.core.run_record import read_run
+from mlxtune.core.reports.run_page import render_runs
+from mlxtune.core.runs.run_record import read_run
 from tests.browser import browse, drive, needs_browser
-from tests.core.test_run_page import HOSTILE, hostile
+from tests.core.reports.test_run_page import HOSTILE, hostile
 from tests.runs import EVALUATION, as_lines, step_line, write_run
 
 pytestmark = needs_browser

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mlxtune import ConfigError, TrainConfig, train, verify
-from mlxtune.core.run_folder import TRACKING, find_resumable
-from mlxtune.core.trainer import InstructTrainer
+from mlxtune.core.training.run_folder import TRACKING, find_resumable
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
 from mlxtune.tracking.observer import TrackingObserver
 from mlxtune.tracking.tracker import TrackedRun, Value
@@ -195,7 +195,7 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
         asked.append((config.trackers, config.profile_interval))
         return []
 
-    recipe = sys.modules["mlxtune.train"]
+    recipe = sys.modules["mlxtune.recipes.train"]
     monkeypatch.setattr(recipe, "check_trackers", lambda names: None)
     monkeypatch.setattr(recipe, "trackers_of", trackers_of)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))

@@ -28,8 +28,8 @@ from mlxtune import (
     import_adapter,
     train,
 )
-from mlxtune.backend.adapted import load_adapted
-from mlxtune.backend.model import load_base
+from mlxtune.backend.adapters.adapted import load_adapted
+from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
 from tests.models import sums, write_chat, write_model
 

@@ -3,6 +3,4 @@
 Nothing outside this package imports mlx, mlx_lm or transformers.
 """
 
-from mlxtune.backend.cpu.blas import prepare_cpu
-
-BLAS = prepare_cpu()
+from mlxtune.backend.model.blas import BLAS as BLAS

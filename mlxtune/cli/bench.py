@@ -23,6 +23,6 @@ def bench(config: str | None, debug: bool, **options: Any) -> None:
     """Time training steps and measure their memory, beside another trainer on the same work."""
     checked = merged(BenchConfig, config, options)
 
-    from mlxtune.bench import show
+    from mlxtune.recipes.bench import show
 
     show(checked)

@@ -22,6 +22,6 @@ def chat(config: str | None, debug: bool, **options: Any) -> None:
     """Talk with a model; /base and /adapter switch, /save keeps the conversation for train."""
     checked = merged(ChatConfig, config, options)
 
-    from mlxtune.chat import chat as run
+    from mlxtune.recipes.chat import chat as run
 
     run(checked)

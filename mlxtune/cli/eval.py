@@ -24,6 +24,6 @@ def evaluate(config: str | None, debug: bool, **options: Any) -> None:
     """Say whether an adapter helped: loss with and without it, and how sure that is."""
     checked = merged(EvalConfig, config, options)
 
-    from mlxtune.evaluate import show
+    from mlxtune.recipes.evaluate import show
 
     show(checked)

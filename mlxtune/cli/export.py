@@ -22,6 +22,6 @@ def export(config: str | None, debug: bool, **options: Any) -> None:
     """Write an adapter as mlx-lm, PEFT or llama.cpp load it, proved equal to what was trained."""
     checked = merged(ExportConfig, config, options)
 
-    from mlxtune.export import show
+    from mlxtune.recipes.export import show
 
     show(checked)

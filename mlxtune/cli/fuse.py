@@ -22,6 +22,6 @@ def fuse(config: str | None, debug: bool, **options: Any) -> None:
     """Put an adapter into its base model's weights: a model folder of its own, proved equal."""
     checked = merged(FuseConfig, config, options)
 
-    from mlxtune.fuse import show
+    from mlxtune.recipes.fuse import show
 
     show(checked)

@@ -23,6 +23,6 @@ def generate(config: str | None, debug: bool, **options: Any) -> None:
     """Answer a prompt, a conversation or standard input, behind the prompt that training has."""
     checked = merged(GenerateConfig, config, options)
 
-    from mlxtune.generate import show
+    from mlxtune.recipes.generate import show
 
     show(checked)

@@ -36,6 +36,6 @@ def import_(config: str | None, debug: bool, **options: Any) -> None:
     """Read an adapter of mlx-lm or PEFT, to use it and to train it further."""
     checked = merged(ImportConfig, config, options)
 
-    from mlxtune.import_adapter import show
+    from mlxtune.recipes.import_adapter import show
 
     show(checked)

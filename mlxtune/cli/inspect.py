@@ -22,6 +22,6 @@ def inspect(config: str | None, debug: bool, **options: Any) -> None:
     """Show data as a model will see it, and what is wrong with it, before any training."""
     checked = merged(InspectConfig, config, options)
 
-    from mlxtune.inspect import show
+    from mlxtune.recipes.inspect import show
 
     show(checked)

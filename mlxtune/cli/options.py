@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import click
 
-from mlxtune.checked import Checked, field_types, flag
 from mlxtune.config import load_config_file
+from mlxtune.config.checked import Checked, field_types, flag
+from mlxtune.config.options import OPTIONS, SECTIONS
 from mlxtune.errors import ConfigError
-from mlxtune.initial import with_adapter
-from mlxtune.options import OPTIONS, SECTIONS
+from mlxtune.setup.init_adapter import with_adapter
 
 Config = TypeVar("Config", bound=Checked)
 

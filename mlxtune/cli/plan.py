@@ -22,6 +22,6 @@ def plan(config: str | None, debug: bool, **options: Any) -> None:
     """Say what training would take of memory, steps and time, with no weights read."""
     checked = merged(PlanConfig, config, options)
 
-    from mlxtune.plan import show
+    from mlxtune.recipes.plan import show
 
     show(checked)

@@ -16,6 +16,6 @@ import click
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def report(runs: tuple[str, ...], html: str | None, as_json: bool, debug: bool) -> None:
     """Write a page of a run, or of several to compare: curves, plan, data, answers, options."""
-    from mlxtune.report import show
+    from mlxtune.recipes.report import show
 
     show(runs, html=html, as_json=as_json)

@@ -18,6 +18,6 @@ import click
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def runs(folders: tuple[str, ...], sort: str, as_json: bool, debug: bool) -> None:
     """List the runs below a folder, by default this one, with their results."""
-    from mlxtune.runs import show
+    from mlxtune.recipes.runs import show
 
     show(folders, sort=sort, as_json=as_json)

@@ -33,11 +33,11 @@ def train(
     if resume is None:
         checked, found = merged(TrainConfig, config, options), None
     else:
-        from mlxtune.resume import find_run
+        from mlxtune.setup.resuming import find_run
 
         checked, found = find_run(resume, given(TrainConfig, config, options))
 
     # Imported only now: the recipe loads mlx, and --help must not.
-    from mlxtune.train import train as run
+    from mlxtune.recipes.train import train as run
 
     run(checked, dry_run=dry_run, resume=found)

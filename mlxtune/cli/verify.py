@@ -13,7 +13,7 @@ import click
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def verify(run: str, replay: bool, model_path: str, as_json: bool, debug: bool) -> None:
     """Check the folder of a run: files, records, adapters against the model; 1 if any is bad."""
-    from mlxtune.verify import show
+    from mlxtune.recipes.verify import show
 
     if not show(run, replay=replay, model_path=model_path, as_json=as_json):
         raise click.exceptions.Exit(1)

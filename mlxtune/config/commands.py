@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from mlxtune.config.data import DataConfig
+from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
 from mlxtune.config.quantization import quantization_problems
 from mlxtune.config.training import TrainConfig
-from mlxtune.options import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class InspectConfig(DataConfig):
-    """Options of a look at the data, for the command and for `mlxtune.inspect`.
+    """Options of a look at the data, for the command and for `mlxtune.recipes.inspect`.
 
     Raises ConfigError, with every problem at once.
     """

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mlxtune.checked import Checked
+from mlxtune.config.checked import Checked
+from mlxtune.config.options import option
 from mlxtune.config.paths import as_path, user_cache
-from mlxtune.options import option
+from mlxtune.config.row_fields import parse_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,6 @@ class DataConfig(Checked):
     quiet: bool = option("quiet", False)
 
     def contradictions(self) -> list[str]:
-        from mlxtune.core.formats import parse_fields
-
         try:
             parse_fields(self.field)
         except ValueError as problem:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mlxtune.checked import Checked
+from mlxtune.config.checked import Checked
+from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
-from mlxtune.options import option
 
 _PROMPTS = "Data whose prompts the proof takes; default: the run's own, or built-in ones."
 _PROOF_DTYPE = "Dtype that the proof computes in; auto is the model's own on a GPU, else float32."

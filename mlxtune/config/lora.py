@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mlxtune.core.ranks import init_problem, target_ranks
+from mlxtune.config.ranks import init_problem, target_ranks
 from mlxtune.errors import ConfigError
 
 

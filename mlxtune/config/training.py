@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mlxtune.checked import Checked
+from mlxtune.config.checked import Checked
 from mlxtune.config.data import DataConfig
 from mlxtune.config.lora import lora_problems
+from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
 from mlxtune.config.quantization import quantization_problems
-from mlxtune.options import option
 
 # Each is an extra of the package.
 TRACKERS = ("trackio", "tensorboard", "wandb")
@@ -19,7 +19,7 @@ TRACKERS = ("trackio", "tensorboard", "wandb")
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DataConfig):
-    """Options of one run, for the command and for `mlxtune.train`.
+    """Options of one run, for the command and for `mlxtune.recipes.train`.
 
     Strings are converted to a field's type, so that values may come from flags and config files
     alike.

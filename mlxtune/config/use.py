@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mlxtune.checked import Checked
+from mlxtune.config.checked import Checked
 from mlxtune.config.data import DataConfig
+from mlxtune.config.options import option
 from mlxtune.config.quantization import quantization_problems
-from mlxtune.options import option
 
 _SEED = "Seed of what is drawn; default: another each time."
 
@@ -46,7 +46,7 @@ class UseConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(UseConfig):
-    """Options of an evaluation, for the command and for `mlxtune.evaluate`.
+    """Options of an evaluation, for the command and for `mlxtune.recipes.evaluate`.
 
     Every row of the data is evaluated; of a folder, those of its `test` file or else its `valid`
     file. Without an adapter, only the base model is.
@@ -87,7 +87,7 @@ class _AskConfig(UseConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig(_AskConfig):
-    """Options of one answer, for the command and for `mlxtune.generate`.
+    """Options of one answer, for the command and for `mlxtune.recipes.generate`.
 
     Raises ConfigError, with every problem at once.
     """

@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import TrainConfig
-from mlxtune.core.files import read_json, write_json
-from mlxtune.core.metrics import (
+from mlxtune.core.machine.files import read_json, write_json
+from mlxtune.core.reports.messages import tokens_per_second
+from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     SkippedStep,
     StepRecord,
     ValidationRecord,
     perplexity,
 )
-from mlxtune.core.observer import TrainingObserver
-from mlxtune.core.report import tokens_per_second
-from mlxtune.core.run_folder import TRACKING
+from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.core.training.run_folder import TRACKING
 from mlxtune.errors import one_line
 from mlxtune.tracking.tracker import TrackedRun, Tracker, Value
 
 if TYPE_CHECKING:
-    from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+    from mlxtune.core.training.metrics import InstructTrainResult
 
 _IDENTITY = re.compile("[0-9a-f]{8}")
 
@@ -51,28 +51,28 @@ class TrackingObserver(TrainingObserver):
         self._complete = False
         self._works = False
 
-    def on_start(self, trainer: InstructTrainer, previous: Path | None) -> None:
+    def on_start(self, run: RunStart, previous: Path | None) -> None:
         """Open the run; where it goes on but is new to the tracker, write it from its start."""
         self._works = True
-        self._try(lambda: self._start(trainer))
+        self._try(lambda: self._start(run))
 
-    def _start(self, trainer: InstructTrainer) -> None:
-        folder, step = self._config.checkpoint_path, trainer.progress.step
+    def _start(self, run: RunStart) -> None:
+        folder, step = self._config.checkpoint_path, run.progress.step
         known = _read(folder / TRACKING) if step else {}
         identity = str(known.get(self._name, ""))
         new = not _IDENTITY.fullmatch(identity)
         if new:
             identity = secrets.token_hex(4)
             write_json(folder / TRACKING, {**known, self._name: identity})
-        run = TrackedRun(
+        tracked = TrackedRun(
             identity=identity,
             name=_name_of(self._config),
             folder=folder,
             step=0 if new else step,
-            hyperparameters=hyperparameters(self._config, trainer),
+            hyperparameters=hyperparameters(self._config, run),
         )
-        self._tracker.start(run)
-        for record in trainer.progress.records if new and step else ():
+        self._tracker.start(tracked)
+        for record in run.progress.records if new and step else ():
             self._replay(record)
 
     def _replay(self, record: Any) -> None:
@@ -140,13 +140,13 @@ class TrackingObserver(TrainingObserver):
             self._warn(f"--track {self._name}: {one_line(error)}; training goes on without it")
 
 
-def hyperparameters(config: TrainConfig, trainer: InstructTrainer) -> dict[str, Value]:
+def hyperparameters(config: TrainConfig, run: RunStart) -> dict[str, Value]:
     """Return the options of a run and what follows from them, as plain values by name."""
     values: dict[str, Any] = dataclasses.asdict(config)
     values |= {
-        "total_steps": trainer.total_steps,
-        "train_rows": len(trainer.train_rows),
-        "val_rows_held_out": len(trainer.val_rows),
+        "total_steps": run.total_steps,
+        "train_rows": run.train_rows,
+        "val_rows_held_out": run.val_rows,
     }
     return {name: _plain(value) for name, value in values.items() if value not in (None, ())}
 

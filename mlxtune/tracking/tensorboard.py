@@ -10,7 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import summary_v2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mlxtune.core.run_folder import TENSORBOARD
+from mlxtune.core.training.run_folder import TENSORBOARD
 from mlxtune.tracking.tracker import TrackedRun, Value
 
 _FLUSH_SECONDS = 10

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.core.encode import Example
+from mlxtune.core.data.encode import Example
 from tests.models import VOCAB_SIZE, write_model
 
 MakePipeline = Callable[..., InstructPipeline]

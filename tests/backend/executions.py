@@ -14,12 +14,12 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.forward import Execution
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.core.encode import Example
-from mlxtune.core.plan import StepCost
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.groups import StepCost
 from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 

@@ -45,7 +45,7 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
         "    if path is None: return real(path, *args, **options)\n"
         "    raise OSError('not found')\n"
         "ctypes.CDLL = without\n"
-        "from mlxtune.backend import BLAS\nfrom mlxtune.backend.cpu import blas as cpu\n"
+        "from mlxtune.backend import BLAS\nfrom mlxtune.backend.model import blas as cpu\n"
         "assert BLAS is None\n"
     )
     assert result.stderr.count("RuntimeWarning") == 1
@@ -54,7 +54,7 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
 
 @linux
 def test_mlx_imported_first_is_said() -> None:
-    result = run("import mlx.core\nimport mlxtune.backend\nimport mlxtune.backend.memory\n")
+    result = run("import mlx.core\nimport mlxtune.backend\nimport mlxtune.backend.model.memory\n")
     assert result.stderr.count("import mlxtune first") == 1
 
 
@@ -64,7 +64,7 @@ def test_macos_is_left_alone() -> None:
         "sys.platform = 'darwin'\n"
         "def fail(*args, **options): raise AssertionError('touched')\n"
         "ctypes.CDLL = fail\n"
-        "from mlxtune.backend.cpu.blas import prepare_cpu\n"
+        "from mlxtune.backend.model.blas import prepare_cpu\n"
         "assert prepare_cpu() is None\n"
     )
     assert result.stderr == ""

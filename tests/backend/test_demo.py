@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 
 from mlxtune import TrainConfig, train
-from mlxtune.backend.tokenizer import load_tokenizer
-from tests.conftest import DATA
+from mlxtune.backend.text.tokenizer import load_tokenizer
+from tests.paths import DATA
 
 MODELS = ("demo-qwen3", "demo-gemma3")
 ROWS = (DATA / "bookings.jsonl").read_text(encoding="utf-8").splitlines()

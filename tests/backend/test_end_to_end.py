@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, TrainResult, train
-from mlxtune.core.batch import split_rows
+from mlxtune.core.steps.order import split_rows
 
 VAL_ROWS = 16
 FLAGS = f"--lr 1e-2 --targets all --max-steps 16 --val-rows {VAL_ROWS} --samples 0 --quiet".split()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.backend.forward import Execution
-from mlxtune.core.encode import Example
-from mlxtune.core.plan import StepCost
+from mlxtune.backend.step.forward import Execution
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.groups import StepCost
 from tests.backend.executions import (
     WAYS,
     assert_same,

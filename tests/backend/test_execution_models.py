@@ -13,9 +13,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters, load_model
 
-from mlxtune.backend.forward import Execution
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.pipeline import InstructPipeline
 from tests.backend.cpu.compared import assert_close
 from tests.backend.executions import (
     PLAIN,

@@ -11,15 +11,16 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten
 
-from mlxtune.backend import adapters, pissa
-from mlxtune.backend.forward import Execution
-from mlxtune.backend.lora import adapted_modules
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
+from mlxtune.backend.adapters import adapter_state
+from mlxtune.backend.lora import pissa
+from mlxtune.backend.lora.lora import adapted_modules
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
-from tests.backend.test_pipeline_resume import STEPS, STOP, state, take
+from tests.backend.step.test_pipeline_resume import STEPS, STOP, state, take
 from tests.models import write_model
 
 FAMILY: dict[str, dict[str, Any]] = {
@@ -80,11 +81,11 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
     made.save(tmp_path)
     weights = tmp_path / "adapters.safetensors"
     count = len(safetensors.numpy.load_file(weights))
-    assert adapters.check_adapter(weights, made.model, made.lora) == count
+    assert adapter_state.check_adapter(weights, made.model, made.lora) == count
     other = pipeline(folder, Execution(), **FAMILY[member] | {"lora_rank": 3})
     with pytest.raises(ModelError, match="does not fit the model"):
-        adapters.check_adapter(weights, other.model, other.lora)
-    path = tmp_path / adapters.PARAMETERS
+        adapter_state.check_adapter(weights, other.model, other.lora)
+    path = tmp_path / adapter_state.PARAMETERS
     assert path.exists() == ("ranks" in member or member == "all")
     if path.exists():
         tensors = safetensors.numpy.load_file(path)
@@ -92,7 +93,7 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
         del tensors[name]
         safetensors.numpy.save_file(tensors, path)
         with pytest.raises(ModelError, match=f"{name} is missing"):
-            adapters.check_adapter(weights, made.model, made.lora)
+            adapter_state.check_adapter(weights, made.model, made.lora)
 
 
 def reference(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mlxtune.config import DataConfig
-from mlxtune.core.prompt import asked_of, parse_content, prompt_of
-from mlxtune.dataset import Reader, load_dataset
+from mlxtune.core.data.prompt import asked_of, parse_content, prompt_of
 from mlxtune.errors import DataError
+from mlxtune.setup.dataset import Reader, load_dataset
 from tests.backend.turns import TEMPLATES, Folder, turns_of, write_folders
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
 

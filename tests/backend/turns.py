@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from mlxtune.backend.tokenizer import ModelTokenizer, load_tokenizer
+from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig
-from mlxtune.core.encode import Example
-from mlxtune.dataset import Dataset, Reader, load_dataset
+from mlxtune.core.data.encode import Example
+from mlxtune.setup.dataset import Dataset, Reader, load_dataset
 
 Row = dict[str, Any]
 

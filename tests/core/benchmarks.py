@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.benchmark import Benchmark, Run, Side, TimedStep
-from mlxtune.core.encode import Example
+from mlxtune.core.data.encode import Example
+from mlxtune.core.runs.benchmark import Benchmark, Run, Side, TimedStep
 
 
 def step(seconds: float = 1.0, loss: float = 2.0, **changes: Any) -> TimedStep:

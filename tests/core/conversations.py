@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mlxtune.core.conversation import Conversation, Message
-from mlxtune.core.template import Rendering
+from mlxtune.core.data.conversation import Conversation, Message
+from mlxtune.core.data.template import Rendering
 
 EMPTY_THINKING = "<think>\n\n</think>\n\n"
 TOOL = {

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.conversation import BadRow
-from mlxtune.core.datafiles import read_objects
+from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.datafiles import read_objects
 
 ROW = {"text": "Hé"}
 GOOD = json.dumps(ROW).encode()

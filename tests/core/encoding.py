@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxtune.core.cache import encode_file
-from mlxtune.core.conversation import Conversation, Document, Message, SkippedRows
-from mlxtune.core.corpus import Corpus
-from mlxtune.core.encode import EncodedRows, Encoder, Example, OffsetEncoded, Tokenizer
-from mlxtune.core.ledger import EncodedFile, Ledger
-from mlxtune.core.notes import Notes
-from mlxtune.core.template import TEMPLATES, Template
+from mlxtune.core.data.cache import encode_file
+from mlxtune.core.data.conversation import Conversation, Document, Message, SkippedRows
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoded, Tokenizer
+from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.template import TEMPLATES, Template
 
 NO_LIMIT = 10**9
 PATH = Path("chat.jsonl")

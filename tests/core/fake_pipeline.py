@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core.encode import Example
-from mlxtune.core.files import write_file, write_json
-from mlxtune.core.metrics import InstructBatchResult, perplexity
-from mlxtune.core.observer import TrainingObserver
-from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.files import write_file, write_json
+from mlxtune.core.training.metrics import InstructBatchResult, InstructTrainResult, perplexity
+from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.trainer import InstructTrainer
 
 Losses = Callable[[int], float]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxtune.core.encode import Example
-from mlxtune.core.profile import Laps, LayerProfile
+from mlxtune.core.data.encode import Example
+from mlxtune.core.training.profile import Laps, LayerProfile
 
 LAYERS = [
     LayerProfile("layers.0", 1.0, 2.0, 300, 400),

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.conversation import Conversation, Document, SkippedRows
-from mlxtune.core.formats import read_rows
+from mlxtune.core.data.conversation import Conversation, Document, SkippedRows
+from mlxtune.core.data.formats import read_rows
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello!"}

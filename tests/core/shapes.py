@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxtune.core.memory_prediction import ModelShapes
+from mlxtune.core.steps.memory_prediction import ModelShapes
 
 
 def shapes(**changes: Any) -> ModelShapes:

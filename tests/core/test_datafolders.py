@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.datafiles import (
-    DataFiles,
-    check_data_file,
-    counts_lines,
-    resolve,
-)
+from mlxtune.core.data.datafiles import DataFiles, check_data_file, counts_lines, resolve
 from mlxtune.errors import DataError
-from tests.core.test_datafiles import BOM, GOOD, read, write
+from tests.core.data.test_datafiles import BOM, GOOD, read, write
 
 # The same bytes at any time, as names of tests are made of them.
 packed = functools.partial(gzip.compress, mtime=0)

@@ -18,16 +18,16 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core import notes
-from mlxtune.core.cache import encode_file
-from mlxtune.core.conversation import BadRow, Conversation, Message, SkippedRows
-from mlxtune.core.corpus import Corpus
-from mlxtune.core.encode import EncodedRows, Encoder, Example
-from mlxtune.core.formats import read_rows
-from mlxtune.core.ledger import EncodedFile
-from mlxtune.core.model_template import ModelTemplate, RenderChat
-from mlxtune.core.notes import Notes
-from mlxtune.core.template import TEMPLATES, Rendering, Template
+from mlxtune.core.data import notes
+from mlxtune.core.data.cache import encode_file
+from mlxtune.core.data.conversation import BadRow, Conversation, Message, SkippedRows
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encode import EncodedRows, Encoder, Example
+from mlxtune.core.data.formats import read_rows
+from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.own_characters import ENDS, owners, rows, texts
 from tests.core.renderers import REFUSED, RENDERERS, Messages

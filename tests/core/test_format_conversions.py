@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.conversation import Document
+from mlxtune.core.data.conversation import Document
 from tests.core.rows import (
     ALPACA,
     ANSWER,

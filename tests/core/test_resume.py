@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.metrics import SkippedStep
-from mlxtune.core.observer import TrainingObserver
-from mlxtune.core.run_folder import find_resumable
-from mlxtune.core.trainer import InstructTrainer, InstructTrainResult
+from mlxtune.core.steps.order import steps_of
+from mlxtune.core.training.metrics import InstructTrainResult, SkippedStep
+from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.run_folder import find_resumable
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 from tests.core.fake_pipeline import (
     CORPUS,
@@ -269,7 +270,7 @@ def test_step_that_is_not_finite_is_skipped_and_told_with_its_rows(tmp_path: Pat
         assert f"its rows: chat.jsonl:{', '.join(numbers)};" in problem
         assert line["reason"] in problem
     rows = trainer.train_rows
-    second = [f"chat.jsonl:{rows[i][0].row}" for i in rows.steps(3, "shuffle", 42, 1)[1]]
+    second = [f"chat.jsonl:{rows[i][0].row}" for i in steps_of(rows, 3, "shuffle", 42, 1)[1]]
     assert skipped[0]["rows"] == second
 
 

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.dora import DoRALinear
-from mlxtune.backend.lora import DropoutKeys, LoRALinear, adapted_modules, step_keys
-from mlxtune.backend.model import load_base
-from mlxtune.backend.pipeline import InstructPipeline
-from mlxtune.backend.pissa import begin_pissa
-from mlxtune.backend.written import as_written
+from mlxtune.backend.adapters.written import as_written
+from mlxtune.backend.lora.dora import DoRALinear
+from mlxtune.backend.lora.lora import DropoutKeys, LoRALinear, adapted_modules, step_keys
+from mlxtune.backend.lora.pissa import begin_pissa
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.core.encode import Example
+from mlxtune.core.data.encode import Example
 from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 

@@ -200,11 +200,11 @@ def test_scales_that_differ_are_taken_up_by_b(llama: Path, tmp_path: Path) -> No
 def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_path: Path) -> None:
     import mlx.core as mx
 
-    from mlxtune.backend import fuse as fusing
-    from mlxtune.backend.exports import mlx_lm
-    from mlxtune.backend.exports import peft as ours
-    from mlxtune.backend.exports.adapter import read_mlx_lm
-    from mlxtune.backend.model import load_base
+    from mlxtune.backend.adapters import fuse as fusing
+    from mlxtune.backend.adapters.formats import mlx_lm
+    from mlxtune.backend.adapters.formats import peft as ours
+    from mlxtune.backend.adapters.formats.adapter import read_mlx_lm
+    from mlxtune.backend.model.loading import load_base
 
     made, expected = peft_made(
         llama, tmp_path / "made", use_dora=True, target_modules=["q_proj", "down_proj"]

@@ -57,7 +57,8 @@ def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: 
         "log_every": 1,
     }
     begin = (
-        "from mlxtune import TrainConfig, TrainingInterrupted; from mlxtune.train import train\n"
+        "from mlxtune import TrainConfig, TrainingInterrupted\n"
+        "from mlxtune.recipes.train import train\n"
         f"config = TrainConfig({str(model)!r}, {str(chat)!r}, **{options!r})\n"
         f"try: train(config, stop_after={STOP_AT})\n"
         "except TrainingInterrupted: pass\n"

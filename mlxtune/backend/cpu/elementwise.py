@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.autograd import differentiable
 from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import by_rows, empty, matrix, unread, view
+from mlxtune.backend.model.autograd import differentiable
 
 
 def _elementwise(

@@ -12,14 +12,15 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.autograd import differentiable
-from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary, stored
+from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kept import in_use, values_needed
-from mlxtune.backend.dequantized import DequantizedEmbedding, DequantizedLinear, PackedRows
-from mlxtune.backend.dora import DoRALinear
-from mlxtune.backend.lora_layer import LoRALinear
-from mlxtune.backend.nf4 import NF4Linear
+from mlxtune.backend.lora.dora import DoRALinear
+from mlxtune.backend.lora.lora_layer import LoRALinear
+from mlxtune.backend.model import stored
+from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.dequantized import DequantizedEmbedding, DequantizedLinear, PackedRows
+from mlxtune.backend.model.nf4 import NF4Linear
 
 Weight = products.Weight
 

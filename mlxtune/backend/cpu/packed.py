@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.pack import Segment
+from mlxtune.core.steps.pack import Segment
 
 
 class CannotPackError(Exception):

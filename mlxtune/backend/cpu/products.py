@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.autograd import differentiable
 from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, matrix, view
-from mlxtune.backend.dequantized import PackedRows
+from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.dequantized import PackedRows
 
 # A frozen matrix (out, in), as it is or quantised.
 Weight = mx.array | PackedRows

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtune.backend.cpu import attention, model, rotary
 from mlxtune.backend.cpu.packed import CannotPackError, Layout, PackedCache, laid_out, layout
-from mlxtune.core.pack import ANY_LENGTH, Segment
+from mlxtune.core.steps.pack import ANY_LENGTH, Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.executions import (
     SPLIT,

@@ -1,0 +1,1 @@
+"""Adapter files: attached, fused, saved, and proved."""

@@ -1,0 +1,177 @@
+"""A LoRA adapter as GGUF, for llama.cpp and what is built on it.
+
+Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
+`blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
+`adapter.lora.alpha / rank`. The rows of q_proj and k_proj of Llama models are permuted as those of
+the base model are, whose rotary embedding pairs neighbours there instead of halves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, place_in_layer
+from mlxtune.core.runs.certificate import first
+from mlxtune.errors import ModelError, OutputError, one_line
+
+WEIGHTS = "adapter.gguf"
+# Model types of mlx-lm, and what llama.cpp calls them.
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+}
+
+
+def check_gguf(model_type: str) -> None:
+    """Raise ModelError where a model, or the package that writes GGUF, is missing."""
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"--format gguf is for {', '.join(ARCHITECTURES)}, not {model_type}: "
+            "use --format peft and llama.cpp's convert_lora_to_gguf.py"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("--format gguf needs the gguf package: pip install 'mlxtune[gguf]'")
+
+
+def write_gguf(
+    adapter: Adapter,
+    model_type: str,
+    text_config: Mapping[str, Any],
+    num_layers: int,
+    folder: Path,
+) -> None:
+    """Write an adapter of a model as GGUF. `text_config` is what config.json says of the model.
+
+    Raises ModelError for what llama.cpp has no place for, and OutputError.
+    """
+    check_gguf(model_type)
+    import gguf
+
+    adapter.check_plain("GGUF")
+    if adapter.is_dora:
+        raise ModelError(
+            "llama.cpp has no place for DoRA's magnitudes: use mlxtune fuse, and convert the model"
+        )
+    architecture = ARCHITECTURES[model_type]
+    writer = gguf.GGUFWriter(folder / WEIGHTS, architecture)
+    try:
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapter.scale * adapter.rank)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        heads = _heads(architecture, text_config)
+        for path, name in _gguf_names(adapter.modules, architecture, num_layers).items():
+            update = adapter.modules[path]
+            b = update.b.T
+            if path.rsplit(".", 1)[-1] in heads:
+                b = permuted(b, heads[path.rsplit(".", 1)[-1]])
+            writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(update.a.T))
+            writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(b))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    except OSError as error:
+        raise OutputError(
+            f"{folder / WEIGHTS}: cannot be written: {error.strerror or error}: free space"
+        ) from error
+    finally:
+        writer.close()
+
+
+def read_gguf(
+    folder: Path,
+    modules: Iterable[str],
+    model_type: str,
+    text_config: Mapping[str, Any],
+    num_layers: int,
+) -> Adapter:
+    """Return the adapter of a GGUF file, whose names are mapped onto the base model's modules.
+
+    Raises ModelError.
+    """
+    import gguf
+
+    path, architecture = folder / WEIGHTS, ARCHITECTURES[model_type]
+    try:
+        reader = gguf.GGUFReader(path)
+        alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
+        kind = reader.fields[gguf.Keys.General.TYPE].contents()
+        of = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
+        tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    if (kind, of) != ("adapter", architecture):
+        raise ModelError(f"{path}: is of type {kind} for {of}, not an adapter for {architecture}")
+    by_name = {
+        name: module
+        for module, name in _gguf_names(modules, architecture, num_layers, False).items()
+    }
+    heads = _heads(architecture, text_config)
+    updates = {}
+    for name in sorted({each.rsplit(".weight.", 1)[0] for each in tensors}):
+        try:
+            a, b = (tensors.pop(f"{name}.weight.lora_{part}") for part in "ab")
+            module = by_name[name]
+        except KeyError as error:
+            raise ModelError(f"{path}: {name} is not whole, or not in the model") from error
+        if module.rsplit(".", 1)[-1] in heads:
+            b = unpermuted(b, heads[module.rsplit(".", 1)[-1]])
+        updates[module] = Update(a.T, b.T)
+    if tensors or not updates:
+        raise ModelError(f"{path}: has tensors that are no LoRA: {first(tensors)}")
+    rank = next(iter(updates.values())).a.shape[1]
+    first_layer = min(place_in_layer(name)[0] for name in updates)
+    return Adapter(scale=alpha / rank, num_layers=num_layers - first_layer, modules=updates)
+
+
+def permuted(rows: Matrix, heads: int) -> Matrix:
+    """Return (out, n) rows of as many heads, the halves of each interleaved: 0, d/2, 1, d/2 + 1, …
+
+    Source: LlamaModel.permute in llama.cpp's conversion/llama.py.
+    """
+    size = len(rows) // heads
+    return rows.reshape(heads, 2, size // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def unpermuted(rows: Matrix, heads: int) -> Matrix:
+    """Return what `permuted` was given."""
+    size = len(rows) // heads
+    return rows.reshape(heads, size // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _heads(architecture: str, text_config: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many heads each projection has whose rows llama.cpp permutes."""
+    if architecture != "llama":
+        return {}
+    heads = text_config["num_attention_heads"]
+    return {"q_proj": heads, "k_proj": text_config.get("num_key_value_heads") or heads}
+
+
+def _gguf_names(
+    modules: Iterable[str], architecture: str, num_layers: int, all_known: bool = True
+) -> dict[str, str]:
+    """Return llama.cpp's name of each module. Raises ModelError where it has none."""
+    import gguf
+
+    by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(by_name[architecture], num_layers)
+    found, unknown = {}, []
+    for module in modules:
+        layer, inside = place_in_layer(module)
+        name = names.get_name(f"model.layers.{layer}.{inside}")
+        if name is None:
+            unknown.append(module)
+        else:
+            found[module] = name
+    if unknown and all_known:
+        raise ModelError(f"llama.cpp has no name for {first(unknown)} of {architecture} models")
+    return found

@@ -1,0 +1,101 @@
+"""Names of modules: mlx-lm's, and those of the base model's own files, which Hugging Face has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import mlx.nn as nn
+import safetensors
+
+from mlxtune.backend.lora.lora import projections
+from mlxtune.core.runs.certificate import first
+from mlxtune.errors import ModelError, one_line
+
+# From the number of its layer on, a module is called the same everywhere.
+_TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
+# The parts of a multimodal model that no text runs through have layers too.
+_NOT_TEXT = re.compile(r"vision|visual|audio|speech|image")
+
+
+def folder_names(folder: Path) -> set[str]:
+    """Return the names of all tensors of a model folder, of which none is read.
+
+    Raises ModelError.
+    """
+    names: set[str] = set()
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                names.update(file.keys())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return names
+
+
+def weighted_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules that have a weight, by the names of a folder's tensors."""
+    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+
+
+def projections_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the projections in a model's layers by their path in the model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return {
+        names[id(module)]: module
+        for layer in model.layers
+        for module in projections(layer).values()
+    }
+
+
+def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
+    """Return what modules, by one naming, are called by another.
+
+    A module that has the same name in both has that; the others go by what follows from the number
+    of their layer on.
+
+    Raises ModelError for those that `present` does not have, or has twice.
+    """
+    present = set(present)
+    by_tail: dict[str, list[str]] = {}
+    for name in present:
+        if (tail := _TAIL.search(name)) and not _NOT_TEXT.search(name):
+            by_tail.setdefault(tail[1], []).append(name)
+    found, missing = {}, []
+    for name in wanted:
+        tail = _TAIL.search(name)
+        others = by_tail.get(tail[1], []) if tail else []
+        if name in present:
+            found[name] = name
+        elif len(others) == 1:
+            found[name] = others[0]
+        else:
+            missing.append(name)
+    if missing:
+        raise ModelError(f"{where}: has no module of its own for {first(missing)}")
+    return found
+
+
+def shortest_targets(
+    chosen: Mapping[str, tuple[int, str]], present: Iterable[str]
+) -> tuple[list[str], list[int] | None]:
+    """Return the names that mean exactly the chosen modules, and the layers they are meant in.
+
+    `chosen` gives the layer and the path in it of each module; `present` are all modules. Where
+    last names mean others too, the full ones are returned. Layers are None where all are meant.
+    """
+    layers = sorted({layer for layer, _ in chosen.values()})
+    last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
+    named = {name for name in present if name.rsplit(".", 1)[-1] in last_names}
+    if named == set(chosen):
+        return last_names, None
+    # As PEFT reads the number of a layer: the one after the first name of a list of modules.
+    in_layers = {
+        name
+        for name in named
+        if (number := re.search(r"\.[^.]*\.(\d+)\.", name)) and int(number[1]) in layers
+    }
+    if in_layers == set(chosen):
+        return last_names, layers
+    return sorted(chosen), None

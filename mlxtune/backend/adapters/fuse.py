@@ -1,0 +1,315 @@
+"""An adapter put into the weights of its base model: a model folder that needs no adapter.
+
+A fused weight is `W + scale * (a b)ᵀ`, of DoRA that with the length of each row set to `m`,
+computed in float32 and rounded once to the dtype of the folder. Nothing is computed before it is
+written, and what is written is let go, so that no more than a file's worth is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.utils import make_shards, save_config
+
+from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_shapes, plain_weight
+from mlxtune.backend.adapters.proof import coarsest
+from mlxtune.backend.model.loading import load_lazily
+from mlxtune.backend.model.model_folder import read_config
+from mlxtune.backend.model.quantize import config_of, quantize_lazily
+from mlxtune.core.machine.files import as_output_error
+from mlxtune.core.runs.certificate import WeightCheck
+from mlxtune.errors import ModelError, OutputError, one_line
+
+_LINEAR = (nn.Linear, nn.QuantizedLinear)
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
+# A file of weights is in memory while it is written; mlx-lm's have five times as much.
+_SHARD_GB = 1
+# What makes a model folder beside its weights and config.json.
+_COPIED = (
+    *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
+    *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+_WRITTEN_ANEW = ("config.json", "adapter_config.json", "certificate.json", "hf_quant_config.json")
+# Of one rounding to the dtype, for what float32 itself rounds on the way.
+_SLACK = 1.02
+_FLOAT32_SLACK = 2.0**-20
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A base model, none of whose weights is computed yet, its config, and its dtypes.
+
+    `dtypes` are those of weights before they were quantised here, by the path of their module.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    dtypes: Mapping[str, mx.Dtype]
+
+    def dtype_of(self, name: str, module: nn.Module) -> mx.Dtype:
+        """Return the floating dtype that the plain weight of a module has."""
+        if name in self.dtypes or "scales" not in module:
+            return self.dtypes.get(name) or module.weight.dtype
+        # As MLX unpacks formats whose scales are no floating-point numbers.
+        floating = mx.issubdtype(module.scales.dtype, mx.floating)
+        return module.scales.dtype if floating else mx.bfloat16
+
+
+def _open(folder: Path, trust_remote_code: bool, quantization: Mapping[str, Any]) -> _Base:
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    try:
+        model, config = load_lazily(folder, config)
+    except Exception as error:
+        raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
+    dtypes = {}
+    if quantization:
+        named = model.named_modules()
+        dtypes = {name: module.weight.dtype for name, module in named if "weight" in module}
+        quantize_lazily(model, config, **quantization)
+    return _Base(model, config, dtypes)
+
+
+def fused_model(
+    folder: Path,
+    adapter: Adapter,
+    *,
+    dequantize: bool,
+    trust_remote_code: bool,
+    quantization: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a base model with the adapter in its weights, none of which is computed yet.
+
+    The base is the folder's, or what `quantization`, keywords of `load_base`, makes of it. Weights
+    have its dtype and, unless `dequantize` is given, its quantisation, which nf4 cannot be. The
+    second result is the model's config. Raises ModelError where the adapter does not fit.
+    """
+    base = _open(folder, trust_remote_code, quantization)
+    model, config = base.model, base.config
+    fused = []
+    for name, update in adapter.modules.items():
+        module = _module_at(model, name, folder)
+        check_shapes(module, update, name)
+        dtype = base.dtype_of(name, module)
+        fused.append((name, _fused(module, update, adapter.scale, dtype, dequantize)))
+    if not dequantize and quantization:
+        config |= config_of(model, quantization["quantize"])
+    model.update_modules(tree_unflatten(fused))
+    if dequantize:
+        _dequantize(base)
+        config.pop("quantization", None)
+        config.pop("quantization_config", None)
+    return model, config
+
+
+def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
+    """Make the quantised modules of a model plain, but for those that are kept."""
+    plain = []
+    for name, module in base.model.named_modules():
+        if name in kept or "scales" not in module:
+            continue
+        if "global_scale" in module:
+            raise ModelError(f"{name}: is quantised with a global scale: it cannot be dequantised")
+        weight = plain_weight(module).astype(base.dtype_of(name, module))
+        plain.append((name, _plain_module(module, weight)))
+    base.model.update_modules(tree_unflatten(plain))
+
+
+def _plain_module(module: nn.Module, weight: mx.array) -> nn.Module:
+    """Return a module like another, with a plain weight."""
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        made: nn.Module = nn.Embedding(*weight.shape)
+    elif weight.ndim == 3:
+        count, rows, columns = weight.shape
+        made = SwitchLinear(columns, rows, count, bias=False)
+    else:
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = weight
+    if "bias" in module:
+        made.bias = module.bias
+    return made
+
+
+def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
+    """Write a model's weights, file by file, its config, and what else its base's folder has.
+
+    The model is spent then: its weights are let go as they are written. Raises OutputError.
+    """
+    weights = dict(tree_flatten(model.parameters()))
+    size = sum(value.nbytes for value in weights.values())
+    shards = make_shards(weights, max_file_size_gb=_SHARD_GB)
+    weights.clear()
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    weight_map: dict[str, str] = {}
+    with as_output_error(folder, "--output"):
+        for number in range(len(shards)):
+            shard, shards[number] = shards[number], None
+            name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            name = name if len(shards) > 1 else "model.safetensors"
+            _save(folder / name, shard)
+            weight_map |= dict.fromkeys(shard, name)
+            del shard
+            mx.clear_cache()
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4) + "\n")
+        save_config(dict(config), config_path=folder / "config.json")
+        _copy_files(base, folder)
+
+
+def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
+    try:
+        mx.save_safetensors(str(path), dict(tensors), metadata={"format": "mlx"})
+    except RuntimeError as error:  # as MLX says that a disk is full
+        raise OutputError(f"{path}: cannot be written: {one_line(error)}: free space") from error
+    expected = sum(value.nbytes for value in tensors.values())
+    if path.stat().st_size < expected:
+        raise OutputError(f"{path}: was not written whole: free space")
+
+
+def _copy_files(base: Path, folder: Path) -> None:
+    for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
+        if path.name in _WRITTEN_ANEW or path.name.endswith(".index.json") or not path.is_file():
+            continue
+        target = folder / path.relative_to(base)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def _module_at(model: nn.Module, name: str, folder: Path) -> nn.Module:
+    module: Any = model
+    for part in name.split("."):
+        try:
+            module = module[int(part)] if isinstance(module, list) else module[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ModelError(f"{folder}: has no {name}, which the adapter is for") from None
+    if not isinstance(module, _LINEAR + _EXPERTS):
+        raise ModelError(f"{folder}: {name} is no projection, but the adapter is for it")
+    if "global_scale" in module:
+        raise ModelError(f"{folder}: {name} is quantised with a global scale: it cannot be fused")
+    return module
+
+
+def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
+    """Return what the weight of a module becomes, in float32."""
+    weight = plain_weight(module).astype(mx.float32)
+    a, b = mx.array(update.a), mx.array(update.b)
+    if update.of_experts:
+        return weight + (scale * b) @ a
+    weight = weight + (scale * b.T) @ a.T
+    if update.m is None:
+        return weight
+    # DoRA, arXiv:2402.09353, equation 5.
+    return weight * (mx.array(update.m) / mx.linalg.norm(weight, axis=1))[:, None]
+
+
+def _fused(
+    module: nn.Module, update: Update, scale: float, dtype: mx.Dtype, dequantize: bool
+) -> nn.Module:
+    """Return a layer with the update in its weight, which is rounded to the dtype."""
+    plain: Any = _plain_module(module, _updated(module, update, scale).astype(dtype))
+    if isinstance(module, _QUANTIZED) and not dequantize:
+        return plain.to_quantized(group_size=module.group_size, bits=module.bits, mode=module.mode)
+    return plain
+
+
+def check_fused(
+    base: Path,
+    fused: Path,
+    adapter: Adapter,
+    *,
+    dequantize: bool,
+    trust_remote_code: bool,
+    quantization: Mapping[str, Any] = MappingProxyType({}),
+) -> WeightCheck:
+    """Compare every tensor of a fused folder with what base folder and adapter make it.
+
+    Both are read from disk again, one module at a time. Fused weights may be off by one rounding to
+    their dtype; quantised ones by no more than quantising what they should be makes them; all
+    other tensors must be equal.
+    """
+    opened = _open(base, trust_remote_code, quantization)
+    before = opened.model
+    if dequantize:
+        _dequantize(opened, kept=adapter.modules.keys())
+    after = _open(fused, trust_remote_code, {}).model
+    problems: list[str] = []
+    largest = 0.0
+    for name, update in adapter.modules.items():
+        module = _module_at(before, name, base)
+        wanted, dtype = _updated(module, update, adapter.scale), opened.dtype_of(name, module)
+        error, allowed = _errors(_module_at(after, name, fused), wanted, dtype)
+        largest = max(largest, error)
+        if not error <= allowed:
+            problems.append(
+                f"{name}.weight is off by {error:.3g} of its largest weight, where rounding "
+                f"explains {allowed:.3g}"
+            )
+        mx.clear_cache()
+    unchanged = 0
+    for name, same in _others(before, after, adapter):
+        unchanged += same
+        if not same:
+            problems.append(f"{name} is not that of the base model")
+    return WeightCheck(unchanged, len(adapter.modules), largest, tuple(problems))
+
+
+def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float, float]:
+    """Return how far a weight is from what it should be, and how far rounding to a dtype takes it.
+
+    Both are relative to the largest weight of the matrix.
+    """
+    written = plain_weight(module)
+    rounded = wanted.astype(dtype)
+    if isinstance(module, _QUANTIZED):
+        plain: Any = _plain_module(module, rounded)
+        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        rounded = plain_weight(plain.to_quantized(**how))
+    scale = mx.abs(wanted).max()
+    off, rounding = (
+        mx.abs(each.astype(mx.float32) - wanted).max() / scale for each in (written, rounded)
+    )
+    return float(np.array(off)), float(np.array(rounding)) * _SLACK + _FLOAT32_SLACK
+
+
+def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
+    """Yield the tensors that no update is for, and whether both models have the same."""
+    own = tuple(f"{name}." for name in adapter.modules)
+    ours, theirs = (
+        {
+            name: value
+            for name, value in tree_flatten(model.parameters())
+            if not name.startswith(own) or name.endswith(".bias")
+        }
+        for model in (before, after)
+    )
+    for model in (before, after):
+        model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.pop(name, None), theirs.pop(name, None)
+        if one is None or other is None or one.dtype != other.dtype:
+            yield name, False
+        else:
+            yield name, bool(np.array(mx.array_equal(one, other, equal_nan=True)))
+
+
+def stored_dtype(model: nn.Module) -> str:
+    """Return the coarsest floating dtype that a model's weights have."""
+    return coarsest(
+        *(str(v.dtype).removeprefix("mlx.core.") for _, v in tree_flatten(model.parameters()))
+    )
+
+
+def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
+    """Tell whether any weight that the adapter went into is quantised."""
+    return any(isinstance(_module_at(model, name, Path()), _QUANTIZED) for name in adapter.modules)

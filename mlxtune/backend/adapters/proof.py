@@ -1,0 +1,160 @@
+"""Running a model, and what was written of it, on the same tokens, to compare their logits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlxtune.backend.adapters.adapted import Adapted
+from mlxtune.core.runs.certificate import Comparison, Logits
+
+NEW_TOKENS = 64
+# Of each sequence; the logits of a position are one number for each token of the vocabulary.
+_POSITIONS = 128
+# How many times the difference that one rounding of each product makes is still rounding: products
+# are sums of many terms, and what one tool computes in one step another does in several.
+_MARGIN = 4
+# The largest relative error of one rounding.
+_UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_PRODUCTS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with the answer that the trained model gives greedily.
+
+    `tokens` has both, of which the last `generated` are the answer; `logits` are float32 (T, V),
+    those of the trained model at the last T positions before the last token.
+    """
+
+    tokens: list[int]
+    generated: int
+    logits: Logits
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the trained model gives, to compare with.
+
+    `tolerance` is the largest difference of a logit that rounding to a dtype explains, `effect` the
+    largest that the adapter makes.
+    """
+
+    sequences: list[Sample]
+    tolerance: float
+    effect: float
+
+
+class _Rounded(nn.Module):
+    """A module whose output is off by one rounding, up or down by chance."""
+
+    def __init__(self, module: nn.Module, unit: float, key: mx.array) -> None:
+        super().__init__()
+        self._inner, self._unit, self._key = module, unit, key
+
+    def __call__(self, *args: mx.array, **kwargs: mx.array) -> mx.array:
+        y = self._inner(*args, **kwargs)
+        up = mx.random.bernoulli(0.5, y.shape, key=self._key)
+        return (y.astype(mx.float32) * mx.where(up, 1 + self._unit, 1 - self._unit)).astype(y.dtype)
+
+    @property
+    def weight(self) -> mx.array:
+        """What a model may ask of a projection beside its output."""
+        return self._inner.weight
+
+
+def reference_of(
+    adapted: Adapted, prompts: Sequence[Sequence[int]], dtype: str, *, everywhere: bool
+) -> Reference:
+    """Return what the trained model gives for prompts, and how far rounding to `dtype` moves it.
+
+    `everywhere` says that the weights of all projections are rounded, not only the adapter's.
+    """
+    sequences = []
+    for prompt in prompts:
+        answer = _answer(adapted.model, list(prompt))
+        tokens = [*prompt, *answer]
+        found = _logits(adapted.model, tokens, len(answer))
+        sequences.append(Sample(tokens, len(answer), found))
+    reference = Reference(sequences, tolerance=0.0, effect=0.0)
+    adapted.use_adapter(False)
+    effect = compare(adapted.model, reference).largest_difference
+    adapted.use_adapter(True)
+    chosen = _products(adapted.model) if everywhere else dict(adapted.modules)
+    unit = max(_UNIT_ROUNDOFF[dtype], _product_roundoff())
+    keys = mx.random.split(mx.random.key(0), len(chosen))
+    rounded = [
+        (path, _Rounded(module, unit, key))
+        for (path, module), key in zip(chosen.items(), keys, strict=True)
+    ]
+    adapted.model.update_modules(tree_unflatten(rounded))
+    off = compare(adapted.model, reference).largest_difference
+    adapted.model.update_modules(tree_unflatten(list(chosen.items())))
+    return Reference(sequences, tolerance=_MARGIN * off, effect=effect)
+
+
+def compare(model: nn.Module, reference: Reference) -> Comparison:
+    """Return how the logits of a model compare with those of the reference."""
+    comparison = Comparison()
+    for sequence in reference.sequences:
+        found = _logits(model, sequence.tokens, sequence.generated)
+        comparison.add(sequence.logits, found, sequence.generated)
+    return comparison
+
+
+def release() -> None:
+    """Give back the memory of models that nothing refers to any more."""
+    gc.collect()
+    mx.clear_cache()
+
+
+def _answer(model: nn.Module, prompt: list[int]) -> list[int]:
+    """Return the tokens with which a model goes on greedily; past any end of a turn."""
+    cache = make_prompt_cache(model)
+    answer: list[int] = []
+    given = mx.array([prompt])
+    for _ in range(NEW_TOKENS):
+        logits = model(given, cache=cache)[0, -1]
+        answer.append(int(np.array(mx.argmax(logits))))
+        given = mx.array([[answer[-1]]])
+    return answer
+
+
+def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
+    """Return float32 (T, V), the logits of the last positions but that of the last token."""
+    positions = max(_POSITIONS, generated)
+    found = model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32)
+    return np.array(found)
+
+
+def _products(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost projections of a model by their path: LoRA's, not what these hold."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _PRODUCTS) or hasattr(module, "lora_a"):
+            found[path] = module
+    inner = {path for path in found if any(path.startswith(f"{each}.") for each in found)}
+    return {path: module for path, module in found.items() if path not in inner}
+
+
+def _product_roundoff() -> float:
+    """Return the relative error of a float32 product on this device, which may use fewer bits."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((256, 256)).astype(np.float32) for _ in range(2))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    error = np.array(mx.array(a) @ mx.array(b)) - exact
+    return float(np.sqrt((error**2).mean() / (exact**2).mean()))
+
+
+def coarsest(*dtypes: str) -> str:
+    """Return the floating dtype that rounds most, of those that are one."""
+    known = [name for name in dtypes if name in _UNIT_ROUNDOFF]
+    return max(known, key=_UNIT_ROUNDOFF.__getitem__, default="float32")

@@ -1,0 +1,1 @@
+"""LoRA and its family: targets, layers, initial values, optimizer."""

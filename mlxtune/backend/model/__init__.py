@@ -1,0 +1,1 @@
+"""Model folders, weights, quantisation and the memory they may take."""

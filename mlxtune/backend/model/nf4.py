@@ -1,0 +1,161 @@
+"""NormalFloat in 4 bits, as QLoRA has it: a codebook, blocks of 64, and their largest entries.
+
+Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E; codes are packed, and the scales
+quantised a second time, as bitsandbytes does, byte for byte.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.backend.model.dequantized import DequantizedLinear
+
+BLOCK = 64
+# Scales that share one of their own, where they are quantised too.
+SCALES_BLOCK = 256
+# Appendix E: quantiles of the normal distribution, exact at zero, scaled to [-1, 1].
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+# Entries that are quantised at once: what that works with takes several times their size.
+_AT_ONCE = 1 << 20
+
+Floats = npt.NDArray[np.float32]
+
+
+class NF4Linear(DequantizedLinear):
+    """A frozen linear layer in NF4: x times the transpose of its weight, unpacked for each product.
+
+    `weight` is uint32 (out, in / 8), whose bytes hold two codes each, the first in the high half;
+    `scales` float32 (out, in / 64). With `double_quant`, `scales` are uint8 codes of
+    `scale_levels`, times the `nested_scales` of 256 of them, plus the `nested_mean`, both float32.
+    MLX's own functions know no mode nf4.
+    """
+
+    def __init__(self, linear: nn.Linear, *, double_quant: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.group_size, self.bits, self.mode = BLOCK, 4, "nf4"
+        self.weight, self.scales = quantize(linear.weight)
+        self.biases = None
+        if double_quant:
+            self.scales, self.nested_scales, self.nested_mean = quantize_scales(self.scales)
+        if "bias" in linear:
+            self.bias = linear.bias
+        self.freeze()
+
+    def unpacked(
+        self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
+    ) -> mx.array:
+        """Return the weight (out, in) in a dtype, or some rows of it; made once `after` is."""
+        codes, scales = self["weight"], self.plain_scales()
+        if rows is not None:
+            codes, scales = codes[rows], scales[rows]
+        if after is not None:
+            codes = mx.depends([codes], [after])[0]
+        return dequantize(codes, scales).astype(dtype)
+
+    def plain_scales(self) -> mx.array:
+        """Return the scales, float32 (out, in / 64)."""
+        if "nested_scales" not in self:
+            return self["scales"]
+        return dequantize_scales(self["scales"], self["nested_scales"], self["nested_mean"])
+
+
+def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the codes uint32 (out, in / 8) and scales float32 (out, in / 64) of a weight.
+
+    Each block of 64 is divided by its largest magnitude, and each entry becomes the nearest level,
+    the lower of two. `in` is a multiple of 64.
+    """
+    rows = max(_AT_ONCE // weight.shape[1], 1)
+    codes: list[mx.array] = []
+    scales: list[mx.array] = []
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows]
+        if codes:
+            # One part after the other, so that no more than one is worked with at once.
+            part = mx.depends([part], [codes[-1]])[0]
+        blocks = part.astype(mx.float32).reshape(part.shape[0], -1, BLOCK)
+        largest = mx.abs(blocks).max(axis=-1)
+        shares = blocks / mx.where(largest == 0, 1, largest)[..., None]
+        nearest = mx.searchsorted(_between(), shares)
+        halves = nearest.astype(mx.uint8).reshape(part.shape[0], -1, 2)
+        codes.append(((halves[..., 0] << 4) | halves[..., 1]).view(mx.uint32))
+        scales.append(largest)
+    return mx.concatenate(codes), mx.concatenate(scales)
+
+
+def dequantize(codes: mx.array, scales: mx.array) -> mx.array:
+    """Return the float32 weight (..., in) of codes (..., in / 8) and scales (..., in / 64)."""
+    levels = _pairs()[codes.view(mx.uint8)]
+    blocks = levels.reshape(*scales.shape, BLOCK) * scales[..., None]
+    return blocks.reshape(*codes.shape[:-1], -1)
+
+
+def quantize_scales(scales: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return codes uint8 of scales, float32 scales of 256 of these, and their mean.
+
+    Section 3, "double quantization": the mean is taken off, and what is left quantised to 8 bits
+    in blocks of 256, with the levels of arXiv:2110.02861 as bitsandbytes has them.
+    """
+    mean = scales.mean()
+    flat = (scales - mean).reshape(-1)
+    padded = mx.pad(flat, (0, -flat.size % SCALES_BLOCK)).reshape(-1, SCALES_BLOCK)
+    largest = mx.abs(padded).max(axis=1)
+    shares = padded / mx.where(largest == 0, 1, largest)[:, None]
+    levels = scale_levels()
+    between = mx.array((levels[:-1] + levels[1:]) / np.float32(2))
+    codes = mx.searchsorted(between, shares).astype(mx.uint8)
+    return codes.reshape(-1)[: flat.size].reshape(scales.shape), largest, mean
+
+
+def dequantize_scales(codes: mx.array, nested: mx.array, mean: mx.array) -> mx.array:
+    """Return the float32 scales of `quantize_scales`."""
+    levels = mx.array(scale_levels())[codes].reshape(-1)
+    each = mx.repeat(nested, SCALES_BLOCK)[: levels.size]
+    return (levels * each + mean).reshape(codes.shape)
+
+
+@lru_cache(maxsize=1)
+def scale_levels() -> Floats:
+    """Return the 256 levels of a dynamic exponent, float32, in order.
+
+    Source: 8-bit Optimizers, arXiv:2110.02861, section 1.3: a sign, an exponent of 10 in unary, and
+    a linear fraction in the bits that are left.
+    """
+    levels: list[float] = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = np.linspace(0.1, 1, 2**exponent + 1, dtype=np.float32)
+        means = (bounds[:-1] + bounds[1:]) / np.float32(2)
+        values = means * np.float32(10.0 ** (exponent - 6))
+        levels += [*values.tolist(), *(-values).tolist()]
+    return np.sort(np.array(levels, dtype=np.float32))
+
+
+@lru_cache(maxsize=1)
+def _between() -> mx.array:
+    """Return the 15 bounds between neighbouring levels."""
+    levels = np.array(LEVELS, dtype=np.float32)
+    return _evaluated((levels[:-1] + levels[1:]) / np.float32(2))
+
+
+@lru_cache(maxsize=1)
+def _pairs() -> mx.array:
+    """Return what each byte holds: float32 (256, 2)."""
+    return _evaluated(np.array([(high, low) for high in LEVELS for low in LEVELS], np.float32))
+
+
+def _evaluated(values: Floats) -> mx.array:
+    # Shared by graphs, of which one that is being traced must not be the first to make it.
+    made = mx.array(values)
+    mx.eval(made)
+    return made

@@ -1,0 +1,190 @@
+"""Quantising a model as its weights are read, so that they are never all in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.convert import MODEL_CONVERSION_DTYPES
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlxtune.backend.model.memory import on_cpu
+from mlxtune.backend.model.nf4 import BLOCK, NF4Linear
+from mlxtune.errors import ModelError
+
+# MLX's own formats by what --quantize calls them: mode, bits and the group that shares a scale, as
+# mlx-lm has them by default.
+_MODES = {
+    "4": ("affine", 4, 64),
+    "8": ("affine", 8, 64),
+    "mxfp4": ("mxfp4", 4, 32),
+    "nvfp4": ("nvfp4", 4, 16),
+    "mxfp8": ("mxfp8", 8, 32),
+}
+# Entries that are quantised at once on the CPU, which runs some operations ahead.
+_AT_ONCE = 1 << 16
+NF4 = "nf4"
+FORMATS = (*_MODES, NF4)
+
+Predicate = Callable[[str, nn.Module], Any]
+
+
+def quantize_lazily(
+    model: nn.Module, config: Mapping[str, Any], quantize: str, double_quant: bool = False
+) -> str:
+    """Quantise a model of which no weight is read yet; return what was done, in words.
+
+    In MLX's formats the result is that of `mlx_lm.convert`: embeddings and head are quantised too,
+    what the architecture says of its layers is heeded, and shapes that no group divides stay as
+    they are. In nf4 it is what QLoRA quantises: the linear layers but for the head.
+
+    Raises ModelError for what cannot be quantised.
+    """
+    if quantize not in FORMATS:
+        raise ModelError(f"--quantize: must be one of {', '.join(FORMATS)}, not {quantize!r:.40}")
+    predicate = getattr(model, "quant_predicate", None)
+    if quantize == NF4:
+        _to_nf4(model, predicate, double_quant)
+        scales = ", scales in 8 bits" if double_quant else ""
+        return f"4-bit nf4, group {BLOCK}{scales}"
+    mode, bits, group = _MODES[quantize]
+    _convert_dtype(model, config)
+
+    def chosen(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group:
+            return False
+        return True if predicate is None else predicate(path, module)
+
+    weights = {path: module.weight for path, module in model.named_modules() if "weight" in module}
+    nn.quantize(model, group, bits, mode=mode, class_predicate=chosen)
+    for path, module in model.named_modules():
+        if "scales" in module:
+            _quantize_in_parts(module, weights[path])
+    return f"{bits}-bit {mode}, group {group}"
+
+
+def name_of(quantize: str, double_quant: bool = False) -> str:
+    """Return what a format is called, with its scales."""
+    return f"{quantize} with double quantisation" if double_quant else quantize
+
+
+def parameters_of(quantize: str) -> dict[str, Any]:
+    """Return what mlx-lm calls one of MLX's own formats: group_size, bits and mode."""
+    mode, bits, group = _MODES[quantize]
+    return {"group_size": group, "bits": bits, "mode": mode}
+
+
+def config_of(model: nn.Module, quantize: str) -> dict[str, Any]:
+    """Return what `mlx_lm.convert` adds to the config of a model that was quantised so."""
+    said = parameters_of(quantize)
+    # What the architecture gives other sizes is named by its path.
+    others = {
+        path: {name: getattr(module, name) for name in said}
+        for path, module in model.named_modules()
+        if "scales" in module and any(getattr(module, name) != said[name] for name in said)
+    }
+    quantization = {**said, **others}
+    return {"quantization": quantization, "quantization_config": quantization}
+
+
+def read_one_by_one(model: nn.Module) -> None:
+    """Read and quantise a model's weights, one module at a time and the largest first.
+
+    What was read of a module is freed before the next: beside what is quantised already, memory
+    holds one of them as it was.
+    """
+    parts = [module for _, module in model.named_modules() if not module.children()]
+    for module in sorted(parts, key=_size, reverse=True):
+        mx.eval(module.parameters())
+        mx.clear_cache()
+    mx.eval(model.parameters())
+
+
+def already_quantized(config: Mapping[str, Any]) -> bool:
+    """Tell whether a model's config says that its weights are quantised."""
+    text = config.get("text_config")
+    return any(
+        bool(each.get(name))
+        for each in (config, text if isinstance(text, Mapping) else {})
+        for name in ("quantization", "quantization_config")
+    )
+
+
+def kept_as_they_are(model: nn.Module) -> set[str]:
+    """Return the paths of parameters that no compute dtype changes: the scales of nf4."""
+    return {
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if isinstance(module, NF4Linear)
+        for parameter in ("scales", "nested_scales", "nested_mean")
+    }
+
+
+def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
+    """Have a quantised module's arrays made some rows after the other, which gives the same.
+
+    On the CPU, what MLX works with for 4-bit floats takes up to 80 bytes an entry.
+    """
+    if module.mode == "affine" or not on_cpu():
+        return
+    rows = weight.reshape(-1, weight.shape[-1])
+    step = max(_AT_ONCE // rows.shape[1], 1)
+    parts: list[Sequence[mx.array]] = []
+    for start in range(0, rows.shape[0], step):
+        part = rows[start : start + step]
+        if parts:
+            part = mx.depends([part], [parts[-1][0]])[0]
+        parts.append(mx.quantize(part, module.group_size, module.bits, mode=module.mode))
+    made = [
+        mx.concatenate(list(each)).reshape(*weight.shape[:-1], -1)
+        for each in zip(*parts, strict=True)
+    ]
+    module.weight, module.scales = made[:2]
+    module.biases = made[2] if len(made) > 2 else None
+
+
+def _size(module: nn.Module) -> int:
+    return sum(value.nbytes for _, value in tree_flatten(module.parameters()))
+
+
+def _convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Cast the weights as `mlx_lm.convert` does before it quantises them."""
+    text = config.get("text_config")
+    named = config.get("torch_dtype")
+    if named is None and isinstance(text, Mapping):
+        named = text.get("dtype")
+    if named not in MODEL_CONVERSION_DTYPES:
+        return
+    dtype, keeps = getattr(mx, str(named)), getattr(model, "cast_predicate", None)
+    cast = [
+        (path, value.astype(dtype))
+        for path, value in tree_flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating) and (keeps is None or keeps(path))
+    ]
+    model.load_weights(cast, strict=False)
+
+
+def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    found = False
+    for layer in model.layers:
+        made = []
+        for key, module in layer.named_modules():
+            path = names[id(module)]
+            if isinstance(module, SwitchLinear):
+                raise ModelError(
+                    f"--quantize nf4: {path} holds experts, which nf4 is not made for: "
+                    "use --quantize mxfp4"
+                )
+            if type(module) is not nn.Linear or module.weight.shape[1] % BLOCK:
+                continue
+            # What an architecture asks more bits for stays as it is.
+            if predicate is None or predicate(path, module) is True:
+                made.append((key, NF4Linear(module, double_quant=double_quant)))
+        layer.update_modules(tree_unflatten(made))
+        found = found or bool(made)
+    if not found:
+        raise ModelError(f"--quantize nf4: no linear layer is a multiple of {BLOCK} wide")

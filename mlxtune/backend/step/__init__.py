@@ -1,0 +1,1 @@
+"""One optimizer step: forward, loss, gradients, and how they are laid out."""

@@ -1,0 +1,95 @@
+"""Masked cross-entropy: the plain reference, and the one that holds few logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.model.autograd import differentiable
+
+
+def cross_entropy_sum(
+    model: nn.Module, inputs: mx.array, targets: mx.array, mask: mx.array
+) -> mx.array:
+    """Return the summed cross-entropy of supervised targets, in nats, as a float32 scalar.
+
+    `inputs` and `targets` are int32 (B, T), `mask` float32 (B, T). The logits are those of one
+    forward pass without a KV cache, taken to float32: logsumexp(z) - z[target] where mask is 1.
+    """
+    return (cross_entropies(model, inputs, targets) * mask).sum()
+
+
+def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
+    """Return each target's cross-entropy, in nats, float32 (B, T); see `cross_entropy_sum`."""
+    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
+
+
+Losses = Callable[[mx.array, mx.array], mx.array]
+
+
+def fused_losses(logits: mx.array, targets: mx.array) -> mx.array:
+    """Return each position's cross-entropy; on Metal and CUDA without logits in float32."""
+    return mx.fast.cross_entropy(logits, targets)
+
+
+def head_losses(
+    logits: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    chunk: int,
+    losses: Losses,
+) -> mx.array:
+    """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
+
+    The arguments are those of `head_loss_sum`; no more than `chunk` positions have logits at once.
+    """
+    found = []
+    for start in range(0, hidden.shape[0], chunk):
+        at = slice(start, start + chunk)
+        found.append(losses(logits(hidden[at]), targets[at]).astype(mx.float32))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
+
+
+def head_loss_sum(
+    logits: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    weights: mx.array,
+    chunk: int,
+    losses: Losses,
+) -> mx.array:
+    """Return the summed cross-entropy of hidden states, in nats, as a float32 scalar.
+
+    `hidden` is (P, H), `targets` int32 (P,), `weights` float32 (P,) with 0 for what does not count;
+    `logits` takes (p, H) to (p, V), `losses` these and targets (p,) to float32 (p,). No more than
+    `chunk` positions have logits at once: loss and gradient with respect to the hidden states are
+    made in one pass, in the forward pass.
+    """
+
+    def of_chunk(rows: mx.array, wanted: mx.array, counted: mx.array) -> mx.array:
+        return (losses(logits(rows), wanted) * counted).sum()
+
+    both = mx.value_and_grad(of_chunk)
+
+    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        gradients: list[mx.array] = []
+        total = mx.array(0.0)
+        for start in range(0, hidden.shape[0], chunk):
+            at = slice(start, start + chunk)
+            rows = hidden[at]
+            if gradients:
+                # One chunk after the other: logits of all at once are what this is to avoid.
+                rows = mx.depends(rows, gradients[-1])
+            loss, gradient = both(rows, targets[at], weights[at])
+            total = total + loss
+            gradients.append(gradient)
+        return total, mx.concatenate(gradients)
+
+    def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0].astype(outputs[1].dtype) * outputs[1]
+
+    return differentiable(summed, scaled)(hidden)[0]

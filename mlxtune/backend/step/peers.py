@@ -1,0 +1,257 @@
+"""Other trainers, for `mlxtune bench`: what they do in a step, on the same batches as ours.
+
+A peer is a class with the methods of `Side`, and a line in PEERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.trainer import TrainingArgs, default_loss
+from mlx_lm.tuner.utils import load_adapters
+
+from mlxtune.backend.adapters import adapter_state
+from mlxtune.backend.lora import lora
+from mlxtune.backend.model.loading import BaseModel, load_lazily
+from mlxtune.backend.model.memory import on_cpu
+from mlxtune.backend.model.model_folder import read_config
+from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
+from mlxtune.config import InstructConfig, TrainConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.files import make_folder
+from mlxtune.core.runs.benchmark import one_span
+from mlxtune.core.steps.batch import run_length
+from mlxtune.core.training.checkpoint import ADAPTER
+
+# mlx-lm pads to one more than a multiple of this.
+_PAD_TO = 32
+
+
+class Side(Protocol):
+    """A trainer that is measured. It is made with the weights read, and nothing else done.
+
+    `loss_function` says what it computes.
+    """
+
+    loss_function: str
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Put LoRA on the model with the tensors of the folder `adapter`; make the optimizer."""
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Compute a step without taking it.
+
+        Returns its loss with the targets that the trainer's own batches would add, if they do.
+        """
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take step `number`, from 1; return its loss."""
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return the tokens that a step runs through the model, and which of these are padding."""
+
+
+class MlxLm:
+    """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
+
+    Its spans of supervised tokens run one beyond the end of a row, onto a token of padding. Here
+    they end at the last supervised token, so that both sides train on the same. Where rows make
+    more examples than a batch holds, these are taken batch by batch, neighbours in length together,
+    and their gradients added up before the update.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        # As its train() does.
+        recommended = mx.device_info().get("max_recommended_working_set_size")
+        if recommended is not None:
+            mx.set_wired_limit(int(recommended))
+        self.loss_function = "default"
+        self._config = config
+        trusts = config.trust_remote_code
+        self._model, said = load_lazily(folder, read_config(folder, trust_remote_code=trusts))
+        if config.quantize is not None:
+            quantize_lazily(self._model, said, config.quantize)
+        _cast(self._model, getattr(mx, config.dtype))
+        if config.quantize is not None:
+            read_one_by_one(self._model)
+        mx.eval(self._model.parameters())
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Put mlx-lm's LoRA on the model and make its step, compiled where that pays."""
+        if not all(one_span(example) for step in steps for example in step):
+            self.loss_function = "masked"
+        model = self._model
+        model.freeze()
+        load_adapters(model, str(adapter))
+        model.train()
+        self._optimizer = optim.AdamW(
+            self._config.lr,
+            betas=[0.9, 0.999],
+            eps=1e-8,
+            weight_decay=self._config.weight_decay,
+            bias_correction=True,
+        )
+        self._optimizer.init(model.trainable_parameters())
+        self._state = [model.state, self._optimizer.state, mx.random.state]
+        mx.eval(self._state)
+        self._step = self._make_step()
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Take the step, with mlx-lm's own spans, and take it back."""
+        before = self._model.trainable_parameters()
+        state = tree_map(lambda value: value, self._optimizer.state)
+        loss = self._run(examples, beyond=1)
+        self._model.update(before)
+        _put_back(self._optimizer.state, state)
+        return loss if self.loss_function == "default" else None
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take a step on all examples."""
+        return self._run(examples)
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return the tokens of the batches after the shift, and which of these are padding."""
+        run = 0
+        for batch in self._batches(examples):
+            tokens, _ = padded(batch, self._config.max_seq_len)
+            run += tokens.shape[0] * (tokens.shape[1] - 1)
+        return run, run - sum(map(run_length, examples))
+
+    def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Return the examples of a step in batches, sorted by length as mlx-lm sorts them."""
+        by_length, size = sorted(examples, key=len), self._config.batch_size
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+
+    def _make_step(self) -> Callable[..., Any]:
+        loss = default_loss if self.loss_function == "default" else masked_loss
+        loss_and_grad = nn.value_and_grad(self._model, loss)
+
+        def step(
+            tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
+        ) -> tuple[mx.array, Any]:
+            (value, _), gradients = loss_and_grad(self._model, tokens, supervised)
+            gradients = tree_map(lambda gradient: gradient * share, gradients)
+            if before is not None:
+                gradients = tree_map(mx.add, before, gradients)
+            if last:
+                self._optimizer.update(self._model, gradients)
+                gradients = None
+            return value * share, gradients
+
+        # On the CPU compiling starts a C++ compiler and is no faster after.
+        return step if on_cpu() else mx.compile(step, inputs=self._state, outputs=self._state)
+
+    def _run(self, examples: Sequence[Example], beyond: int = 0) -> float:
+        batches = [self._batch(batch, beyond) for batch in self._batches(examples)]
+        counts = [self._supervised(supervised) for _, supervised in batches]
+        loss, gradients = mx.array(0.0), None
+        for i, ((tokens, supervised), count) in enumerate(zip(batches, counts, strict=True), 1):
+            share, last = mx.array(count / sum(counts)), i == len(batches)
+            part, gradients = self._step(tokens, supervised, share, gradients, last)
+            loss = loss + part
+            mx.eval(self._state, loss, gradients)
+            # As its train() does after each step, by default; older versions do not.
+            threshold = getattr(TrainingArgs(), "clear_cache_threshold", None)
+            if threshold is not None and mx.get_cache_memory() > threshold:
+                mx.clear_cache()
+        return float(loss)
+
+    def _supervised(self, supervised: mx.array) -> int:
+        """Return how many tokens a batch supervises."""
+        if self.loss_function == "default":
+            return int((supervised[:, 1] - supervised[:, 0] + 1).sum())
+        return int(supervised.sum())
+
+    def _batch(self, examples: Sequence[Example], beyond: int = 0) -> tuple[mx.array, mx.array]:
+        """Return tokens (B, L) and what of them is supervised, as the loss takes it."""
+        tokens, mask = padded(examples, self._config.max_seq_len)
+        if self.loss_function == "default":
+            return mx.array(tokens), mx.array(spans(examples, beyond))
+        return mx.array(tokens), mx.array(mask[:, 1:])
+
+
+def padded(
+    examples: Sequence[Example], max_seq_len: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Return tokens int32 (B, L) and mask bool (B, L) of examples, padded as mlx-lm pads.
+
+    L is one more than the next multiple of 32, but at most `max_seq_len`.
+    """
+    longest = max(map(len, examples))
+    length = min(1 + _PAD_TO * -(-longest // _PAD_TO), max_seq_len)
+    tokens = np.zeros((len(examples), length), dtype=np.int32)
+    mask = np.zeros((len(examples), length), dtype=np.bool_)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example)] = example.tokens
+        mask[i, : len(example)] = example.assistant_mask
+    return tokens, mask
+
+
+def spans(examples: Sequence[Example], beyond: int = 0) -> npt.NDArray[np.int32]:
+    """Return int32 (B, 2): the first and the last supervised place of each example.
+
+    mlx-lm's loss takes both as inclusive. `beyond` 1 gives what its own batches hold: the first,
+    and the length, which is one beyond the last token.
+    """
+    made = []
+    for example in examples:
+        where = np.flatnonzero(example.assistant_mask)
+        made.append((where[0], len(example) if beyond else where[-1]))
+    return np.array(made, dtype=np.int32)
+
+
+def masked_loss(
+    model: nn.Module, tokens: mx.array, supervised: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return mlx-lm's loss and count for a mask bool (B, L - 1) instead of a span a row.
+
+    Its `default_loss` but for where the mask comes from.
+    """
+    logits = model(tokens[:, :-1])
+    losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * supervised
+    count = supervised.sum()
+    return losses.astype(mx.float32).sum() / count, count
+
+
+PEERS: dict[str, Callable[[Path, TrainConfig], Side]] = {"mlx-lm": MlxLm}
+
+
+def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
+    """Write the adapter that all sides start from, as `train` makes it, into the folder `adapter`.
+
+    Puts LoRA on the model, of which no weight is read. Raises ModelError.
+    """
+    summary = lora.apply_lora(base.model, config)
+    make_folder(adapter)
+    adapter_state.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Have every parameter in the dtype, save those that an architecture keeps as they are."""
+    keeps = getattr(model, "cast_predicate", None)
+    parameters = tree_flatten(model.parameters())
+    model.load_weights(
+        [
+            (path, value.astype(dtype))
+            for path, value in parameters
+            if mx.issubdtype(value.dtype, mx.floating) and (keeps is None or keeps(path))
+        ],
+        strict=False,
+    )
+
+
+def _put_back(target: Any, saved: Any) -> None:
+    # In place: a compiled step holds on to the containers.
+    for key, value in saved.items() if isinstance(saved, dict) else enumerate(saved):
+        if isinstance(value, dict | list):
+            _put_back(target[key], value)
+        else:
+            target[key] = value

@@ -1,0 +1,311 @@
+"""InstructPipeline: one optimizer step at a time, and evaluation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map
+
+from mlxtune.backend.adapters import adapter_state, initial
+from mlxtune.backend.cpu.arrays import quiet
+from mlxtune.backend.lora.lora import LoRASummary, apply_lora, step_keys
+from mlxtune.backend.lora.optimizer import make_optimizer, set_rate
+from mlxtune.backend.model import memory
+from mlxtune.backend.step.forward import Execution, Forward
+from mlxtune.backend.step.micro_batches import MicroBatches, step_cost
+from mlxtune.backend.step.phases import Phases
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.files import make_folder
+from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.groups import Group, StepCost
+from mlxtune.core.steps.memory_plan import used_tokens
+from mlxtune.core.steps.pack import Pack, Packed
+from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.core.training.metrics import InstructBatchResult, InstructStepResult, perplexity
+from mlxtune.errors import ModelError, NonFiniteLossError
+
+
+def warn_python(message: str) -> None:
+    """Warn as Python does."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class InstructPipeline:
+    """A model with LoRA on it, and AdamW over the LoRA matrices.
+
+    Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `micro_batch_tokens`
+    bounds the padded tokens that run through the model at once; it changes neither loss nor
+    gradient, no more than `how` the step is computed does, and is halved when a step takes more
+    memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
+    written, with what `base_said` says of its loading. Without `begins`, what LoRA begins as is
+    left to `restore`. `provenance` is asked for more to say in a checkpoint. `tokens_run` counts
+    the tokens that the last step ran, `padding_run` those of padding among them,
+    `micro_batches_run` in how many micro-batches.
+
+    Raises ModelError when a target matches nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: InstructConfig,
+        *,
+        micro_batch_tokens: int = 2048,
+        how: Execution | None = None,
+        cost: StepCost | None = None,
+        base_model: str = "",
+        base_said: Mapping[str, Any] | None = None,
+        begins: bool = True,
+        provenance: Callable[[], Mapping[str, Any]] = dict,
+        warn: Callable[[str], None] = warn_python,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.lora: LoRASummary = apply_lora(model, config)
+        how = how or Execution.best(self.lora.total_parameters)
+        self.forward = Forward(model, self.lora.dropout_keys, how)
+        self._micro_batches = MicroBatches(
+            self.forward,
+            max_tokens=micro_batch_tokens,
+            cost=cost or step_cost(),
+            keyed=config.dropout > 0,
+            remedy="lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or "
+            "fewer --num-layers",
+            warn=warn,
+        )
+        self.tokens_run = self.padding_run = self.micro_batches_run = 0
+        self._base = base_model, base_said
+        self._provenance = provenance
+        # SHA-256 of the adapter that LoRA began as, if it did.
+        self.initial_hash = initial.begin(model, self.lora, config.seed) if begins else None
+        self._optimizer = make_optimizer(config)
+        self._optimizer.init(model.trainable_parameters())
+        gradients = mx.value_and_grad(self.scaled_loss)
+        self.gradients = mx.compile(gradients) if self.forward.how.compile else gradients
+        self.phases = Phases()
+        self._steps = 0
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The bound of a micro-batch, which is halved where memory asks for it."""
+        return self._micro_batches.max_tokens
+
+    @micro_batch_tokens.setter
+    def micro_batch_tokens(self, tokens: int) -> None:
+        self._micro_batches.max_tokens = tokens
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate, which a schedule scales."""
+        return self.config.learning_rate
+
+    def train_step(self, example: Example) -> InstructStepResult:
+        """Take one optimizer step, at the peak learning rate, on one example."""
+        result = self.train_batch([example])
+        return InstructStepResult(result.avg_loss, result.total_response_tokens, result.perplexity)
+
+    def train_batch(
+        self,
+        examples: Sequence[Example],
+        *,
+        step: int | None = None,
+        learning_rate: float | None = None,
+    ) -> InstructBatchResult:
+        """Take one optimizer step on all examples together.
+
+        The loss is the sum over their supervised tokens divided by the count of these, however
+        the examples are split into micro-batches. `step` counts from 1 and keys the randomness.
+
+        Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
+        """
+        self._micro_batches.start_peak()
+        step = self._steps + 1 if step is None else step
+        rate = self.config.learning_rate if learning_rate is None else learning_rate
+        loss, grads, tokens = self.loss_and_gradients(examples, step)
+        grads, norm = _clip(grads, self.config.gradient_clip_norm)
+        mx.eval(grads, norm)
+        self.phases.end("clip")
+        grad_norm = float(norm)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
+            raise NonFiniteLossError(
+                f"step {step}: the {what} at learning rate {rate:g}; the step was not applied: "
+                "lower --lr, or use --dtype float32"
+            )
+        self._update(grads, step, rate)
+        memory.relieve_pressure()
+        self.phases.end("optimizer")
+        self._steps = step
+        return InstructBatchResult(
+            avg_loss=loss,
+            total_response_tokens=tokens,
+            perplexity=perplexity(loss),
+            grad_norm=grad_norm,
+            total_tokens=sum(map(len, examples)),
+            memory=self._micro_batches.peak(),
+            micro_batches=self.micro_batches_run,
+            run_tokens=self.tokens_run,
+            padding=self.padding_run,
+        )
+
+    def loss_and_gradients(
+        self, examples: Sequence[Example], step: int = 1
+    ) -> tuple[float, dict[str, Any], int]:
+        """Return loss, gradients by parameter (float32) and supervised tokens of a step.
+
+        `step` keys the dropout; nothing is updated.
+        """
+        return self._micro_batches.within_memory(examples, lambda: self._accumulate(examples, step))
+
+    def _accumulate(
+        self, examples: Sequence[Example], step: int
+    ) -> tuple[float, dict[str, Any], int]:
+        self.model.train()
+        parameters = self.model.trainable_parameters()
+        tokens = sum(int(example.assistant_mask[1:].sum()) for example in examples)
+        loss, grads = mx.array(0.0), None
+        self.tokens_run = self.padding_run = self.micro_batches_run = 0
+        try:
+            for group, batch in self.micro_batches(examples):
+                arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
+                self.phases.end("data", arrays)
+                with quiet():
+                    part, part_grads = self.phases.gradients(self, parameters, arrays, scale)
+                loss = loss + part
+                grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
+                # The device works on it while the next micro-batch is prepared.
+                mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
+                self.micro_batches_run += 1
+                self.tokens_run += group.tokens
+                self.padding_run += group.tokens - used_tokens(group, examples)
+                memory.relieve_pressure()
+            mx.eval(loss, grads)
+            self.phases.end("backward")
+        finally:
+            # What was traced stands in the model until now.
+            self.model.update(parameters)
+        assert grads is not None
+        return float(loss), grads, tokens
+
+    def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
+        """Return the loss over all supervised tokens of the examples."""
+        return self._micro_batches.within_memory(examples, lambda: self._evaluate(examples))
+
+    def _evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for _, batch in self.micro_batches(examples):
+            with quiet():
+                total += float(self.forward.losses(batch).sum())
+            tokens += batch.supervised
+            memory.relieve_pressure()
+        loss = total / tokens
+        return InstructBatchResult(
+            loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
+        )
+
+    def write(self, weights: Path) -> None:
+        """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
+        make_folder(weights.parent)
+        adapter_state.adapter_writer(self.model, self.lora, *self._base)(weights)
+
+    def save(self, folder: Path) -> None:
+        """Write into a folder what `load` and `restore` read. Raises OutputError."""
+        self.snapshot()(folder)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Return what writes the adapter, as mlx-lm loads it, and the optimizer into a folder.
+
+        It writes what is now, whenever it is called, and raises OutputError.
+        """
+        settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
+        adapter = adapter_state.adapter_writer(self.model, self.lora, *self._base)
+        parameters = adapter_state.parameters_writer(self.model, self.lora)
+        optimizer = adapter_state.optimizer_writer(self._optimizer.state, settings)
+
+        def write(folder: Path) -> None:
+            adapter(folder / ADAPTER)
+            parameters(folder)
+            optimizer(folder / adapter_state.OPTIMIZER)
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
+        adapter_state.read_parameters(folder, self.model, self.lora)
+
+    def restore(self, folder: Path) -> None:
+        """Go on from a snapshot as if nothing had come between.
+
+        Raises ModelError when it does not fit.
+        """
+        path = folder / adapter_state.OPTIMIZER
+        state, settings = adapter_state.read_optimizer(path, self._optimizer.state)
+        tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
+        if tokens < 1 or steps < 0:
+            raise ModelError(f"{path}: says nothing of the step or the micro-batches it was at")
+        self.load(folder)
+        self._optimizer.state = state
+        # What was halved since the plan stays halved; what the plan gives less is for less memory.
+        self.micro_batch_tokens, self._steps = min(tokens, self.micro_batch_tokens), steps
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return what a checkpoint says of the adapter and the versions that made it."""
+        return {
+            "lora_rank": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "targets": list(self.lora.targets),
+            **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),
+            **self._provenance(),
+        }
+
+    def _update(self, grads: dict[str, Any], step: int, rate: float) -> None:
+        parameters = self.model.trainable_parameters()
+        state = tree_map(lambda value: value, self._optimizer.state)
+        set_rate(self._optimizer, rate, self.config.lr_ratio)
+        self._optimizer.update(self.model, grads)
+        updated = self.model.trainable_parameters()
+        finite = mx.all(mx.stack([mx.isfinite(value).all() for _, value in tree_flatten(updated)]))
+        mx.eval(updated, self._optimizer.state, finite)
+        if not finite:
+            self.model.update(parameters)
+            self._optimizer.state = state
+            raise NonFiniteLossError(
+                f"step {step}: the adapter is not finite after a step at learning rate {rate:g}; "
+                "the step was not applied: lower --lr"
+            )
+
+    def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
+        """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""
+        keyed = self.config.dropout and self.model.training
+        keys = step_keys(self.config.seed, step, batch.rows) if keyed else None
+        return self.forward.arrays(batch, keys)
+
+    def scaled_loss(
+        self, parameters: dict[str, Any], arrays: dict[str, Any], scale: mx.array
+    ) -> mx.array:
+        """Return the loss of a micro-batch with these LoRA matrices, in its share of the step."""
+        self.model.update(parameters)
+        # Scaled by the count of the whole step before the backward pass, which keeps float16
+        # gradients in range; the micro-batches then only add up.
+        return self.forward.loss_sum(arrays) * scale
+
+    def micro_batches(
+        self, examples: Sequence[Example]
+    ) -> Iterator[tuple[Group | Packed, MicroBatch | Pack]]:
+        """Yield the micro-batches of a step: which examples, and their arrays."""
+        return self._micro_batches.of(examples)
+
+
+def _clip(grads: dict[str, Any], max_norm: float) -> tuple[dict[str, Any], mx.array]:
+    """Return gradients scaled to the norm, where they are above it, and their norm before."""
+    clipped, norm = optim.clip_grad_norm(grads, max_norm if max_norm else math.inf)
+    return (clipped if max_norm else grads), norm

@@ -1,0 +1,173 @@
+"""Measures the steps of a pipeline: its phases as they run, its layers in a pass of their own.
+
+MLX computes nothing until it is asked to, so a border between two phases is an evaluation. It
+changes what is evaluated together, not what is computed: the step gives the same bits. Borders
+between layers would not leave it so (a graph compiled as a whole has none, and one that is kept
+while it is cut takes more memory), hence the layers run once more, after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.cpu.arrays import quiet
+from mlxtune.backend.model import memory
+from mlxtune.backend.step.phases import MeasuredPhases, Phases
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.recompute import LayerCall, intercept
+from mlxtune.core.data.encode import Example
+from mlxtune.core.training.profile import Laps, LayerProfile
+from mlxtune.errors import MlxTuneError
+
+_HEAD = "head"
+
+
+@dataclass
+class _Call:
+    """A call of a layer, or of the head, that is to be measured.
+
+    `run` takes `inputs` and gives `outputs`, of which the shapes and dtypes are kept. The gradient
+    is asked for those of the inputs that are `wanted`.
+    """
+
+    name: str
+    run: Callable[..., list[mx.array]]
+    inputs: list[mx.array]
+    outputs: list[tuple[tuple[int, ...], mx.Dtype]]
+    wanted: list[int]
+
+
+class PipelineMeter:
+    """What the profiler asks of a pipeline."""
+
+    def __init__(self, pipeline: InstructPipeline) -> None:
+        self._pipeline = pipeline
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes in use, and the most that were in use since this was last asked."""
+        return int(mx.get_active_memory()), memory.lap_peak()
+
+    def attach(self, laps: Laps | None) -> None:
+        """Have the pipeline's next steps tell of their borders; None ends that."""
+        self._pipeline.phases = Phases() if laps is None else MeasuredPhases(laps)
+
+    def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
+        """Run the micro-batches of a step once more, layer by layer; change nothing.
+
+        Each layer runs by itself on the input that it has in the model, forward and backward; the
+        gradient that comes into it is made up, as its time does not depend on it. Empty where
+        memory runs out.
+        """
+        found: dict[str, LayerProfile] = {}
+        model = self._pipeline.model
+        parameters = model.trainable_parameters()
+        model.train()
+        with memory.apart():
+            try:
+                for _, batch in self._pipeline.micro_batches(examples):
+                    for call in self._calls(self._pipeline.arrays(batch, step)):
+                        measured = self._measure(call)
+                        known = found.get(call.name)
+                        found[call.name] = known.plus(measured) if known else measured
+                    memory.relieve_pressure()
+            except (RuntimeError, MemoryError) as error:
+                if isinstance(error, MlxTuneError) or not memory.ran_out(error):
+                    raise
+                found.clear()
+                mx.clear_cache()
+            finally:
+                model.update(parameters)
+        order = [*(_name(i) for i in range(len(list(model.layers)))), _HEAD]
+        return [found[name] for name in order if name in found]
+
+    def _calls(self, arrays: dict[str, Any]) -> list[_Call]:
+        """Run the model forward, and return the calls of its layers, the head's last."""
+        layers, calls = list(self._pipeline.model.layers), list[_Call]()
+        numbers = {id(layer): i for i, layer in enumerate(layers)}
+        trained = [bool(tree_flatten(layer.trainable_parameters())) for layer in layers]
+        first = trained.index(True)
+        dropout = self._pipeline.lora.dropout_keys
+
+        def at(layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            call = LayerCall(layer, plain, dropout, args, options)
+            inputs = [*call.given, *call.trained, *call.kept]
+            own = range(len(call.given), len(inputs))
+            number = numbers[id(layer)]
+            # Below the first layer that is trained nothing has a gradient, nor does its input.
+            wanted = list(own) if number == first else [0, *own] if number > first else []
+            outputs = call.run(*inputs)
+            # Step by step: the arrays of one layer are freed before the next.
+            mx.eval(inputs, outputs)
+            shapes = [(each.shape, each.dtype) for each in outputs]
+            calls.append(_Call(_name(number), call.run, inputs, shapes, wanted))
+            return call.result(outputs)
+
+        def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+            calls.append(_Call(_HEAD, lambda rows: [head(rows)], [rows], [((), mx.float32)], [0]))
+            return mx.array(0.0)
+
+        forward = self._pipeline.forward
+        with _intercepted(layers, at), forward.watched(around), quiet():
+            mx.eval(forward.loss_sum(arrays, backward=False), [call.inputs for call in calls])
+        return calls
+
+    def _measure(self, call: _Call) -> LayerProfile:
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before, started = int(mx.get_active_memory()), perf_counter()
+        # Where layers are computed as they are called, the forward pass ends with the call.
+        called = started
+
+        def run(*chosen: mx.array) -> list[mx.array]:
+            nonlocal called
+            inputs = list(call.inputs)
+            for place, array in zip(call.wanted, chosen, strict=True):
+                inputs[place] = array
+            outputs = call.run(*inputs)
+            called = perf_counter()
+            return outputs
+
+        with self._pipeline.forward.running(), quiet():
+            if call.wanted:
+                chosen = [call.inputs[place] for place in call.wanted]
+                coming = [mx.full(shape, 1e-3, dtype) for shape, dtype in call.outputs]
+                outputs, gradients = mx.vjp(run, chosen, coming)
+            else:
+                outputs, gradients = run(), []
+            traced = perf_counter()
+            mx.eval(outputs)
+            kept, forward_done = int(mx.get_active_memory()) - before, perf_counter()
+            mx.eval(gradients)
+        ended = perf_counter()
+        return LayerProfile(
+            call.name,
+            called - started + forward_done - traced,
+            traced - called + ended - forward_done if call.wanted else 0.0,
+            max(kept, 0),
+            max(int(mx.get_peak_memory()) - before, 0),
+        )
+
+
+def _name(number: int) -> str:
+    return f"layers.{number}"
+
+
+@contextmanager
+def _intercepted(layers: Sequence[nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+    """Have `call` run in the place of these layers' own calls."""
+    kinds = [type(layer) for layer in layers]
+    try:
+        for layer in layers:
+            intercept(layer, call)
+        yield
+    finally:
+        for layer, kind in zip(layers, kinds, strict=True):
+            layer.__class__ = kind

@@ -1,0 +1,175 @@
+"""What a model's shapes say of the memory that training takes, before its weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.lora import lora
+from mlxtune.backend.model import memory
+from mlxtune.backend.model.dequantized import QUANTIZED
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.step.forward import Execution
+from mlxtune.config import InstructConfig
+from mlxtune.core.steps.memory_prediction import ModelShapes, Way
+from mlxtune.core.steps.pack import ANY_LENGTH
+
+# Copies of a head that MLX's graph dequantises for its products, forward and backward.
+_UNPACKED_HEAD = 4
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A linear layer: its widths, its entries, and whether these are cast for each use.
+
+    `updated` tells whether LoRA is on it, `unpacked` whether it is made for each product alone.
+    """
+
+    inputs: int
+    outputs: int
+    copies: int
+    entries: int
+    cast: bool
+    updated: bool
+    unpacked: bool
+
+
+def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> ModelShapes:
+    """Return the shapes of a model that was opened; `kernels`: run by the CPU's own functions.
+
+    Raises ModelError when a target matches nothing.
+    """
+    dtype = getattr(mx, base.dtype)
+    layers = list(base.model.layers)
+    used = int(base.text_config.get("num_experts_per_tok") or 1)
+    trained, first, keys = _trained(base.model, config)
+    sizes = [
+        [
+            _matrix(module, dtype, kernels, updated=key in keys)
+            for key, module in lora.projections(layer).items()
+        ]
+        for layer in layers[first:]
+    ]
+    # Of the experts, each token goes through some.
+    products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
+    casts = [sum(m.entries for m in layer if m.cast) for layer in sizes]
+    every = [matrix for layer in sizes for matrix in layer]
+    parameters = [value for _, value in tree_flatten(base.model.parameters())]
+    return ModelShapes(
+        # What PiSSA takes out of the weights stands beside LoRA, which is as large.
+        weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
+        stored_itemsize=(
+            0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
+        ),
+        trainable=trained,
+        itemsize=dtype.size,
+        hidden=base.hidden_size,
+        vocab=base.vocab_size,
+        heads=int(base.text_config.get("num_attention_heads") or 1),
+        layers=len(sizes),
+        products=sum(products),
+        layer_products=max(products),
+        updated=max(sum(m.outputs for m in layer if m.updated) for layer in sizes),
+        read=sum(
+            m.inputs for m in every if m.updated and m.outputs == base.hidden_size != m.inputs
+        ),
+        scaled=sum(m.outputs for m in every if m.updated) if config.dora else 0,
+        widest_product=max(m.outputs * min(m.copies, used) for m in every),
+        largest_matrix=max(m.entries for m in every),
+        cast=sum(casts),
+        layer_cast=max(casts),
+        head_cast=_head_cast(base, dtype, kernels),
+        plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
+        unpacked=max((m.entries for m in every if m.unpacked), default=0),
+    )
+
+
+def way_of(how: Execution, base: BaseModel) -> Way:
+    """Return what of an execution memory depends on."""
+    kernels = how.cpu_kernels and base.dtype == "float32"
+    return Way(
+        micro_batch_tokens=0,
+        recompute=how.recompute,
+        loss_chunk=how.loss_chunk,
+        kernels=kernels,
+        # Metal and CUDA have a lean attention, unless it is capped; MLX's on the CPU has not.
+        holds_scores=(memory.on_cpu() and not kernels) or _caps(base, attention=True),
+        split_head=how.split_head,
+        packs_up_to=_packs_up_to(base) if how.pack and kernels else 0,
+    )
+
+
+def _packs_up_to(base: BaseModel) -> int:
+    """Return how long examples may be that stand in one line, as far as config.json tells."""
+    if _caps(base, attention=True):
+        return 0
+    window = base.text_config.get("sliding_window")
+    if isinstance(window, int) and base.text_config.get("use_sliding_window", True):
+        return window
+    return ANY_LENGTH
+
+
+def _trained(model: nn.Module, config: InstructConfig) -> tuple[int, int, set[str]]:
+    """Return how many LoRA parameters there will be, the first layer that has some, and where.
+
+    Raises ModelError when a target matches nothing.
+    """
+    layers, chosen = list(model.layers), lora.chosen_layers(model, config)
+    keys = lora.match_targets(chosen, config.targets)
+    names = {id(module): name for name, module in model.named_modules()}
+    total, first = 0, len(layers)
+    for i, layer in enumerate(chosen, len(layers) - len(chosen)):
+        for key, module in lora.projections(layer).items():
+            if key in keys:
+                inputs, outputs, copies = _widths(module)
+                rank = lora.rank_of(names[id(module)], config)
+                total += rank * copies * (inputs + outputs)
+                total += outputs if config.dora else 0
+                first = min(first, i)
+    return total, first, keys
+
+
+def _widths(module: nn.Module) -> tuple[int, int, int]:
+    """Return inputs and outputs of a linear layer, and of how many experts."""
+    *experts, outputs, inputs = module.weight.shape
+    if "scales" in module:
+        inputs = inputs * 32 // module.bits
+    return inputs, outputs, experts[0] if experts else 1
+
+
+def _matrix(module: nn.Module, dtype: mx.Dtype, kernels: bool, *, updated: bool) -> _Matrix:
+    inputs, outputs, copies = _widths(module)
+    unpacked = hasattr(module, "unpacked")
+    cast = unpacked and kernels if "scales" in module else module.weight.dtype != dtype
+    entries = inputs * outputs * copies
+    return _Matrix(inputs, outputs, copies, entries, cast, updated, unpacked and not kernels)
+
+
+def _head_cast(base: BaseModel, dtype: mx.Dtype, kernels: bool) -> int:
+    text = getattr(base.model, "language_model", base.model)
+    head = getattr(text, "lm_head", None)
+    if head is None:
+        head = getattr(getattr(text, "model", None), "embed_tokens", None)
+    if head is None:
+        return 0
+    entries = base.vocab_size * base.hidden_size
+    if "scales" not in head:
+        return entries if head.weight.dtype != dtype else 0
+    if not hasattr(head, "unpacked"):
+        return 0  # MLX's quantised products take the weight as it is.
+    return entries * (1 if kernels else _UNPACKED_HEAD)
+
+
+def _caps(base: BaseModel, *, attention: bool) -> bool:
+    """Tell whether the scores of attention, or else the logits, are capped or scaled."""
+    text = getattr(base.model, "language_model", base.model)
+    # What config.json leaves out has its default here.
+    options = {**base.text_config, **vars(getattr(text, "args", object))}
+    return any(
+        bool(value) and ("attn" in name) == attention
+        for name, value in options.items()
+        if "logit" in name
+    )

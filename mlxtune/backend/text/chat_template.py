@@ -1,0 +1,92 @@
+"""A model folder's own chat template, rendered by transformers as every inference tool does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from mlxtune.backend.text.template_costs import Harmful
+from mlxtune.backend.text.template_sandbox import render
+from mlxtune.core.data.conversation import BadRow
+from mlxtune.errors import ModelError, one_line
+
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+class ChatTemplate:
+    """Jinja templates with the special tokens that they may name; see core's RenderChat.
+
+    `sources` are templates by name: `tool_use`, where there is one, for conversations with tools,
+    and `default` for all others.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._special_tokens = dict(special_tokens)
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool | None = None,
+    ) -> str:
+        """Render messages.
+
+        Raises BadRow with the template's own reason where it refuses them, and ModelError when it
+        is no template or does what none needs to.
+        """
+        options: dict[str, Any] = dict(self._special_tokens)
+        options["add_generation_prompt"] = add_generation_prompt
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+        try:
+            return render(self._sources[name], messages, tools, options)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the model's chat template cannot be read: line {error.lineno}: "
+                f"{one_line(error)}: mend it or name a built-in --template"
+            ) from error
+        except Harmful as error:
+            raise ModelError(
+                f"the model's chat template ({name}) {error}: mend it or name a built-in --template"
+            ) from error
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise BadRow("the model's template refuses it", one_line(error)) from error
+
+
+def read_chat_template(folder: Path) -> dict[str, str]:
+    """Return the templates of a folder, by name: those of its *.jinja files, which come first, or
+    those in its tokenizer_config.json.
+
+    Raises ModelError when they cannot be read.
+    """
+    jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        sources = {
+            path.stem: path.read_text(encoding="utf-8")
+            for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
+        }
+        if jinja.is_file():
+            return sources | {_DEFAULT: jinja.read_text(encoding="utf-8")}
+        read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        template = read.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
+        sources |= {_DEFAULT: template} if isinstance(template, str) else dict(template or {})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{folder}: its chat template, in chat_template.jinja or tokenizer_config.json, cannot "
+            f"be read: {one_line(error)}: download it again"
+        ) from error
+    if not all(isinstance(source, str) for source in sources.values()):
+        raise ModelError(f"{folder}: has a chat template that is no text: download it again")
+    if sources and _DEFAULT not in sources:
+        raise ModelError(f"{folder}: has chat templates, but none by the name of {_DEFAULT}")
+    return sources

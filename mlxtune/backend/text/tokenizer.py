@@ -1,0 +1,240 @@
+"""A model folder's tokenizer, as the core asks for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import logging as transformers_logging
+
+from mlxtune.backend.model.model_folder import check_auto_map, check_files
+from mlxtune.core.data.encode import OffsetEncoded
+from mlxtune.errors import ModelError, one_line
+
+
+class _FastEncoded:
+    """What `tokenizers` made of a text; offsets are only looked up where they are asked for."""
+
+    def __init__(self, encoding: Any, length: int) -> None:
+        self._encoding = encoding
+        self._length = length
+        self.ids: list[int] = encoding.ids
+
+    def boundary(self, character: int) -> int | None:
+        """Return how many tokens make up the text before a character; None where one crosses it."""
+        if character >= self._length:
+            return len(self.ids)
+        token = self._encoding.char_to_token(character)
+        if token is None:  # a space that belongs to the token behind it, by offsets not part of it
+            return OffsetEncoded(self.ids, self._encoding.offsets).boundary(character)
+        return token if self.start(token) == character else None
+
+    def start(self, token: int) -> int:
+        """Return the character at which a token begins."""
+        return self._encoding.token_to_chars(token)[0]
+
+
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it.
+
+    `special_tokens` are those that a chat template may name; `end_tokens` the control tokens that
+    may end a turn, `eos_ids` the tokens that end a generation whatever the template.
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._folder = tokenizer.name_or_path
+        # What a folder may ask for, and transformers undoes where a text is encoded through it.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.eos_ids = frozenset(eos_ids) | ({self.eos_id} - {None})
+        self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        special = {id_: t for id_, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.control_ids = frozenset(special)
+        self.control_tokens = tuple(token.content for token in special.values())
+        self._added = {id_: t.content for id_, t in tokenizer.added_tokens_decoder.items()}
+        byte_level = "ByteLevel" in repr(self._backend.decoder)
+        self._byte_of = {c: b for b, c in bytes_to_unicode().items()} if byte_level else None
+        ends = (self._backend.id_to_token(token) for token in eos_ids)
+        self.end_tokens = tuple(
+            dict.fromkeys(filter(None, (tokenizer.eos_token, *ends, *self.control_tokens)))
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[_FastEncoded]:
+        """Encode texts, control tokens parsed and none added."""
+        with _panics_as_errors(self._folder):
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [_FastEncoded(*each) for each in zip(encodings, map(len, texts), strict=True)]
+
+    def spell(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token stands for; a character may be spread over several."""
+        return [self._spelled(token) for token in ids]
+
+    def _spelled(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._backend.id_to_token(token) or ""
+        if self._byte_of is not None and all(character in self._byte_of for character in text):
+            return bytes(self._byte_of[character] for character in text)
+        return _spell_piece(text)
+
+
+class SentencePieceTokenizer:
+    """A `tokenizer.model` by itself, read by sentencepiece.
+
+    transformers would convert it to `tokenizers`, and then drops a dummy prefix and invents control
+    tokens that the model does not have.
+    """
+
+    def __init__(self, path: Path, eos_ids: Sequence[int]) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
+        self.bos_id = bos_id if bos_id >= 0 else None
+        self.eos_id = eos_id if eos_id >= 0 else None
+        self.eos_ids = frozenset(token for token in (*eos_ids, eos_id) if token >= 0)
+        control = filter(self._processor.is_control, range(len(self._processor)))
+        self._ids_of_control = {self._processor.id_to_piece(token): token for token in control}
+        self._control = re.compile(f"({'|'.join(map(re.escape, self._ids_of_control)) or '(?!)'})")
+        known = [token for token in (*eos_ids, eos_id) if 0 <= token < len(self._processor)]
+        # Gemma's turns stand between symbols that are no control tokens by their type.
+        symbols = filter(self._is_symbol, range(len(self._processor)))
+        self.control_ids = frozenset([*self._ids_of_control.values(), *known, *symbols])
+        self.control_tokens = tuple(map(self._processor.id_to_piece, sorted(self.control_ids)))
+        self.end_tokens = tuple(dict.fromkeys(map(self._processor.id_to_piece, known)))
+        self.special_tokens: dict[str, Any] = {}
+        if self.bos_id is not None:
+            self.special_tokens["bos_token"] = self._processor.id_to_piece(self.bos_id)
+        if self.eos_id is not None:
+            self.special_tokens["eos_token"] = self._processor.id_to_piece(self.eos_id)
+
+    def _is_symbol(self, token: int) -> bool:
+        piece = self._processor.id_to_piece(token)
+        if not re.fullmatch(r"<\|.+\|>|<\w*_\w*>", piece) or self._processor.is_byte(token):
+            return False
+        return token in self._processor.encode(piece)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+        """Encode texts, control tokens parsed and none added."""
+        # sentencepiece spells out a control token that stands in the text, so it is cut out here.
+        parts = [list(filter(None, self._control.split(text))) for text in texts]
+        plain = [part for several in parts for part in several if part not in self._ids_of_control]
+        mappings = iter(self._processor.encode(plain, return_type="offset_mapping"))
+        return [self._joined(several, mappings) for several in parts]
+
+    def spell(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token stands for; a character may be spread over several."""
+        return [_spell_piece(self._processor.id_to_piece(token)) for token in ids]
+
+    def _joined(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> OffsetEncoded:
+        encoded, position = OffsetEncoded([], []), 0
+        for part in parts:
+            if part in self._ids_of_control:
+                encoded.ids.append(self._ids_of_control[part])
+                encoded.offsets.append((position, position + len(part)))
+            else:
+                mapping = next(mappings)
+                encoded.ids.extend(mapping["ids"])
+                encoded.offsets.extend((position + a, position + b) for a, b in mapping["offsets"])
+            position += len(part)
+        return encoded
+
+
+ModelTokenizer = FastTokenizer | SentencePieceTokenizer
+
+
+def _spell_piece(piece: str) -> bytes:
+    """Return the bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a byte."""
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(byte[1])
+    return piece.replace("▁", " ").encode()
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
+    """Load a model folder's tokenizer.
+
+    Raises ModelError when it has none or a broken one, or one whose code is not trusted.
+    """
+    check_files(folder)
+    if trust_remote_code:
+        check_auto_map(folder)
+    eos_ids = _eos_ids(folder)
+    spm = folder / "tokenizer.model"
+    if spm.is_file() and not (folder / "tokenizer.json").exists():
+        try:
+            return SentencePieceTokenizer(spm, eos_ids)
+        except (OSError, RuntimeError) as error:
+            raise ModelError(
+                f"{spm}: is not a SentencePiece model ({one_line(error)}): download it again"
+            ) from error
+    try:
+        # Unless it is told, transformers asks on the terminal whether to run a folder's code.
+        told = {"trust_remote_code": trust_remote_code}
+        with _without_advice(), _panics_as_errors(folder):
+            tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=told)._tokenizer
+        loaded = FastTokenizer(tokenizer, eos_ids)
+    except ModelError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ModelError(
+                f"{folder}: its tokenizer is code to run (auto_map in tokenizer_config.json): read "
+                "that code, then give --trust-remote-code"
+            ) from error
+        raise ModelError(
+            f"{folder}: its tokenizer.json or config.json cannot be loaded "
+            f"({type(error).__name__}: {one_line(error)}): download it again"
+        ) from error
+    # transformers makes an empty tokenizer of a folder that has none.
+    if not loaded.encode_batch(["a"])[0].ids:
+        raise ModelError(
+            f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model): download it again"
+        )
+    return loaded
+
+
+@contextmanager
+def _panics_as_errors(folder: str | Path) -> Iterator[None]:
+    """Within it, a panic of the Rust library `tokenizers`, which is no Exception, becomes one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(
+            f"{folder}: its tokenizer.json is damaged ({one_line(error)}): download it again"
+        ) from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Within it, transformers keeps to itself what it would advise the makers of the model."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    """Return the ids that end a generation, by config.json and generation_config.json."""
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        try:
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue  # whoever needs the file says what is wrong with it
+        for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+            ids = part.get("eos_token_id") if isinstance(part, dict) else None
+            ids = ids if isinstance(ids, list) else [ids]
+            found += [id_ for id_ in ids if type(id_) is int and 0 <= id_ < 2**31]
+    return found

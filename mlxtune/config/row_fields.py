@@ -1,0 +1,50 @@
+"""Names of the fields of a row, and --field, which reads one under another key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from mlxtune.errors import shorten
+
+ROW_NAMES = (
+    "messages",
+    "tools",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "conversations",
+    "text",
+)
+
+
+MESSAGE_NAMES = ("role", "content", "from", "value")
+
+
+FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
+
+
+def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
+    """Parse `name=key` pairs: a name of ours, and the key that the file has in its place.
+
+    Raises ValueError with one sentence for the first pair that is wrong.
+    """
+    fields: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, key = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{shorten(pair)} is no pair such as prompt=question")
+        if name not in FIELD_NAMES:
+            close = difflib.get_close_matches(name, FIELD_NAMES, 1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{shorten(name)} is no field{hint} (known: {', '.join(FIELD_NAMES)})")
+        if name in fields:
+            raise ValueError(
+                f"{name} is given twice, as {shorten(fields[name])} and {shorten(key)}"
+            )
+        fields[name] = key
+    return fields

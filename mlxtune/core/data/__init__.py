@@ -1,0 +1,1 @@
+"""Data files to rows, conversations, rendered text and examples."""

@@ -1,0 +1,176 @@
+"""Encoded files on disk: what was encoded once is not encoded again.
+
+An entry is a folder named by a key over everything that its content depends on. It holds the
+columns of ExampleArrays, and account.json with the skipped rows, the notes and a checksum of each
+column and of itself, written last. An entry that does not check is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.corpus import ArraysWriter, ExampleArrays
+from mlxtune.core.data.encode import EncodedRows
+from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.notes import Notes
+from mlxtune.errors import OutputError
+
+ACCOUNT = "account.json"
+# All entries together; the least recently used go first.
+MAX_BYTES = 10 * 10**9
+_TEMPORARY = ".mlxtune-"
+_ABANDONED_SECONDS = 86_400.0
+
+# Encodes a file: yields rows with their examples, adding others to the skipped rows and notes.
+Encode = Callable[[SkippedRows, Notes], Iterable[EncodedRows]]
+
+
+def key_of(parts: Any) -> str:
+    """Return a key for JSON-ready values."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> EncodedFile:
+    """Return an encoded file from the cache, or encode it and keep it there.
+
+    Without a cache, or where it cannot be written, the columns are kept until the process ends.
+
+    Raises OutputError when there is no space for them.
+    """
+    if cache is not None and (found := _read(cache / key, path)) is not None:
+        return found
+    skipped, told = SkippedRows(path), Notes()
+    with _folder(cache) as folder:
+        try:
+            with ArraysWriter(folder) as writer:
+                for rows in encode(skipped, told):
+                    writer.add(rows)
+            _write_account(folder, skipped, told)
+        except OSError as error:
+            raise OutputError(
+                f"{folder.parent}: encoded data cannot be written: {error.strerror or error}: "
+                "free space or choose another --cache-dir"
+            ) from error
+        # Mapped before the folder moves, or goes: what is mapped stays.
+        arrays = ExampleArrays.open(folder)
+        if cache is not None and folder.parent == cache:
+            _keep(folder, cache / key)
+            _prune(cache, keep=cache / key)
+    return EncodedFile(arrays, skipped, told)
+
+
+@contextmanager
+def _folder(cache: Path | None) -> Iterator[Path]:
+    """Make a folder to write in, and remove it if it is still there at the end."""
+    parent = None
+    if cache is not None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            parent = cache if os.access(cache, os.W_OK) else None
+        except OSError:
+            parent = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
+    except OSError as error:
+        raise OutputError(
+            f"no folder for encoded data can be made: {error.strerror or error}: "
+            "free space or choose another --cache-dir"
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep(folder: Path, entry: Path) -> None:
+    shutil.rmtree(entry, ignore_errors=True)  # one that did not check
+    try:
+        folder.rename(entry)
+    except OSError:
+        return  # another process was first
+
+
+def _prune(cache: Path, keep: Path) -> None:
+    """Remove the least recently used entries beyond MAX_BYTES, and what killed runs left."""
+    for left in cache.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    entries = []
+    for account in cache.glob(f"*/{ACCOUNT}"):
+        try:
+            size = sum(file.stat().st_size for file in account.parent.iterdir())
+            entries.append((account.stat().st_mtime, account.parent, size))
+        except OSError:
+            continue  # removed by another process
+    total = sum(size for _, _, size in entries)
+    for _, entry, size in sorted(entries):
+        if total <= MAX_BYTES:
+            break
+        if entry != keep:
+            shutil.rmtree(entry, ignore_errors=True)
+            total -= size
+
+
+def _write_account(folder: Path, skipped: SkippedRows, told: Notes) -> None:
+    account = {
+        "checksums": {file.name: _checksum(file) for file in sorted(folder.iterdir())},
+        "skipped": {
+            "counts": skipped.counts,
+            "shown": {
+                kind: [(row, problem.detail) for row, problem in shown]
+                for kind, shown in skipped.shown.items()
+            },
+        },
+        "notes": {"counts": told.counts, "places": told.places},
+    }
+    content = {"account": account, "checksum": _json_checksum(account)}
+    (folder / ACCOUNT).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _read(entry: Path, path: Path) -> EncodedFile | None:
+    """Return an entry, or None where there is none that checks."""
+    try:
+        content = json.loads((entry / ACCOUNT).read_text(encoding="utf-8"))
+        account = content["account"]
+        if _json_checksum(account) != content["checksum"]:
+            return None
+        if any(_checksum(entry / name) != sum_ for name, sum_ in account["checksums"].items()):
+            return None
+        arrays = ExampleArrays.open(entry)
+        skipped = SkippedRows(path, Counter(account["skipped"]["counts"]))
+        for kind, shown in account["skipped"]["shown"].items():
+            skipped.shown[kind] = [(row, BadRow(kind, detail)) for row, detail in shown]
+        places = {
+            kind: [(row, detail) for row, detail in rows]
+            for kind, rows in account["notes"]["places"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    with suppress(OSError):  # a cache that can only be read
+        os.utime(entry / ACCOUNT)
+    return EncodedFile(arrays, skipped, Notes(Counter(account["notes"]["counts"]), places))
+
+
+def _json_checksum(value: Any) -> int:
+    return zlib.crc32(json.dumps(value).encode())
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as content:
+        while block := content.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return value

@@ -1,0 +1,373 @@
+"""Examples in flat arrays, mapped from files: memory does not grow with the data set.
+
+tokens   a b c d e f g h i      every example's tokens, one after the other, before any cut
+mask     0 0 1 1 0 1 0 0 1
+ends           4   6     9      where each example ends
+rows           1   1     2      the row that it comes from
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.encode import Example, Tokenized
+
+Row = tuple[Example, ...]
+
+# Tokens that are looked at together where a whole file is gone through.
+_AT_ONCE = 1 << 20
+
+# The columns of a file's examples, each a file of its own in little-endian order.
+_COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
+
+
+_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i8", "u8"))
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleArrays:
+    """The examples of one data file, uncut.
+
+    `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example ends
+    and the 1-based number of its row. `identities` is uint64 (R,), one for each row that has
+    examples, in order; rows with equal tokens and masks have equal identities.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    ends: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    identities: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> ExampleArrays:
+        """Copy examples; neighbours of equal row are of one row."""
+        ends = np.cumsum([len(example) for example in examples], dtype=np.int64)
+        return cls(
+            np.concatenate([example.tokens for example in examples]).astype(np.int32),
+            np.concatenate([example.assistant_mask for example in examples]).astype(np.uint8),
+            ends,
+            np.asarray([example.row for example in examples], dtype=np.int64),
+            np.asarray(
+                [
+                    identity([(each.tokens, each.assistant_mask) for each in row])
+                    for row in _grouped(examples)
+                ],
+                dtype=np.uint64,
+            ),
+        )
+
+    @classmethod
+    def open(cls, folder: Path) -> ExampleArrays:
+        """Map what ArraysWriter wrote. Raises OSError or ValueError when it is incomplete."""
+        columns: dict[str, Any] = {
+            name: _map(folder / name, np.dtype(kind)) for name, kind in _COLUMNS.items()
+        }
+        arrays = cls(**columns)
+        total = int(arrays.ends[-1]) if len(arrays.ends) else 0
+        if not len(arrays.tokens) == len(arrays.mask) == total:
+            raise ValueError("its columns differ in length")
+        if len(arrays.rows) != len(arrays.ends) or len(arrays.identities) != arrays.num_rows:
+            raise ValueError("its columns differ in length")
+        if int(arrays.lengths.min(initial=1)) <= 0:
+            raise ValueError("an example is empty")
+        return arrays
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows have examples."""
+        return len(self.first_of_row) - 1
+
+    @cached_property
+    def first_of_row(self) -> npt.NDArray[np.int64]:
+        """int64 (R + 1,): the first example of each row, and the number of examples."""
+        return _starts(self.rows)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the tokens of each example."""
+        return np.diff(self.ends, prepend=0).astype(np.int32)
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """int64 (E,): where each example begins."""
+        return self.ends - self.lengths
+
+    def per_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return int64 (R,): the sum over each row's examples of values (E,)."""
+        if not len(values):
+            return np.zeros(0, dtype=np.int64)
+        return np.add.reduceat(values, self.first_of_row[:-1], dtype=np.int64)
+
+    def supervised_within(self, max_seq_len: int | None) -> npt.NDArray[np.int32]:
+        """Return int32 (E,): each example's supervised tokens among its first `max_seq_len`."""
+        kept = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
+        counts = np.zeros(len(kept), dtype=np.int32)
+        # A stretch at a time, for numpy converts all of what it sums up at once.
+        blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
+        for first, last in pairwise([*np.unique(blocks).tolist(), len(kept)]):
+            start = int(self.ends[first - 1]) if first else 0
+            starts = self.ends[first:last] - self.lengths[first:last] - start
+            edges = np.stack([starts, starts + kept[first:last]], axis=1).reshape(-1)
+            mask = self.mask[start : int(self.ends[last - 1])]
+            # The last edge may be the end of the array, which reduceat does not take as an index.
+            edges = edges[:-1] if edges[-1] == len(mask) else edges
+            counts[first:last] = np.add.reduceat(mask, edges, dtype=np.int32)[::2]
+        self.let_go()
+        return counts
+
+    def let_go(self) -> None:
+        """Take what was read of mapped files out of this process's memory; it is read again."""
+        for column in (self.tokens, self.mask):
+            mapped = getattr(column.base, "obj", None)
+            # Not everywhere, nor for arrays that were made in memory.
+            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def identity(examples: Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]) -> int:
+    """Return 64 bits that rows share when the tokens and masks of their examples are equal."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens, mask in examples:
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(tokens.astype("<i4", copy=False).tobytes())
+        digest.update(mask.astype("<u1", copy=False).tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+class ArraysWriter:
+    """Writes a file's examples into a folder, a column a file, a few rows at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in _COLUMNS}
+        self._end = 0
+
+    def __enter__(self) -> ArraysWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, rows: Iterable[tuple[int, Sequence[Tokenized]]]) -> None:
+        """Write the examples of rows, in order."""
+        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        for row, examples in rows:
+            arrays = [example.arrays() for example in examples]
+            for tokens, mask in arrays:
+                self._end += len(tokens)
+                columns["tokens"].append(tokens)
+                columns["mask"].append(mask)
+                columns["ends"].append(self._end)
+                columns["rows"].append(row)
+            columns["identities"].append(identity(arrays))
+        for name, kind in _COLUMNS.items():
+            values = columns[name]
+            if name in ("tokens", "mask"):
+                values = [np.concatenate(values)] if values else []
+            for array in values if name in ("tokens", "mask") else [values]:
+                self._files[name].write(np.asarray(array, dtype=kind).tobytes())
+
+
+class Corpus(Sequence[Example]):
+    """The examples of one or more files, each cut at `max_seq_len`.
+
+    An example that keeps no supervised token is left out, and so is a row that keeps no example.
+    """
+
+    def __init__(self, files: Sequence[ExampleArrays], max_seq_len: int | None = None) -> None:
+        self.files = files
+        self._max_seq_len = max_seq_len
+        columns = [self._columns_of(i, arrays) for i, arrays in enumerate(files)] or [_NO_COLUMNS]
+        self._file, self._start, self._length, self._rows, identities = (
+            np.concatenate([each[i] for each in columns]) for i in range(5)
+        )
+        # Line numbers repeat from file to file.
+        keys = self._rows + (self._file.astype(np.int64) << 40)
+        self._first_of_row = _starts(keys)
+        self.identities: npt.NDArray[np.uint64] = identities[self._first_of_row[:-1]]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> Corpus:
+        """Return the examples as a corpus: themselves, if they are one."""
+        if isinstance(examples, Corpus):
+            return examples
+        files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
+        return cls([ExampleArrays.of(group) for group in files])
+
+    def _columns_of(self, file: int, arrays: ExampleArrays) -> tuple[npt.NDArray[Any], ...]:
+        """Return file, start, length, row and row identity of each example that is kept, (E',)."""
+        kept = np.flatnonzero(arrays.supervised_within(self._max_seq_len))
+        uncut = arrays.lengths[kept]
+        lengths = uncut if self._max_seq_len is None else np.minimum(uncut, self._max_seq_len)
+        identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
+        files = np.full(len(kept), file, dtype=np.int32)
+        return files, arrays.starts[kept], lengths, arrays.rows[kept], identities
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        file, start = int(self._file[index]), int(self._start[index])
+        end = start + int(self._length[index])
+        arrays = self.files[file]
+        return Example(
+            int(self._rows[index]), arrays.tokens[start:end], arrays.mask[start:end], file
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows have examples."""
+        return len(self._first_of_row) - 1
+
+    def row(self, index: int) -> Row:
+        """Return the examples of a row, which stand in the same step."""
+        first, end = self._first_of_row[index], self._first_of_row[index + 1]
+        return tuple(self[i] for i in range(int(first), int(end)))
+
+    def select(self, rows: Sequence[int] | None = None) -> Rows:
+        """Return rows by their index, all of them by default."""
+        return Rows(self, range(self.num_rows) if rows is None else rows)
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Return the file of a row, as an index, and its number there."""
+        first = self._first_of_row[index]
+        return int(self._file[first]), int(self._rows[first])
+
+    def part_of_row(self, index: int) -> tuple[int, int, int]:
+        """Return which part of its row an example is, from 1, of how many, and its uncut length.
+
+        Parts that a cut takes away count.
+        """
+        arrays = self.files[int(self._file[index])]
+        own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
+        row = int(np.searchsorted(arrays.first_of_row, own, side="right")) - 1
+        first, end = arrays.first_of_row[row : row + 2].tolist()
+        return own - first + 1, end - first, int(arrays.lengths[own])
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the tokens of each example, after the cut."""
+        return self._length
+
+    @property
+    def row_numbers(self) -> npt.NDArray[np.int64]:
+        """int64 (E,): the number of each example's row in its file."""
+        return self._rows
+
+    @property
+    def row_of_example(self) -> npt.NDArray[np.int64]:
+        """int64 (E,): the index of each example's row."""
+        return np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
+
+    @property
+    def supervised(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the supervised tokens of each example, after the cut."""
+        counts = [arrays.supervised_within(self._max_seq_len) for arrays in self.files]
+        return np.concatenate([np.zeros(0, dtype=np.int32), *(each[each > 0] for each in counts)])
+
+    def largest_token(self) -> int:
+        """Return the largest token id in the files."""
+        largest = max((int(arrays.tokens.max(initial=0)) for arrays in self.files), default=0)
+        self._let_go()
+        return largest
+
+    def _let_go(self) -> None:
+        for arrays in self.files:
+            arrays.let_go()
+
+    def data_hash(self) -> str:
+        """Return `sha256:` over examples a row, lengths, tokens and masks, each little-endian.
+
+        Line numbers are left out: a comment more in the file is the same data.
+        """
+        digest = hashlib.sha256()
+        digest.update(np.diff(self._first_of_row).astype("<i8").tobytes())
+        digest.update(self._length.astype("<i8").tobytes())
+        for column, kind in (("tokens", "<i4"), ("mask", "<u1")):
+            for part in self._stretches(column):
+                digest.update(part.astype(kind, copy=False).tobytes())
+        self._let_go()
+        return f"sha256:{digest.hexdigest()}"
+
+    def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
+        """Yield a column of the kept examples in order; what is not interrupted by a cut as one."""
+        ends = self._start + self._length
+        apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
+        edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
+        for first, last in pairwise(edges):
+            values = getattr(self.files[int(self._file[first])], column)
+            start, end = int(self._start[first]), int(ends[last - 1])
+            for at in range(start, end, _AT_ONCE):
+                yield values[at : min(at + _AT_ONCE, end)]
+
+
+class Rows(Sequence[Row]):
+    """Some rows of a corpus, each made when it is asked for."""
+
+    def __init__(self, corpus: Corpus, indices: Sequence[int]) -> None:
+        self.corpus = corpus
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 (R,): the tokens of each row, over all of its examples."""
+        lengths = np.zeros(self.corpus.num_rows, dtype=np.int64)
+        np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
+        return lengths[np.asarray(self.indices, dtype=np.int64)]
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        if isinstance(index, slice):
+            return Rows(self.corpus, self.indices[index])
+        return self.corpus.row(self.indices[index])
+
+
+def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where each stretch of equal neighbours begins, and the end of the last."""
+    changes = np.flatnonzero(np.diff(keys)) + 1
+    first = [0] if len(keys) else []
+    return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)
+
+
+def _grouped(examples: Sequence[Example]) -> Iterator[Row]:
+    starts = _starts(np.asarray([example.row for example in examples], dtype=np.int64))
+    for first, end in pairwise(starts):
+        yield tuple(examples[int(first) : int(end)])
+
+
+def _map(path: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    with path.open("rb") as file:
+        # An empty file cannot be mapped.
+        if not os.fstat(file.fileno()).st_size:
+            return np.zeros(0, dtype=kind)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=kind)

@@ -1,0 +1,290 @@
+r"""Rendered text to examples: tokens and an aligned mask of those that carry loss.
+
+tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello ! <|im_end|> \n
+assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data import notes
+from mlxtune.core.data.conversation import BadRow, Conversation, Document, SkippedRows, to_json
+from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.template import Rendered, Rendering, Template
+
+_ROWS_AT_ONCE = 512
+# Short texts, met again and again, whose tokens are kept: what stands before an answer.
+_TAILS_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """Tokens and the mask of those that carry loss.
+
+    `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised.
+    `row` is the 1-based number of its row in the file, `file` which of several files. Examples of
+    one row stand in the same step.
+    """
+
+    row: int
+    tokens: npt.NDArray[np.int32]
+    assistant_mask: npt.NDArray[np.uint8]
+    file: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def supervised(self) -> int:
+        """How many tokens carry loss."""
+        return int(self.assistant_mask.sum())
+
+    @property
+    def key(self) -> int:
+        """A number of its row alone, also among the rows of other files."""
+        return self.file << 40 | self.row
+
+
+class Encoded(Protocol):
+    """A text as tokens."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The tokens."""
+
+    def boundary(self, character: int) -> int | None:
+        """Return how many tokens make up the text before a character; None where one crosses it."""
+
+    def start(self, token: int) -> int:
+        """Return the character at which a token begins."""
+
+
+class Tokenizer(Protocol):
+    """What the core asks of a tokenizer.
+
+    `bos_id` begins every sequence and `eos_id` ends a text, if the model has them. `control_tokens`
+    are the texts of the special tokens and `control_ids` their ids.
+    """
+
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def control_tokens(self) -> Sequence[str]: ...
+    @property
+    def control_ids(self) -> frozenset[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoded]:
+        """Encode texts, control tokens parsed and none added."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetEncoded:
+    """Tokens with the [start, end) characters that each stands for."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+    def boundary(self, character: int) -> int | None:
+        """Return how many tokens make up the text before a character; None where one crosses it."""
+        starts = [start for start, _ in self.offsets]
+        tokens = bisect_left(starts, character)
+        # The bytes of one character may be tokens of no width before its last.
+        end = max(self.offsets[tokens - 1][1], starts[tokens - 1] + 1) if tokens else 0
+        return None if end > character else tokens
+
+    def start(self, token: int) -> int:
+        """Return the character at which a token begins."""
+        return self.offsets[token][0]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Tokens, and the [start, end) stretches of them that carry loss."""
+
+    ids: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+
+    def arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Return tokens (T,) and mask (T,)."""
+        tokens = np.asarray(self.ids, dtype=np.int32)
+        mask = np.zeros(len(tokens), dtype=np.uint8)
+        for start, end in self.spans:
+            mask[start:end] = 1
+        return tokens, mask
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    """Yield all that a person has written in a conversation."""
+    for message in conversation.messages:
+        yield message.content
+        yield message.thinking
+        if message.tool_calls:
+            yield to_json(message.tool_calls)
+    if conversation.tools:
+        yield to_json(conversation.tools)
+
+
+# Rows, by their number, each with its examples.
+EncodedRows = list[tuple[int, list[Tokenized]]]
+
+
+@dataclass
+class Encoder:
+    """Turns rows into examples. `always` is noted on every conversation."""
+
+    template: Template
+    tokenizer: Tokenizer
+    always: tuple[Note, ...] = ()
+    _tails: dict[str, Sequence[int]] = field(default_factory=dict)
+
+    def encode(
+        self, rows: Iterable[Conversation | Document], skipped: SkippedRows, told: Notes
+    ) -> Iterator[EncodedRows]:
+        """Yield rows with their examples, some at a time; what cannot be encoded goes to `skipped`.
+
+        While the tokenizer works on some rows, which it does outside Python, the next are rendered.
+        """
+        control = re.compile("|".join(map(re.escape, self.tokenizer.control_tokens)) or "(?!)")
+        remaining = iter(rows)
+        with ThreadPoolExecutor(max_workers=1) as tokenizing:
+            before: Future[EncodedRows] | None = None
+            while True:
+                chunk = list(islice(remaining, _ROWS_AT_ONCE))
+                rendered = list(self._rendered(chunk, control, skipped, told))
+                if before is not None:
+                    yield list(self._checked(before.result(), skipped, told))
+                if not chunk:
+                    return
+                before = tokenizing.submit(self._tokenize_rows, rendered)
+
+    def _rendered(
+        self,
+        rows: Iterable[Conversation | Document],
+        control: re.Pattern[str],
+        skipped: SkippedRows,
+        told: Notes,
+    ) -> Iterator[tuple[int, Rendering]]:
+        for row in rows:
+            try:
+                rendering = self._render(row)
+            except BadRow as problem:
+                skipped.add(row.row, problem)
+                continue
+            if noted := [*rendering.notes, *self._notes_on(row, control)]:
+                told.add(row.row, noted)
+            yield row.row, rendering
+
+    def _notes_on(self, row: Conversation | Document, control: re.Pattern[str]) -> Iterator[Note]:
+        texts = [row.text] if isinstance(row, Document) else list(_texts(row))
+        written = next(filter(None, map(control.search, texts)), None)
+        if written is not None:
+            yield Note(notes.CONTROL_TOKEN, written.group())
+        if isinstance(row, Conversation):
+            yield from self.always
+
+    def _render(self, row: Conversation | Document) -> Rendering:
+        if isinstance(row, Conversation):
+            return self.template(row)
+        if self.tokenizer.eos_id is None:
+            raise BadRow("the tokenizer has no end-of-text token to close the text")
+        return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
+
+    def _checked(
+        self, rows: Iterable[tuple[int, list[Tokenized]]], skipped: SkippedRows, told: Notes
+    ) -> Iterator[tuple[int, list[Tokenized]]]:
+        bos = self.tokenizer.bos_id
+        for row, examples in rows:
+            if bos is not None and any(list(one.ids[:2]) == [bos, bos] for one in examples):
+                told.add(row, [Note(notes.DOUBLE_BOS)])
+            if any(start < end for one in examples for start, end in one.spans):
+                yield row, examples
+            else:
+                skipped.add(row, BadRow("the tokenizer gives no token for the answer"))
+
+    def _tokenize_rows(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
+        tokenized = self._tokenize([text for _, row in rendered for text in row.texts])
+        return [(n, [one for _ in row.texts for one in next(tokenized)]) for n, row in rendered]
+
+    def _tokenize(self, rendered: Sequence[Rendered]) -> Iterator[list[Tokenized]]:
+        """Yield the examples of each text: one, or one for each of its turns.
+
+        A text is tokenised as a whole. Where it begins with the tokens of every turn's prompt, as
+        the model will be given them, it is one example. Where a token crosses an edge of an
+        answer, each turn becomes an example: the tokens of its prompt, then those of its answer by
+        itself.
+        """
+        encoded = self.tokenizer.encode_batch([text.text for text in rendered])
+        for text, whole in zip(rendered, encoded, strict=True):
+            spans = [self._proved(text.text, whole, span) for span in text.spans]
+            proved = [span for span in spans if span is not None]
+            if len(proved) == len(spans):
+                yield [self._closed(text, Tokenized(whole.ids, proved))]
+            else:
+                yield [self._closed(text, turn) for turn in self._apart(text)]
+
+    def _proved(self, text: str, whole: Encoded, span: tuple[int, int]) -> tuple[int, int] | None:
+        """Return the tokens of a span, or None where the whole does not show the prompt's tokens.
+
+        Control tokens split a text before anything else is done to it, so what comes before the
+        last of them is tokenised alike in the whole and in the prompt; the rest is compared.
+        """
+        start, end = whole.boundary(span[0]), whole.boundary(span[1])
+        if start is None or end is None:
+            return None
+        control_ids, first = self.tokenizer.control_ids, start
+        while first > 0:
+            first -= 1
+            if whole.ids[first] in control_ids:
+                break
+        tail = text[whole.start(first) if first else 0 : span[0]]
+        return (start, end) if self._ids(tail) == list(whole.ids[first:start]) else None
+
+    def _ids(self, tail: str) -> Sequence[int]:
+        if tail not in self._tails:
+            if len(self._tails) >= _TAILS_KEPT:
+                self._tails.clear()
+            self._tails[tail] = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
+        return self._tails[tail]
+
+    def _apart(self, text: Rendered) -> Iterator[Tokenized]:
+        prompts = self.tokenizer.encode_batch([text.text[:start] for start, _ in text.spans])
+        for prompt, (start, end) in zip(prompts, text.spans, strict=True):
+            answer = self._continuation(text.text[start:end])
+            yield Tokenized(
+                [*prompt.ids, *answer], [(len(prompt.ids), len(prompt.ids) + len(answer))]
+            )
+
+    def _continuation(self, answer: str) -> Sequence[int]:
+        """Return the tokens of a text that is not the first of its sequence.
+
+        Some tokenizers put a space before a text; it goes with a character put before it.
+        """
+        for before in "\n", ".", "a":
+            encoded = self.tokenizer.encode_batch([before + answer])[0]
+            boundary = encoded.boundary(len(before))
+            if boundary is not None:
+                return encoded.ids[boundary:]
+        return self.tokenizer.encode_batch([answer])[0].ids
+
+    def _closed(self, text: Rendered, one: Tokenized) -> Tokenized:
+        """Put BOS before an example, exactly once, and the end-of-text token behind it."""
+        ids, spans = one.ids, one.spans
+        if text.add_end and self.tokenizer.eos_id is not None:
+            ids, spans = [*ids, self.tokenizer.eos_id], [*spans, (len(ids), len(ids) + 1)]
+        bos = self.tokenizer.bos_id
+        if text.add_bos and bos is not None and (not ids or ids[0] != bos):
+            ids, spans = [bos, *ids], [(start + 1, end + 1) for start, end in spans]
+        # Nothing predicts the first token of all, so it carries no loss.
+        return Tokenized(ids, [(max(start, 1), max(end, 1)) for start, end in spans])

@@ -1,0 +1,287 @@
+"""Formats: how the rows of a data file, whatever their keys, become conversations.
+
+format    keys                      a conversation of
+chat      messages                  the messages
+sharegpt  conversations             {"from": "human" | "gpt" | …, "value": …}
+prompt    prompt, completion        two texts, or two lists of messages
+alpaca    instruction, output       instruction and `input`; output
+text      text                      no conversation, a document
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config.row_fields import MESSAGE_NAMES, ROW_NAMES
+from mlxtune.core.data.conversation import (
+    TOO_DEEP,
+    BadRow,
+    Conversation,
+    Document,
+    SkippedRows,
+    check_text,
+    kind_of,
+    parse_conversation,
+)
+from mlxtune.core.data.datafiles import counts_lines, read_objects
+from mlxtune.errors import DataError, shorten
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The keys that a row must have, and how such a row is converted. `convert` raises BadRow."""
+
+    keys: tuple[str, ...]
+    convert: Callable[[int, Row], Conversation | Document]
+
+    def fits(self, content: Row) -> bool:
+        """Tell whether the row has the keys; null is absent."""
+        return all(content.get(key) is not None for key in self.keys)
+
+
+def read_rows(
+    path: Path,
+    skipped: SkippedRows,
+    *,
+    format: str = "auto",
+    fields: Mapping[str, str] | None = None,
+) -> Iterator[Conversation | Document]:
+    """Yield what each good row becomes, and add the others to `skipped`.
+
+    With `auto`, the first row whose format is recognised decides for the file. `fields` maps
+    names of ours to the keys that the file has in their place.
+
+    Raises DataError when the file cannot be read, or has rows of two formats under `auto`.
+    """
+    fields = fields or {}
+    file_format = None if format == "auto" else FORMATS[format]
+    name, since = format, 0
+    for row, content in read_objects(path):
+        if isinstance(content, BadRow):
+            skipped.add(row, content)
+            continue
+        try:
+            renamed = _rename_row(content, fields) if fields else content
+            if file_format is None or not file_format.fits(renamed):
+                found = recognise(renamed) if format == "auto" else None
+                if found is not None and file_format is not None:
+                    raise _mixed(path, row, found, name, since)
+                if found is not None:
+                    name, since, file_format = found, row, FORMATS[found]
+                else:
+                    raise _lacking(content, renamed, file_format, fields)
+            converted = file_format.convert(row, renamed)
+        except BadRow as problem:
+            skipped.add(row, problem)
+        else:
+            yield converted
+
+
+def recognise(content: Row) -> str | None:
+    """Return the name of the format whose keys the row has, or None."""
+    return next((name for name in _PRECEDENCE if FORMATS[name].fits(content)), None)
+
+
+def _mixed(path: Path, row: int, found: str, name: str, since: int) -> DataError:
+    counted = "line" if counts_lines(path) else "row"
+    return DataError(
+        f"{path}:{row}: is in the {found} format, but the file is in {name} since {counted} "
+        f"{since}: give each format a file of its own, or name one with --format to skip others"
+    )
+
+
+def _lacking(
+    content: Row, renamed: Row, file_format: Format | None, fields: Mapping[str, str]
+) -> BadRow:
+    """Return the reason of a row without the keys of its file's format, or of any."""
+    shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
+    keys = f"its keys: {', '.join(shown) or 'none'}"
+    if file_format is not None:
+        lacking = next(key for key in file_format.keys if renamed.get(key) is None)
+        return BadRow(f"no '{fields.get(lacking, lacking)}'", keys)
+    known = (" + ".join(fields.get(k, k) for k in FORMATS[name].keys) for name in _PRECEDENCE)
+    return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
+
+
+def _rename_row(content: Row, fields: Mapping[str, str]) -> Row:
+    """Return the row under our names, the messages in it likewise."""
+    row = {name: key for name, key in fields.items() if name in ROW_NAMES}
+    message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
+    content = _rename(content, row)
+    if not message:
+        return content
+    return {
+        name: [_rename(one, message) if isinstance(one, dict) else one for one in value]
+        if name in ("messages", "conversations", "prompt", "completion") and isinstance(value, list)
+        else value
+        for name, value in content.items()
+    }
+
+
+def _rename(content: Row, names: Mapping[str, str]) -> dict[str, Any]:
+    # What has been given another key is read from there alone: a file may have both.
+    taken = {*names, *names.values()}
+    renamed = {key: value for key, value in content.items() if key not in taken}
+    return renamed | {name: content[key] for name, key in names.items() if key in content}
+
+
+# Conversions
+
+
+def _conversation(row: int, content: Row, messages: list[Any]) -> Conversation:
+    rest = {name: content.get(name) for name in ("tools", "system")}
+    return parse_conversation(row, {"messages": messages} | rest)
+
+
+def _from_prompt(row: int, content: Row) -> Conversation:
+    """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
+    prompt, completion = (
+        _turns(content, "prompt", "user"),
+        _turns(content, "completion", "assistant"),
+    )
+    if not any(map(_is_answer, completion)):
+        raise BadRow("no assistant turn", "in 'completion'")
+    # The prompt is context, whoever speaks in it.
+    context = [one | {"weight": 0} if _is_answer(one) else one for one in prompt]
+    return _conversation(row, content, context + completion)
+
+
+def _turns(content: Row, key: str, role: str) -> list[Any]:
+    value = content[key]
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise BadRow(f"'{key}' is neither text nor a list of messages", kind_of(value))
+    return value
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _from_alpaca(row: int, content: Row) -> Conversation:
+    r"""Convert as LLaMA-Factory does: the user says `instruction\ninput`, history is learned."""
+    asked = [content["instruction"], content.get("input")]
+    for name, text in zip(("instruction", "input"), asked, strict=True):
+        if not isinstance(text, str | None):
+            raise BadRow(f"'{name}' is not text", kind_of(text))
+    history = content.get("history") or []
+    if not isinstance(history, list):
+        raise BadRow("'history' is not a list of pairs", kind_of(history))
+    messages: list[Any] = []
+    for position, pair in enumerate(history, start=1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow("'history' is not a list of pairs", f"entry {position}")
+        messages += _pair(*pair)
+    messages += _pair("\n".join(filter(None, asked)), content["output"])
+    return _conversation(row, content, messages)
+
+
+def _pair(question: Any, answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+def _from_sharegpt(row: int, content: Row) -> Conversation:
+    entries = content["conversations"]
+    if not isinstance(entries, list):
+        raise BadRow("'conversations' is not a list", kind_of(entries))
+    messages = [
+        _from_entry(entry, f"message {position}") if isinstance(entry, dict) else entry
+        for position, entry in enumerate(entries, start=1)
+    ]
+    tools = content.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _parse_json(tools, "'tools' is text that is not JSON", "")
+    if isinstance(tools, list):
+        # As LLaMA-Factory writes them for the models: its files have the functions alone.
+        tools = [
+            {"type": "function", "function": tool}
+            if isinstance(tool, dict) and "name" in tool and "type" not in tool
+            else tool
+            for tool in tools
+        ]
+    return _conversation(row, {**content, "tools": tools}, messages)
+
+
+def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    """Convert `{"from": …, "value": …}`; other keys stay, as they may hold `weight` or thinking."""
+    name = entry.get("from")
+    said = entry.get("value")
+    message = {key: value for key, value in entry.items() if key not in ("from", "value")}
+    if name is None:
+        name = entry.get("role")
+    if said is None:
+        said = entry.get("content")
+    if isinstance(name, str) and name not in _SHAREGPT_ROLES:
+        known = ", ".join(_SHAREGPT_ROLES)
+        raise BadRow("unknown role", f"{where}: {shorten(name)}; known: {known}")
+    if name == "function_call":
+        return message | {"role": "assistant", "content": "", "tool_calls": _calls(said, where)}
+    role = _SHAREGPT_ROLES[name] if isinstance(name, str) else name
+    return message | {"role": role, "content": said}
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as it stands."""
+    if isinstance(value, str):
+        value = _parse_json(value, "a function_call is not JSON", where)
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise BadRow("a function_call has no name", where)
+    return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
+
+
+def _parse_json(text: str, kind: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise BadRow(TOO_DEEP, where) from error
+    except ValueError as error:
+        raise BadRow(kind, where) from error
+
+
+def _from_text(row: int, content: Row) -> Document:
+    text = content["text"]
+    if not isinstance(text, str):
+        raise BadRow("'text' is not text", kind_of(text))
+    if not text or text.isspace():
+        raise BadRow("empty text")
+    check_text(text, "text")
+    return Document(row, text)
+
+
+FORMATS: Mapping[str, Format] = {
+    "chat": Format(("messages",), parse_conversation),
+    "prompt": Format(("prompt", "completion"), _from_prompt),
+    "alpaca": Format(("instruction", "output"), _from_alpaca),
+    "sharegpt": Format(("conversations",), _from_sharegpt),
+    "text": Format(("text",), _from_text),
+}
+FORMAT_CHOICES = ("auto", *FORMATS)
+# Which format a row has when it has the keys of several.
+_PRECEDENCE = ("chat", "sharegpt", "prompt", "alpaca", "text")

@@ -1,0 +1,114 @@
+"""Where every row and every token of a file went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mlxtune.core.data import notes
+from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.corpus import ExampleArrays
+from mlxtune.core.data.notes import Note, Notes
+
+
+@dataclass
+class Ledger:
+    """Where every row and every token of a file went. It adds up:
+
+    rows_read = rows_train + rows_validation + the skipped ones, and
+    tokens = tokens_supervised + tokens_context + tokens_truncated.
+
+    `notes` counts the rows that are worth a look, by kind.
+    """
+
+    path: str = ""
+    rows_read: int = 0
+    rows_train: int = 0
+    rows_validation: int = 0
+    rows_skipped: Counter[str] = field(default_factory=Counter)
+    rows_truncated: int = 0
+    examples: int = 0
+    tokens: int = 0
+    tokens_supervised: int = 0
+    tokens_context: int = 0
+    tokens_truncated: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows that train or validate."""
+        return self.rows_train + self.rows_validation
+
+    def hold_out(self, rows: int) -> None:
+        """Move rows from training to validation."""
+        self.rows_train -= rows
+        self.rows_validation += rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the ledger as JSON-ready values."""
+        return vars(self) | {
+            "rows_skipped": dict(sorted(self.rows_skipped.items())),
+            "notes": dict(sorted(self.notes.items())),
+        }
+
+    def adds_up(self) -> bool:
+        """Tell whether no row and no token is unaccounted for."""
+        kept = self.rows_kept + self.rows_skipped.total()
+        seen = self.tokens_supervised + self.tokens_context + self.tokens_truncated
+        return self.rows_read == kept and self.tokens == seen
+
+
+@dataclass
+class EncodedFile:
+    """One data file as examples, uncut, with the rows that were skipped or are worth a look."""
+
+    arrays: ExampleArrays
+    skipped: SkippedRows
+    notes: Notes
+
+    def account(self, max_seq_len: int) -> Ledger:
+        """Cut every example at `max_seq_len` and return the ledger.
+
+        Rows whose answer is cut are noted, those left with no supervised token are skipped; both
+        are counted here, so this is done once.
+        """
+        arrays = self.arrays
+        lengths = arrays.lengths
+        supervised = arrays.supervised_within(max_seq_len)
+        kept_examples = supervised > 0
+        kept_tokens = np.where(kept_examples, np.minimum(lengths, max_seq_len), 0)
+        kept_rows = arrays.per_row(kept_examples) > 0
+        cut_rows = arrays.per_row(lengths - kept_tokens) > 0
+        cut_answers = arrays.per_row(arrays.supervised_within(None) - supervised) > 0
+        for index in np.flatnonzero(~kept_rows):
+            self._skip(int(index), max_seq_len)
+        numbers = arrays.rows[arrays.first_of_row[:-1]]
+        for row in numbers[kept_rows & cut_answers]:
+            self.notes.add(int(row), [Note(notes.TRUNCATED_ANSWER)])
+        kept = int(kept_rows.sum())
+        return Ledger(
+            path=str(self.skipped.path),
+            rows_read=kept + self.skipped.total,
+            rows_train=kept,
+            rows_skipped=self.skipped.counts,
+            rows_truncated=int(cut_rows.sum()),
+            examples=int(kept_examples.sum()),
+            tokens=int(lengths.sum()),
+            tokens_supervised=int(supervised.sum()),
+            tokens_context=int((kept_tokens - supervised).sum()),
+            tokens_truncated=int((lengths - kept_tokens).sum()),
+            notes=self.notes.counts,
+        )
+
+    def _skip(self, index: int, max_seq_len: int) -> None:
+        example = self.arrays.first_of_row[index]
+        end = self.arrays.ends[example]
+        first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
+        problem = BadRow(
+            f"no supervised token within --max-seq-len {max_seq_len}",
+            f"the answer begins at token {first}: raise it",
+        )
+        self.skipped.add(int(self.arrays.rows[example]), problem)

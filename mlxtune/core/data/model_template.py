@@ -1,0 +1,339 @@
+r"""A model's own chat template: what inference will see, and what the model must then produce.
+
+For an assistant turn, the prompt is the template over the messages before it with its generation
+prompt; the answer is what the template over the messages up to it adds to that prompt.
+
+    prompt  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    turn    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+    answer                                                        ^^^^^^^^^^^^^^^^
+
+Where one rendering of the whole conversation begins with every turn's prompt and answer, it shows
+each turn as inference will and one example holds them all. Where it does not (Qwen3 drops earlier
+thinking, and writes an empty think block into the last turn only), each turn is an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+from mlxtune.core.data import notes
+from mlxtune.core.data.conversation import BadRow, Conversation, Message
+from mlxtune.core.data.notes import Note
+from mlxtune.core.data.template import Rendered, Rendering, chosen_turns
+
+_END_THINK = "</think>"
+# What opens thinking in a generation prompt, and what closes it before the answer.
+_THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
+# The fields that files have thinking in, and templates read it from.
+_THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# End tokens that a reason names.
+_SHOWN = 4
+_PROBE = "mlxtune asks whether this is shown"
+
+
+class RenderChat(Protocol):
+    """The template itself, as transformers renders it."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        enable_thinking: bool | None,
+    ) -> str:
+        """Render messages. Raises BadRow with the template's own reason where it refuses them."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One assistant turn; `text` begins with prompt and answer."""
+
+    prompt: str
+    answer: str
+    text: str
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return len(self.prompt), len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class ModelTemplate:
+    """Renders conversations with a model's own template.
+
+    `end_tokens` are the control tokens that may end a turn. `source` is the template's text, in
+    which is looked up what it knows of thinking. `turns`, `thinking` and `merge_system` are the
+    options of these names.
+    """
+
+    render: RenderChat
+    end_tokens: tuple[str, ...]
+    source: str = ""
+    turns: str = "all"
+    thinking: str = "auto"
+    merge_system: bool = False
+    _ends: re.Pattern[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        longest_first = sorted(filter(None, self.end_tokens), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        object.__setattr__(self, "_ends", re.compile(pattern))
+
+    @cached_property
+    def knows_thinking(self) -> bool:
+        """Whether the template asks for `enable_thinking`."""
+        return "enable_thinking" in self.source
+
+    @cached_property
+    def has_place_for_system(self) -> bool:
+        """Whether the template shows a system message."""
+        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
+        options = {"tools": None, "add_generation_prompt": True, "enable_thinking": None}
+        try:
+            return _PROBE in self.render(messages, **options)  # type: ignore[arg-type]
+        except BadRow:
+            return False
+
+    @cached_property
+    def _thinking_field(self) -> str | None:
+        """The field that the template reads thinking from, if any."""
+        read = (name for name in _THINKING_FIELDS if re.search(rf"[.'\"]{name}\b", self.source))
+        return next(read, None)
+
+    @cached_property
+    def _header(self) -> str:
+        """What begins an answer; Gemma 4's prompt leaves it out behind a tool's answer."""
+        asked = [{"role": "user", "content": _PROBE}]
+        try:
+            before, prompt = (
+                self.render(asked, tools=None, add_generation_prompt=asks, enable_thinking=None)
+                for asks in (False, True)
+            )
+        except BadRow:
+            return ""
+        return prompt[len(before) :] if prompt.startswith(before) else ""
+
+    def __call__(self, conversation: Conversation) -> Rendering:
+        """Return one rendering with every chosen turn, or one for each of them.
+
+        Raises BadRow where the template refuses the conversation or an answer cannot be found.
+        """
+        told: list[Note] = []
+        prepared = self._prepared(conversation, told)
+        # A message that was merged into another still counts for the person.
+        first = 1 + len(conversation.messages) - len(prepared.messages)
+        try:
+            turns = list(self._turns(prepared, told, first))
+        except BadRow as problem:
+            if prepared.messages[0].role != "system" or self.has_place_for_system:
+                raise
+            raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
+        whole = turns[-1].text
+        if all(whole.startswith(turn.prompt + turn.answer) for turn in turns):
+            spans = tuple(turn.span for turn in turns)
+            return Rendering((Rendered(whole, spans, add_bos=False),), tuple(told))
+        several = (
+            Rendered(turn.prompt + turn.answer, (turn.span,), add_bos=False) for turn in turns
+        )
+        return Rendering(tuple(several), tuple(told))
+
+    def _prepared(self, conversation: Conversation, told: list[Note]) -> Conversation:
+        """Put the messages into the layout that the template reads."""
+        messages = conversation.messages
+        if messages[0].role == "system" and not self.has_place_for_system:
+            if messages[0].content.strip():
+                kind = notes.MERGED_SYSTEM if self.merge_system else notes.DROPPED_SYSTEM
+                told.append(Note(kind))
+            if self.merge_system:
+                messages = _merged(messages)
+        if self._thinking_field is not None:
+            messages = tuple(map(self._with_thinking_once, messages))
+        if messages is conversation.messages:
+            return conversation
+        return replace(conversation, messages=messages)
+
+    def _with_thinking_once(self, message: Message) -> Message:
+        """Put the thinking where the template looks for it, and nowhere else."""
+        name, content = self._thinking_field, message.content
+        given = [field for field in _THINKING_FIELDS if message.fields.get(field)]
+        tagged = _END_THINK in content
+        if (
+            name is None
+            or not message.thinking
+            or (given == [name] and not tagged)
+            or (tagged and not given and _END_THINK in self.source)
+            # Not the same thinking: both stay.
+            or (tagged and message.thinking not in content)
+        ):
+            return message
+        if tagged:
+            content = content.partition(_END_THINK)[2].lstrip("\n")
+        fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
+        return _with_content(message, content, **fields)
+
+    def _turns(self, conversation: Conversation, told: list[Note], first: int) -> Iterator[_Turn]:
+        thinks = self._thinks(conversation)
+        chosen = chosen_turns(conversation, self.turns)
+        for position in chosen:
+            if position == 0 and len(chosen) > 1:
+                # Nothing comes before it, so no tool of inference will ever ask for it.
+                told.append(Note(notes.NO_PROMPT))
+                continue
+            if position == 0:
+                raise BadRow("the conversation is an assistant turn without a prompt before it")
+            message, where = conversation.messages[position], f"message {position + first}"
+            try:
+                turn = self._turn(conversation, position, thinks, where)
+            except BadRow:
+                asked = {one.role for one in conversation.messages[:position]} & {"user", "tool"}
+                if asked or position == chosen[-1]:
+                    raise
+                told.append(Note(notes.NO_PROMPT))
+                continue
+            said = message.content.rpartition(_END_THINK)[2].strip()
+            # Without what is said, in which the thinking may stand too; it comes last.
+            parts = turn.answer.rpartition(said) if said else (turn.answer, said, "")
+            if message.tool_calls and said and not parts[1]:
+                told.append(Note(notes.DROPPED_CONTENT, where))
+            thinking = message.thinking
+            if thinking and not any(thinking in part for part in (parts[0], parts[2])):
+                told.append(Note(notes.DROPPED_THINKING, where))
+            yield turn
+        if conversation.tools and _is_left_out(conversation.tools[0], turn.prompt):
+            told.append(Note(notes.DROPPED_TOOLS))
+
+    def _turn(
+        self, conversation: Conversation, position: int, thinks: bool | None, where: str
+    ) -> _Turn:
+        """Render a turn: its prompt and its answer, end-of-turn token included."""
+        before, message = conversation.messages[:position], conversation.messages[position]
+        if thinks is False and message.thinking:
+            message = _without_thinking(message)
+        header = self._header
+        prompt = self._render(conversation, before, thinks, add_generation_prompt=True)
+        text = self._render(conversation, (*before, message), thinks)
+        if not text.startswith(prompt):
+            text = _continue_thinking(prompt, text, message, header, where)
+        rest = text[len(prompt) :]
+        if not prompt.endswith(header):
+            rest = rest.removeprefix(header)
+        answer = rest[: self._end(rest, message)]
+        # The name of a call may also stand in what is said beside it.
+        shown = self._ends.sub("", answer)
+        for said in (message.thinking, message.content.rpartition(_END_THINK)[2].strip()):
+            shown = shown.replace(said, "", 1)
+        for call in message.tool_calls:
+            if _name_of(call) is None:
+                raise BadRow("a tool call has no function name", where)
+            if _is_left_out(call, shown):
+                raise BadRow("the model's template leaves out a tool call", where)
+        return _Turn(prompt, answer, prompt + rest)
+
+    def _end(self, rest: str, message: Message) -> int:
+        """Return where the answer that begins `rest` ends, its end-of-turn token included."""
+        ends = [found.span() for found in self._ends.finditer(rest)]
+        last = ends[-1][1] if ends else 0
+        # The first control token behind the content. Thinking stands before it, and a tool call
+        # behind it: there it is the last one of the rendering.
+        content = message.content.rpartition(_END_THINK)[2].strip()
+        if content and not message.tool_calls:
+            found = rest.rfind(content)
+            while found >= 0:
+                stop = found + len(content)
+                behind = [end for start, end in ends if start >= stop]
+                # An answer such as "end" is also found within a control token.
+                within = any(start <= found and stop <= end for start, end in ends)
+                if behind and not within:
+                    return behind[0]
+                # An end token that stands in the content is not that of its turn.
+                last = last if within else 0
+                found = rest.rfind(content, 0, stop - 1)
+        if not last:
+            looked_for = ", ".join(self.end_tokens[:_SHOWN]) or "none"
+            more = len(self.end_tokens) - _SHOWN
+            others = f" and {more} other control tokens" if more > 0 else ""
+            raise BadRow("no end-of-turn token", f"looked for {looked_for}{others}")
+        return last
+
+    def _render(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        thinks: bool | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        return self.render(
+            [message.fields for message in messages],
+            tools=conversation.tools or None,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=thinks,
+        )
+
+    def _thinks(self, conversation: Conversation) -> bool | None:
+        """Return the template's `enable_thinking`; None where it does not know it."""
+        if not self.knows_thinking:
+            return None
+        if self.thinking != "auto":
+            return self.thinking == "on"
+        return any(message.thinking for message in conversation.messages)
+
+
+def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Fold the system message into the first user turn behind it, unless it is empty."""
+    system, *others = messages
+    if not system.content.strip():
+        return tuple(others)
+    for i, message in enumerate(others):
+        if message.role == "user":
+            others[i] = _with_content(message, f"{system.content}\n\n{message.content}")
+            return tuple(others)
+    raise BadRow("a system message with no user turn to merge it into")
+
+
+def _with_content(message: Message, content: str, **fields: Any) -> Message:
+    fields = {**message.fields, "content": content, **fields}
+    present = {name: value for name, value in fields.items() if value is not None}
+    return replace(message, content=content, fields=present)
+
+
+def _without_thinking(message: Message) -> Message:
+    content = message.content
+    if _END_THINK in content:
+        content = content.partition(_END_THINK)[2].lstrip("\n")
+    present = [name for name in _THINKING_FIELDS if name in message.fields]
+    return _with_content(message, content, **dict.fromkeys(present))
+
+
+def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:
+    """Return the turn as it goes on from a prompt that has opened the thinking.
+
+    Some templates (DeepSeek-R1's) open it in the generation prompt and leave it out of the turns.
+
+    Raises BadRow when the prompt differs from the turn in anything else.
+    """
+    for opening, closing in _THINKING:
+        head, opened, behind = prompt.rpartition(opening)
+        if opened and not behind.strip() and text.startswith(head):
+            rest = text[len(head) :].removeprefix(header)
+            if rest.lstrip().startswith(opening):
+                return prompt + rest.lstrip()[len(opening) :].lstrip("\n")
+            return prompt + message.thinking + closing + rest.lstrip("\n")
+    raise BadRow("the template's generation prompt is not how it begins the turn", where)
+
+
+def _is_left_out(call: Mapping[str, Any], text: str) -> bool:
+    """Tell whether the function that a tool or a call names is nowhere in a text."""
+    name = _name_of(call)
+    return name is not None and name not in text
+
+
+def _name_of(call: Mapping[str, Any]) -> str | None:
+    function = call.get("function") or call
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None

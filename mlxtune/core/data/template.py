@@ -1,0 +1,189 @@
+r"""Conversations to the text that the model reads, with the assistant spans marked.
+
+    text        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+    supervised                                                        ^^^^^^^^^^^^^^^^
+
+A span is the content of an assistant turn and the end-of-turn token after it. The header before
+it and the newline behind it are context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlxtune.core.data import notes
+from mlxtune.core.data.conversation import BadRow, Conversation, Message, to_json
+from mlxtune.core.data.notes import Note
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
+
+    The text up to a span is the prompt that inference gives for that turn. `add_bos` tells whether
+    BOS is still to be put before it, `add_end` whether the end-of-text token is to close it.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    add_bos: bool = True
+    add_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The texts of a row: one with every supervised turn in it, or one for each turn."""
+
+    texts: tuple[Rendered, ...]
+    notes: tuple[Note, ...] = ()
+
+
+# Raises BadRow.
+Template = Callable[[Conversation], Rendering]
+
+
+def chosen_turns(conversation: Conversation, turns: str) -> list[int]:
+    """Return the positions of the assistant turns that carry loss, by --turns and their weights.
+
+    Raises BadRow when there are none.
+    """
+    messages = conversation.messages
+    chosen = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    chosen = [i for i in (chosen if turns == "all" else chosen[-1:]) if messages[i].trained]
+    if not chosen:
+        raise BadRow("the last assistant turn has weight 0")
+    return chosen
+
+
+class _Writer:
+    """Builds text and spans together, so that neither can drift from the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        self._length = 0
+
+    def context(self, text: str) -> None:
+        self._parts.append(text)
+        self._length += len(text)
+
+    def supervised(self, text: str) -> None:
+        self._spans.append((self._length, self._length + len(text)))
+        self.context(text)
+
+    def rendered(self) -> Rendered:
+        return Rendered("".join(self._parts), tuple(self._spans))
+
+
+def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
+    r"""Render as `<|im_start|>role\ncontent<|im_end|>\n`.
+
+    Thinking, tools, tool calls and tool results are written as Qwen3's own template writes them.
+
+    Source: the chat template of Qwen3's tokenizer_config.json.
+    """
+    writer, chosen = _Writer(), chosen_turns(conversation, turns)
+    messages = conversation.messages
+    if conversation.tools:
+        system = messages[0].content + "\n\n" if messages[0].role == "system" else ""
+        writer.context(
+            f"<|im_start|>system\n{system}{_qwen3_tools(conversation.tools)}<|im_end|>\n"
+        )
+    for i, message in enumerate(messages):
+        if i == 0 and conversation.tools and message.role == "system":
+            continue
+        if message.role == "assistant":
+            writer.context("<|im_start|>assistant\n")
+            write = writer.supervised if i in chosen else writer.context
+            write(_qwen3_answer(message) + "<|im_end|>")
+            writer.context("\n")
+        elif message.role == "tool":
+            # Consecutive results share one user turn.
+            if i == 0 or messages[i - 1].role != "tool":
+                writer.context("<|im_start|>user")
+            writer.context(f"\n<tool_response>\n{message.content}\n</tool_response>")
+            if i + 1 == len(messages) or messages[i + 1].role != "tool":
+                writer.context("<|im_end|>\n")
+        else:
+            writer.context(f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n")
+    return Rendering((writer.rendered(),))
+
+
+def _qwen3_tools(tools: tuple[dict[str, Any], ...]) -> str:
+    lines = "".join("\n" + to_json(tool) for tool in tools)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>{lines}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def _qwen3_answer(message: Message) -> str:
+    calls = []
+    for call in message.tool_calls:
+        function = call.get("function") or call
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow("a tool call has no function name")
+        arguments = function.get("arguments", {})
+        arguments = arguments if isinstance(arguments, str) else to_json(arguments)
+        calls.append(
+            f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n</tool_call>'
+        )
+    content = message.content
+    if message.thinking and not _holds_thinking(message):
+        content = f"<think>\n{message.thinking}\n</think>\n\n{content}"
+    return "\n".join([content] * bool(content) + calls)
+
+
+def _holds_thinking(message: Message) -> bool:
+    """Tell whether the thinking stands between tags in the content."""
+    thought, closed, _ = message.content.partition("</think>")
+    return bool(closed) and message.thinking in thought
+
+
+def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
+    r"""Render as `<start_of_turn>user|model\ncontent<end_of_turn>\n`.
+
+    A system message is a user turn of its own that holds `[System: content]`. Gemma has no place
+    for tools: a conversation that uses them is a BadRow.
+
+    Source: the chat template of Gemma's tokenizer_config.json, which refuses system messages.
+    """
+    if conversation.tools or any(
+        message.role == "tool" or message.tool_calls for message in conversation.messages
+    ):
+        raise BadRow("the gemma template has no place for tools")
+    writer, chosen = _Writer(), chosen_turns(conversation, turns)
+    told = []
+    for i, message in enumerate(conversation.messages):
+        if message.role == "assistant":
+            writer.context("<start_of_turn>model\n")
+            write = writer.supervised if i in chosen else writer.context
+            write(message.content + "<end_of_turn>")
+            writer.context("\n")
+            if message.thinking and not _holds_thinking(message):
+                told.append(Note(notes.DROPPED_THINKING, f"message {i + 1}"))
+        else:
+            system = message.role == "system"
+            content = f"[System: {message.content}]" if system else message.content
+            writer.context(f"<start_of_turn>user\n{content}<end_of_turn>\n")
+    return Rendering((writer.rendered(),), tuple(told))
+
+
+TEMPLATES: dict[str, Callable[..., Rendering]] = {"qwen3": render_qwen3, "gemma": render_gemma}
+
+
+# What ends a turn of these.
+ENDS = {"qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
+
+
+def choose_template(name: str, model_type: str) -> str:
+    """Resolve `auto` by the model's type: Qwen's for Qwen models, Gemma's for all others."""
+    if name != "auto":
+        return name
+    return "qwen3" if model_type.startswith("qwen") else "gemma"

@@ -1,0 +1,1 @@
+"""The machine: files written whole, locks, reservations, facts and diagnosis."""

@@ -1,0 +1,80 @@
+"""A folder that is put in place whole or not at all: made beside its target, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlxtune.core.machine.files import as_output_error, check_writable, sync_folder
+from mlxtune.errors import OutputError
+
+
+@contextmanager
+def new_folder(target: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to fill, which takes the target's name when all went well.
+
+    What stands there is replaced only with `overwrite`, and only if it holds the file `marker`,
+    which what is written here has: a folder of anything else is not ours to remove.
+
+    Raises OutputError.
+    """
+    _check_free(target, marker, overwrite)
+    check_writable(target.parent, "--output")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+    with as_output_error(target, "--output"):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            _flush(temporary)
+            if target.exists():
+                target.rename(replaced)
+            temporary.rename(target)
+            sync_folder(target.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if replaced.exists() and not target.exists():
+                replaced.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_apart(target: Path, read: Iterable[Path]) -> None:
+    """Raise OutputError where the target is a folder that is read, or one around or in it."""
+    ours = Path(os.path.realpath(target))
+    for path in read:
+        theirs = Path(os.path.realpath(path))
+        if theirs == ours or ours in theirs.parents:
+            raise OutputError(
+                f"{target}: holds what is read here ({path}): choose another --output"
+            )
+
+
+def _check_free(target: Path, marker: str, overwrite: bool) -> None:
+    with as_output_error(target, "--output"):
+        if not os.path.lexists(target):
+            return
+        if target.is_symlink() or not target.is_dir():
+            raise OutputError(f"{target}: is no folder: --output takes the name of a folder")
+        if not any(target.iterdir()):
+            return
+        if not (target / marker).is_file():
+            raise OutputError(
+                f"{target}: holds other files already: choose another --output, or remove it"
+            )
+        if not overwrite:
+            raise OutputError(
+                f"{target}: is there already: choose another --output, or replace it by --overwrite"
+            )
+
+
+def _flush(folder: Path) -> None:
+    """Flush every file of a folder: a rename survives a power cut only then."""
+    for path in [each for each in folder.rglob("*") if each.is_file()]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,112 @@
+"""What a person reads of a benchmark, as lines and cells of text. Nothing here prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxtune.core.runs.benchmark import Agreement, Benchmark, Run, Side, Spread
+from mlxtune.core.text import count
+
+_GB, _MB = 10**9, 10**6
+
+
+def title(benchmark: Benchmark) -> str:
+    """Return the work in a line."""
+    return (
+        f"{benchmark.model}, {benchmark.dtype} on {benchmark.device}: "
+        f"{count(benchmark.steps, 'step')} of {count(benchmark.batch_size, 'row')}, "
+        f"{count(len(benchmark.ours.runs), 'run')}"
+    )
+
+
+def run_line(side: str, run: Run) -> str:
+    """Return what a run measured, in a line."""
+    steps = Spread.of(step.seconds for step in run.steps)
+    return (
+        f"{side}: {run.per_second('tokens'):,.0f} tokens/s, {seconds(steps.median)} a step, "
+        f"peak {memory(run.peak_memory)}, {seconds(run.startup_s)} to start"
+    )
+
+
+def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
+    """Return the rows of the table, the head first; with columns of a peer where there is one."""
+    sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
+    ratios = benchmark.ratios()
+    rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]
+    for name, of, key in _QUANTITIES:
+        cells = [of(side) if side.runs else "failed" for side in sides]
+        of_both = spread(ratios[key], "", "#.3g") if key in ratios else ""
+        rows.append((name, *cells, *([of_both] if len(sides) > 1 else [])))
+    efficiency = spread(benchmark.efficiency(), "%", ".1f", 0.01)
+    rows.append(("step efficiency", efficiency, *[""] * (len(rows[0]) - 2)))
+    return rows
+
+
+def remarks(benchmark: Benchmark) -> list[str]:
+    """Return what has to be said of the comparison: agreement, another loss, a failure."""
+    lines = []
+    theirs = benchmark.theirs
+    if (agreed := benchmark.agreement()) is not None:
+        lines.append(agreement_line(agreed))
+    if theirs is not None and theirs.runs and theirs.runs[0].loss_function == "masked":
+        lines.append(
+            f"{theirs.name} ran with its loss over a mask: its own knows one span a row, and "
+            "some rows have several"
+        )
+    if theirs is not None and theirs.failed:
+        lines.append(f"{theirs.name} failed: {theirs.failed}")
+    return lines
+
+
+def agreement_line(agreed: Agreement) -> str:
+    """Return whether the losses agree, and how far they are apart."""
+    if agreed.first is None or agreed.largest is None:
+        return "losses do NOT agree: one is not finite"
+    verdict = "agree" if agreed.agree else "do NOT agree: the ratios compare different work"
+    return (
+        f"losses {verdict} (apart by {agreed.first:.1e} at the first step, by up to "
+        f"{agreed.largest:.1e} after; allowed {agreed.first_tolerance:g} and {agreed.tolerance:g})"
+    )
+
+
+def spread(values: Spread, unit: str, form: str, size: float = 1) -> str:
+    """Return `2.1 s (2.0-2.3)` for values in units of `size`, or one number if all are alike."""
+    middle, low, high = (format(x / size, form) for x in (values.median, values.min, values.max))
+    unit = f" {unit}" if unit and unit != "%" else unit
+    return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low}-{high})"
+
+
+def seconds(value: float) -> str:
+    """Return seconds in three digits, or milliseconds below one."""
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def memory(value: float) -> str:
+    """Return bytes as GB, or as MB below one."""
+    return f"{value / _GB:.2f} GB" if value >= _GB else f"{value / _MB:.1f} MB"
+
+
+def _step_seconds(side: Side) -> str:
+    steps = side.seconds_per_step
+    return spread(steps, "ms", ".3g", 0.001) if steps.max < 1 else spread(steps, "s", ".3g")
+
+
+def _rate(side: Side, tokens: str) -> str:
+    return f"{side.per_second(tokens).median:,.0f}"
+
+
+# What each row shows of a side, and the ratio that it ends in. Medians over the runs, but for the
+# steps, which are all there.
+_QUANTITIES: tuple[tuple[str, Callable[[Side], str], str], ...] = (
+    ("real tokens/s", lambda side: _rate(side, "tokens"), "real_tokens_per_s"),
+    (
+        "supervised tokens/s",
+        lambda side: _rate(side, "supervised_tokens"),
+        "supervised_tokens_per_s",
+    ),
+    ("a step", _step_seconds, ""),
+    ("padding", lambda side: f"{side.spread('padding_share').median:.1%}", ""),
+    ("peak memory", lambda side: memory(side.spread("peak_memory").median), "peak_memory"),
+    ("peak of the process", lambda side: memory(side.spread("peak_rss").median), "peak_rss"),
+    ("start", lambda side: seconds(side.spread("startup_s").median), ""),
+)

@@ -1,0 +1,61 @@
+"""What a person reads of an evaluation, as lines of text. Nothing here prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mlxtune.core.reports import messages
+from mlxtune.core.reports.visible import escape
+from mlxtune.core.text import count
+from mlxtune.core.training.evaluation import Evaluation, Generated, RowLosses, verdict_line
+
+_NAME = 12
+# Answers that are shown beside each other: what changed for the better, for the worse, or not.
+_SAMPLES = 4
+_LONGEST = 400
+
+
+def evaluation_lines(found: Evaluation) -> Iterator[str]:
+    """Yield the verdict with what it rests on, the rows that changed most, and the answers."""
+    yield f"{'Base':<{_NAME}}{messages.loss(found.base.loss)}"
+    if found.adapted is not None:
+        yield f"{'Adapted':<{_NAME}}{messages.loss(found.adapted.loss)}"
+        yield f"{'Verdict':<{_NAME}}{verdict_line(found)}"
+        yield from _rows("Gained most", found.gained)
+        yield from _rows("Lost most", found.lost)
+    if found.generated is not None:
+        yield from _answers(found.generated)
+
+
+def _rows(name: str, rows: Sequence[RowLosses]) -> Iterator[str]:
+    for i, each in enumerate(rows):
+        yield (
+            f"{'' if i else name:<{_NAME}}{each.path}:{each.row}: {each.base_loss:.4f} to "
+            f"{each.adapted_loss:.4f} over {count(each.tokens, 'token')}"
+        )
+
+
+def _answers(found: Generated) -> Iterator[str]:
+    match, rows = found.exact_match, found.rows
+    if not rows:
+        return
+    parts = [f"base {match.base:,}"]
+    if match.adapted is not None:
+        parts.append(f"adapted {match.adapted:,} ({match.adapted / rows:.1%})")
+    parts[0] += f" ({match.base / rows:.1%})"
+    answers = count(rows, "answer")
+    yield f"{'Exact match':<{_NAME}}{', '.join(parts)}, of {answers}, are right to the letter"
+    for sample in found.samples[:_SAMPLES]:
+        yield ""
+        yield f"{sample.path}:{sample.row}"
+        sides = (("prompt", sample.prompt), ("expected", sample.expected), ("base", sample.base))
+        for name, text in (*sides, ("adapted", sample.adapted)):
+            if text is not None:
+                yield f"  {name:<{_NAME - 2}}{_short(text, from_end=name == 'prompt')}"
+
+
+def _short(text: str, *, from_end: bool) -> str:
+    shown = escape(text)
+    if len(shown) <= _LONGEST:
+        return shown
+    return f"…{shown[-_LONGEST:]}" if from_end else f"{shown[:_LONGEST]}…"

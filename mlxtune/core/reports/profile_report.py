@@ -1,0 +1,128 @@
+"""What a person reads of a profile, as lines of text. Nothing here prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mlxtune.core.training.profile import (
+    OTHER,
+    PHASES,
+    LayerProfile,
+    Phase,
+    ProfileRecord,
+    SaveProfile,
+    StepProfile,
+)
+
+# More layers than this are shown in runs of neighbours.
+_LAYERS_SHOWN = 12
+_WIDTH = 16
+
+
+class ProfileSummary:
+    """All that was profiled of a run, summed up as it comes."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.phases: dict[str, Phase] = {}
+        self.layers: dict[str, LayerProfile] = {}
+        # Steps whose layers were measured.
+        self.layered = 0
+        self.saves = 0
+        self.save_seconds = 0.0
+        self.save_bytes = 0
+
+    def add(self, record: ProfileRecord) -> None:
+        """Take in a record."""
+        if isinstance(record, SaveProfile):
+            self.saves += 1
+            self.save_seconds += record.seconds
+            self.save_bytes = max(self.save_bytes, record.bytes)
+            return
+        self.steps += 1
+        self.seconds += record.seconds
+        for name, phase in record.phases.items():
+            before = self.phases.get(name, Phase(0.0, 0, 0))
+            self.phases[name] = Phase(
+                before.seconds + phase.seconds,
+                max(before.bytes, phase.bytes),
+                max(before.peak_bytes, phase.peak_bytes),
+            )
+        self.layered += bool(record.layers)
+        for layer in record.layers:
+            known = self.layers.get(layer.name)
+            self.layers[layer.name] = known.plus(layer) if known else layer
+
+
+def step_line(profile: StepProfile) -> str:
+    """Return a profiled step in one line."""
+    shares = ", ".join(
+        f"{name} {phase.seconds / max(profile.seconds, 1e-12):.0%}"
+        for name, phase in profile.phases.items()
+    )
+    highest = max(profile.phases, key=lambda name: profile.phases[name].peak_bytes)
+    peak = size(profile.phases[highest].peak_bytes)
+    return f"step {profile.step}: {seconds(profile.seconds)}: {shares}; peak {peak} in {highest}"
+
+
+def table(summary: ProfileSummary) -> Iterator[str]:
+    """Yield the lines of a table: each phase of a step, and each layer."""
+    if summary.steps:
+        steps = f"{summary.steps:,} step" + "s" * (summary.steps > 1)
+        yield f"{steps} profiled, {seconds(summary.seconds / summary.steps)} a step"
+        yield f"{'phase':<{_WIDTH}}{'time':>10}{'share':>8}{'takes':>10}{'peak':>10}"
+        for name in (*PHASES, OTHER):
+            if phase := summary.phases.get(name):
+                time = f"{seconds(phase.seconds / summary.steps):>10}"
+                share = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
+                memory = f"{size(phase.bytes):>10}{size(phase.peak_bytes):>10}"
+                yield f"{name:<{_WIDTH}}{time}{share}{memory}"
+    if summary.saves:
+        time = f"{seconds(summary.save_seconds / summary.saves):>10}"
+        times = f"{summary.saves:,} time" + "s" * (summary.saves > 1)
+        yield f"{'save':<{_WIDTH}}{time}{'':>8}{size(summary.save_bytes):>10}  written, {times}"
+    if summary.layers:
+        yield f"{'layer':<{_WIDTH}}{'forward':>10}{'backward':>10}{'keeps':>10}{'takes':>10}"
+        for layer in _grouped(list(summary.layers.values())):
+            forward, backward = (
+                seconds(each / summary.layered)
+                for each in (layer.forward_seconds, layer.backward_seconds)
+            )
+            memory = f"{size(layer.kept_bytes):>10}{size(layer.peak_bytes):>10}"
+            yield f"{layer.name:<{_WIDTH}}{forward:>10}{backward:>10}{memory}"
+
+
+def _grouped(layers: list[LayerProfile]) -> Iterator[LayerProfile]:
+    """Yield layers, those of a deep model several at a time, each line the mean of its layers."""
+    numbered = [layer for layer in layers if layer.name.startswith("layers.")]
+    at_once = -(-len(numbered) // _LAYERS_SHOWN)
+    for start in range(0, len(numbered), at_once or 1):
+        group = numbered[start : start + at_once]
+        mean = group[0]
+        for layer in group[1:]:
+            mean = mean.plus(layer)
+        name = mean.name
+        if len(group) > 1:
+            name = f"{group[0].name}-{group[-1].name.rpartition('.')[2]}, each"
+        yield replace(
+            mean,
+            name=name,
+            forward_seconds=mean.forward_seconds / len(group),
+            backward_seconds=mean.backward_seconds / len(group),
+        )
+    yield from (layer for layer in layers if layer not in numbered)
+
+
+def seconds(value: float) -> str:
+    """Return `12.3 ms` or `1.23 s`."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+
+
+def size(value: int) -> str:
+    """Return bytes as `12 kB`, `3.4 MB` or `1.2 GB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{max(value, 0)} B"

@@ -1,0 +1,131 @@
+r"""Text from data made fit to look at: nothing stays invisible, and nothing acts.
+
+Control, bidi, zero-width and other unseen characters become escapes such as `\u202e`; spaces that
+one would overlook, newlines and tabs are told apart, for a page or a terminal to mark.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal
+
+from mlxtune.core.data.inspection import Piece
+
+Kind = Literal["plain", "space", "newline", "tab", "escape"]
+Stretch = tuple[Kind, str]
+
+# Controls, formats, half surrogate pairs, private use, separators of lines and paragraphs.
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+# Of these, what a terminal may act on.
+_ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# Letters and marks that leave nothing, or only a gap, on the screen.
+_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
+_SPACES = " \u3000"  # the second is as wide as an ideogram, and common between them
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+_ODD = re.compile(r"[^ -~]")
+_PARTS = re.compile(r" +|\n|\t|[^ \n\t]+")
+_EDGES = ("", " ", "\n", "\r", "\t")
+
+
+@lru_cache(maxsize=4096)
+def _escape(character: str) -> str:
+    code, category = ord(character), unicodedata.category(character)
+    space = category == "Zs" and character not in _SPACES
+    tag = 0xE0000 <= code <= 0xE0FFF
+    if not (category in _HIDDEN or space or tag or character in _BLANK):
+        return character
+    return _SHORT.get(character) or _by_number(character)
+
+
+def _by_number(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def escape(text: str) -> str:
+    r"""Return a text in one line, in which `\n`, `\u202e` and their like can be seen."""
+    return _ODD.sub(lambda match: _escape(match[0]), text)
+
+
+def escape_unencodable(text: str, encoding: str) -> str:
+    r"""Return a text in which each character that an encoding lacks is `\u2026` or its like."""
+
+    def encodable(part: str) -> bool:
+        try:
+            part.encode(encoding)
+        except UnicodeEncodeError:
+            return False
+        return True
+
+    if encodable(text):
+        return text
+    return _ODD.sub(lambda match: match[0] if encodable(match[0]) else _by_number(match[0]), text)
+
+
+def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[Stretch]]]:
+    """Yield each piece with its text in stretches, each of which is to be shown in one way.
+
+    A space is marked where it is one of several, stands at the start or end of a line, or beside
+    a control token or the edge of what is supervised.
+    """
+    for i, piece in enumerate(pieces):
+        before = pieces[i - 1].text[-1:] if i and _same(piece, pieces[i - 1]) else ""
+        last = i + 1 == len(pieces)
+        after = "" if last or not _same(piece, pieces[i + 1]) else pieces[i + 1].text[:1]
+        yield piece, _stretches(piece.text, before, after)
+
+
+def _same(one: Piece, other: Piece) -> bool:
+    return not (one.control or other.control) and one.supervised == other.supervised
+
+
+def _stretches(text: str, before: str, after: str) -> list[Stretch]:
+    found: list[Stretch] = []
+    for match in _PARTS.finditer(text):
+        part, (start, end) = match[0], match.span()
+        if part[0] == " ":
+            left = text[start - 1] if start else before
+            right = text[end] if end < len(text) else after
+            marked = len(part) > 1 or left in _EDGES or right in _EDGES
+            _add(found, "space" if marked else "plain", part)
+        elif part in ("\n", "\t"):
+            found.append(("newline" if part == "\n" else "tab", part))
+        elif part.isascii() and part.isprintable():
+            _add(found, "plain", part)
+        else:
+            for character in part:
+                shown = _escape(character)
+                _add(found, "plain" if shown == character else "escape", shown)
+    return found
+
+
+def _add(found: list[Stretch], kind: Kind, text: str) -> None:
+    if found and found[-1][0] == kind == "plain":
+        found[-1] = (kind, found[-1][1] + text)
+    else:
+        found.append((kind, text))
+
+
+def middle_of(pieces: Sequence[Piece], head: int, tail: int) -> tuple[int, int]:
+    """Return the [start, end) pieces to fold away, so that the head and the tail are seen.
+
+    It is empty where little would be gained.
+    """
+    start, end = head, len(pieces) - tail
+    return (start, end) if end - start > head // 2 else (len(pieces), len(pieces))
+
+
+def unharmful(text: str) -> str:
+    r"""Return a text in which what a terminal would act on is an escape such as `\x1b`.
+
+    Newlines, tabs and all that can be seen stay, and so do the joiners that emoji are made with.
+    """
+    return _ODD.sub(lambda match: _harmless(match[0]), text)
+
+
+def _harmless(character: str) -> str:
+    kept = character in "\n\t\u200c\u200d" or unicodedata.category(character) not in _ACTING
+    return character if kept else character.encode("unicode_escape").decode()

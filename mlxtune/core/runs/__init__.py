@@ -1,0 +1,1 @@
+"""A run's folder as it is read later: records, summaries, verification, certificates."""

@@ -1,0 +1,88 @@
+"""A micro-batch of examples as padded arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.encode import Example
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Examples padded on the right to one width, after the shift.
+
+    `prefix` is int32 of shape (P,): the tokens that all lines begin with, which run before
+    `inputs` and carry no loss; empty for none. `inputs` and `targets` are int32 of shape (B, T),
+    `mask` is float32 of shape (B, T) and 1 where the target carries loss. `rows` names the example
+    in each line, for its randomness, `lengths` how many of its tokens are no padding.
+    """
+
+    prefix: npt.NDArray[np.int32]
+    inputs: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.float32]
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def supervised(self) -> int:
+        """How many targets carry loss."""
+        return int(self.mask.sum())
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many targets of each example carry loss."""
+        return tuple(self.mask.sum(axis=1).astype(int).tolist())
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """The real tokens that run one after the other, each with how many stand before them."""
+        prefix = len(self.prefix)
+        return [*([(prefix, 0)] if prefix else []), *((length, prefix) for length in self.lengths)]
+
+
+def run_length(example: Example) -> int:
+    """Return how many tokens of an example are run: those before its last supervised token.
+
+    What comes after these predicts nothing that carries loss. At least 1.
+    """
+    supervised = example.assistant_mask[:0:-1]
+    return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
+
+
+def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = None) -> MicroBatch:
+    """Pad examples and shift them: each position predicts the token after it.
+
+        tokens           a b c d e      inputs   a b c
+        assistant_mask   0 0 1 1 0      targets  b c d
+                                        mask     0 1 1
+
+    This is the only shift. The first `prefix` tokens are taken off as what all share; the rest is
+    padded to `width`, by default that of the widest, with token 0 and mask 0. Under causal
+    attention no token before the padding can see it.
+
+    Raises ValueError when the examples do not share the prefix, when a token that it predicts
+    carries loss, or when a rest is empty or wider than `width`.
+    """
+    runs = [run_length(example) for example in examples]
+    shared = examples[0].tokens[:prefix]
+    for example, run in zip(examples, runs, strict=True):
+        if run <= prefix or not np.array_equal(example.tokens[:prefix], shared):
+            raise ValueError(f"row {example.row} does not begin with the prefix of its group")
+        if example.assistant_mask[1 : prefix + 1].any():
+            raise ValueError(f"row {example.row} has a supervised token in its prefix")
+    shape = (len(examples), max(runs) - prefix if width is None else width)
+    inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    mask = np.zeros(shape, dtype=np.float32)
+    for i, (example, run) in enumerate(zip(examples, runs, strict=True)):
+        after = slice(prefix + 1, min(run + 1, len(example)))  # a lone token predicts none
+        inputs[i, : run - prefix] = example.tokens[prefix:run]
+        targets[i, : after.stop - after.start] = example.tokens[after]
+        mask[i, : after.stop - after.start] = example.assistant_mask[after]
+    rows = tuple(example.key for example in examples)
+    lengths = tuple(run - prefix for run in runs)
+    return MicroBatch(shared, inputs, targets, mask, rows, lengths)

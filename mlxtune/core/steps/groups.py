@@ -1,0 +1,267 @@
+"""Which examples of a step run through the model together, and what they have run once for all.
+
+What an example runs ends where its last supervised token is predicted. Examples that begin with
+the same tokens, none of which carries loss, may have these run once, as the prefix of their group:
+
+    prefix  S S S S S S     rest  a b c d .      `.` is padding: a width is that of the widest rest
+                                  e f . . .
+                                  g h i j k
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.pack import Packed
+
+# Examples that are planned together: more take time in their square and gain little.
+_AT_ONCE = 256
+# Lengths of prefix that are tried as what makes examples a family.
+_FAMILIES_TRIED = 8
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What running takes, in units of one token's time.
+
+    `fixed` is what each pass through the model takes beyond its tokens; a prefix is a pass of its
+    own. Widths are rounded up and prefixes down to a multiple of `width_multiple`, so that there
+    are fewer shapes.
+    """
+
+    fixed: int = 32
+    width_multiple: int = 1
+
+    def of(self, group: Group | Packed) -> int:
+        """Return what a group takes."""
+        passes = 2 if isinstance(group, Group) and group.prefix else 1
+        return group.tokens + self.fixed * passes
+
+    def width(self, tokens: int) -> int:
+        """Return a rest's tokens, rounded up."""
+        return -(-tokens // self.width_multiple) * self.width_multiple
+
+    def prefix(self, tokens: int) -> int:
+        """Return how many of the tokens that examples share are run as a prefix."""
+        return tokens // self.width_multiple * self.width_multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The examples of a micro-batch, as indices into those of the step, the longest first.
+
+    The first `prefix` tokens of all are run once, 0 for none. Each then runs `width` tokens, those
+    of the widest rest and what rounding adds.
+    """
+
+    examples: tuple[int, ...]
+    prefix: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that run through the model, padding included."""
+        return self.prefix + len(self.examples) * self.width
+
+
+def plan_step(
+    examples: Sequence[Example],
+    max_tokens: int,
+    cost: StepCost,
+    share_prefixes: bool = True,
+    keyed: bool = False,
+) -> list[Group]:
+    """Group the examples of a step so that it takes little time; the largest group comes first.
+
+    Each example stands in exactly one group. A group runs at most `max_tokens` tokens, save for
+    an example that is longer by itself, which stands alone. With `keyed`, only examples of equal
+    `key` share a prefix. The plan is a function of the arguments.
+    """
+    runs = [run_length(example) for example in examples]
+    contexts = [_context(example) if share_prefixes else example.tokens[:0] for example in examples]
+    keys = [example.key if keyed else 0 for example in examples]
+    # As big-endian bytes, tokens sort in their own order; the context before what continues it.
+    texts = [context.astype(">u4").tobytes() for context in contexts]
+    order = sorted(range(len(examples)), key=lambda i: (keys[i], texts[i], -runs[i], i))
+    groups: list[Group] = []
+    for start in range(0, len(order), _AT_ONCE):
+        chosen = order[start : start + _AT_ONCE]
+        shared = [
+            cost.prefix(_common(contexts[i], contexts[j])) if keys[i] == keys[j] else 0
+            for i, j in pairwise(chosen)
+        ]
+        planner = _Planner([runs[i] for i in chosen], shared, max_tokens, cost)
+        groups += (planner.group(places, chosen) for places in planner.plan())
+    return sorted(groups, key=lambda group: (-group.tokens, group.examples))
+
+
+def padding_share(groups: Sequence[Group], lengths: Sequence[int]) -> float:
+    """Return which share of the tokens run is padding; `lengths` is `run_length` by example."""
+    total = sum(group.tokens for group in groups)
+    used = sum(
+        group.prefix + sum(lengths[i] - group.prefix for i in group.examples) for group in groups
+    )
+    return (total - used) / total if total else 0.0
+
+
+def _context(example: Example) -> npt.NDArray[np.int32]:
+    """Return the tokens that may be run as a prefix: none of them predicts a supervised token."""
+    supervised = example.assistant_mask[1:]
+    first = int(supervised.argmax()) if supervised.any() else 0
+    return example.tokens[:first]
+
+
+def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """Return how many tokens two texts both begin with."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+# Some places, in short: how many, what the longest runs, and the first and the last of them.
+_Outline = tuple[int, int, int, int]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A group in the making, and what it takes."""
+
+    places: list[int]
+    outline: _Outline
+    takes: float
+
+
+class _Planner:
+    """Plans examples in the order of their contexts, each named by its place in that order.
+
+    `runs` are the tokens that each runs, `neighbours` those that each shares with the next.
+    """
+
+    def __init__(
+        self, runs: list[int], neighbours: list[int], max_tokens: int, cost: StepCost
+    ) -> None:
+        self._runs = runs
+        self._neighbours = neighbours
+        self._max_tokens = max_tokens
+        self._cost = cost
+        # What the places i to j share, as [i][j - i]: what i and j share, for those between begin
+        # with it too.
+        self._shared = [[0, *accumulate(neighbours[i:], min)] for i in range(len(runs))]
+
+    def plan(self) -> list[list[int]]:
+        """Return groups of places: the cheapest cut of several orders, then made better."""
+        cuts = [self._cut(order) for order in self._orders()]
+        return self._improved(min(cuts, key=itemgetter(0))[1])
+
+    def group(self, places: Sequence[int], examples: Sequence[int]) -> Group:
+        """Return a group of places; `examples` names the example in each."""
+        _, prefix = self._layout(*self._weigh(places)[0])
+        longest_first = sorted(places, key=lambda place: (-self._runs[place], examples[place]))
+        width = self._cost.width(self._runs[longest_first[0]] - prefix)
+        return Group(tuple(examples[place] for place in longest_first), prefix, width)
+
+    def _weigh(self, places: Sequence[int]) -> tuple[_Outline, float]:
+        """Return the outline of places and what they take as a group."""
+        if not places:
+            return (0, 0, len(self._runs), 0), 0.0
+        longest = max(self._runs[place] for place in places)
+        outline = (len(places), longest, min(places), max(places))
+        return outline, self._layout(*outline)[0]
+
+    def _layout(self, count: int, longest: int, first: int, last: int) -> tuple[float, int]:
+        """Return what a group takes, infinity where it is too long, and its best prefix."""
+        cost, takes, prefix = self._cost, math.inf, 0
+        tokens = count * cost.width(longest)
+        if tokens <= self._max_tokens or count == 1:
+            takes = cost.fixed + tokens
+        shared = self._shared[first][last - first]
+        if shared:
+            tokens = shared + count * cost.width(longest - shared)
+            if tokens <= self._max_tokens and 2 * cost.fixed + tokens < takes:
+                takes, prefix = 2 * cost.fixed + tokens, shared
+        return takes, prefix
+
+    def _orders(self) -> Iterator[list[int]]:
+        """Yield orders of the places, whose neighbours may make good groups.
+
+        The first is by length. Each other has families that share a prefix first, then the places
+        that share it with none, by length each.
+        """
+        places = sorted(range(len(self._runs)), key=lambda place: -self._runs[place])
+        yield places
+        saved = {}
+        for shared in set(self._neighbours) - {0}:
+            families = self._families(shared)
+            saved[shared] = -shared * (len(places) - 1 - families[-1])
+        for shared in sorted(saved, key=lambda shared: (saved[shared], shared))[:_FAMILIES_TRIED]:
+            families = self._families(shared)
+            members = Counter(families)
+            yield sorted(
+                places,
+                key=lambda place: families[place] if members[families[place]] > 1 else len(places),
+            )
+
+    def _families(self, shared: int) -> list[int]:
+        """Return the number of each place's family, all of which share so many tokens."""
+        return [0, *accumulate(int(common < shared) for common in self._neighbours)]
+
+    def _cut(self, order: Sequence[int]) -> tuple[float, list[list[int]]]:
+        """Cut an order into groups of neighbours that take the least; return that, and them."""
+        runs, count = self._runs, len(order)
+        least, start = [0.0] + [math.inf] * count, [0] * (count + 1)
+        for i in range(count):
+            longest, first, last = 0, count, 0
+            for end in range(i + 1, count + 1):
+                place = order[end - 1]
+                longest = max(longest, runs[place])
+                first, last = min(first, place), max(last, place)
+                takes, _ = self._layout(end - i, longest, first, last)
+                if takes == math.inf:  # and so it is with more of them
+                    break
+                if least[i] + takes < least[end]:
+                    least[end], start[end] = least[i] + takes, i
+        groups, end = [], count
+        while end:
+            groups.append(list(order[start[end] : end]))
+            end = start[end]
+        return least[count], groups
+
+    def _improved(self, groups: list[list[int]]) -> list[list[int]]:
+        """Move single places to other groups, or out of all, for as long as that saves anything."""
+        parts = [_Part(places, *self._weigh(places)) for places in groups]
+        parts.append(_Part([], *self._weigh([])))
+        home = {place: part for part in parts for place in part.places}
+        moved = True
+        while moved:
+            moved = False
+            for place, run in enumerate(self._runs):
+                own = home[place]
+                rest = [other for other in own.places if other != place]
+                outline, takes = self._weigh(rest)
+                least, to = own.takes - takes, own
+                for part in parts:
+                    count, longest, first, last = part.outline
+                    more, _ = self._layout(
+                        count + 1, max(longest, run), min(first, place), max(last, place)
+                    )
+                    if more - part.takes < least and part is not own:
+                        least, to = more - part.takes, part
+                if to is own:
+                    continue
+                if not to.places:
+                    parts.append(_Part([], to.outline, to.takes))
+                own.places, own.outline, own.takes = rest, outline, takes
+                to.places.append(place)
+                to.outline, to.takes = self._weigh(to.places)
+                home[place], moved = to, True
+        return [part.places for part in parts if part.places]

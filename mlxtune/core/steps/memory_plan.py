@@ -1,0 +1,244 @@
+"""How to run a step within the memory that there is, and what to say where nothing fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.groups import Group, StepCost, plan_step
+from mlxtune.core.steps.memory_prediction import (
+    Load,
+    ModelShapes,
+    Prediction,
+    Way,
+    load_of,
+    predict,
+    with_layers,
+)
+from mlxtune.core.steps.pack import Packed, plan_packs
+
+# A prediction is trusted to such a share: what is planned leaves room for it where it can.
+MARGIN = 0.15
+# What may be tried, in tokens of a micro-batch and supervised positions of a chunk of the head.
+_TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
+_CHUNKS = (256, 64, 16)
+# What running a layer's forward pass again takes, of a step's time; and a chunk a quarter as
+# large, for which no time was measured: more than memory is worth where all fits, and less than
+# running again.
+_RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
+# Examples shorter than this are not worth advising.
+_SHORTEST = 16
+# What --quantize 4 makes of a weight, in bits, and how many weights share a scale and a bias.
+_BITS, _GROUP = 4, 64
+# Examples that are planned to choose: what is found in them is taken for the rest.
+_PLANNED = 256
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A way to run, and what it takes.
+
+    `limit` is in bytes, `time` in times of a token. `steps`, `micro_batches`, `tokens` (all that
+    are run), `padding` and `real_tokens` count the steps that were planned.
+    """
+
+    shapes: ModelShapes
+    way: Way
+    peak: Prediction
+    limit: int
+    time: float
+    steps: int
+    micro_batches: int
+    tokens: int
+    padding: int
+    real_tokens: int
+
+    @property
+    def micro_batches_per_step(self) -> float:
+        """Micro-batches of a step on average."""
+        return self.micro_batches / self.steps if self.steps else 0.0
+
+    @property
+    def padding_share(self) -> float:
+        """Padding in the tokens that are run."""
+        return self.padding / self.tokens if self.tokens else 0.0
+
+    @property
+    def run_share(self) -> float:
+        """Tokens run over tokens of the data: below 1 where prefixes are shared."""
+        return self.tokens / self.real_tokens if self.real_tokens else 0.0
+
+
+def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
+    """Return as many of the first steps as are worth planning to choose, of a large one a part."""
+    chosen: list[Sequence[Example]] = []
+    count = 0
+    for examples in steps:
+        chosen.append(examples if chosen else examples[:_PLANNED])
+        count += len(examples)
+        if count >= _PLANNED:
+            break
+    return chosen
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be run: the first steps, and what takes most of all examples by themselves."""
+
+    steps: Sequence[Sequence[Example]]
+    alone: tuple[Load, ...]
+    cost: StepCost
+    share_prefixes: bool = True
+    keyed: bool = False
+
+    def plan(self, way: Way) -> list[list[Group] | list[Packed]]:
+        """Return the groups of each step."""
+        return [self._plan_one(examples, way) for examples in self.steps]
+
+    def _plan_one(self, examples: Sequence[Example], way: Way) -> list[Group] | list[Packed]:
+        max_tokens, shares, keyed = way.micro_batch_tokens, self.share_prefixes, self.keyed
+        if max(map(run_length, examples)) <= way.packs_up_to:
+            return plan_packs(examples, max_tokens, self.cost.fixed, share=shares, keyed=keyed)
+        return plan_step(examples, max_tokens, self.cost, share_prefixes=shares, keyed=keyed)
+
+    def loads(self, groups: Sequence[Sequence[Group | Packed]]) -> Iterator[Load]:
+        """Yield what each group of the steps runs."""
+        for examples, step in zip(self.steps, groups, strict=True):
+            yield from (load_of(group, examples) for group in step)
+
+    def used(self, groups: Sequence[Sequence[Group | Packed]]) -> int:
+        """Return the tokens that the groups run, padding apart."""
+        return sum(
+            used_tokens(group, examples)
+            for examples, step in zip(self.steps, groups, strict=True)
+            for group in step
+        )
+
+
+def used_tokens(group: Group | Packed, examples: Sequence[Example]) -> int:
+    """Return the tokens that a group of a step's examples runs, padding apart."""
+    if isinstance(group, Packed):
+        return group.tokens
+    return group.prefix + sum(run_length(examples[i]) - group.prefix for i in group.examples)
+
+
+def _candidates(work: Work) -> list[int]:
+    """Return the bounds of a micro-batch that are worth trying."""
+    longest = max(load.tokens for load in work.alone)
+    largest = max([longest, *(sum(map(run_length, step)) for step in work.steps)])
+    enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
+    # Without steps, one example is all that runs.
+    return [tokens for tokens in _TOKENS if tokens <= enough] if work.steps else [enough]
+
+
+def _plans(
+    shapes: ModelShapes, work: Work, base: Way, limit: int, checkpointing: Sequence[bool]
+) -> Iterator[MemoryPlan]:
+    """Yield what may be chosen."""
+    chunks = (base.loss_chunk,) if base.kernels and shapes.plain_head else _CHUNKS
+    for tokens in _candidates(work):
+        groups = work.plan(replace(base, micro_batch_tokens=tokens))
+        loads = {*work.loads(groups), *work.alone}
+        takes = sum(work.cost.of(group) for step in groups for group in step) or 1
+        run = sum(group.tokens for step in groups for group in step)
+        for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
+            way = replace(base, micro_batch_tokens=tokens, recompute=recompute, loss_chunk=chunk)
+            peaks = [predict(shapes, way, load) for load in loads]
+            yield MemoryPlan(
+                shapes=shapes,
+                way=way,
+                peak=max(peaks, key=lambda peak: peak.total),
+                limit=limit,
+                time=takes * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
+                steps=len(work.steps),
+                micro_batches=sum(map(len, groups)),
+                tokens=run,
+                padding=run - work.used(groups),
+                real_tokens=sum(len(example) for step in work.steps for example in step),
+            )
+
+
+def choose(
+    shapes: ModelShapes,
+    work: Work,
+    base: Way,
+    *,
+    limit: int,
+    checkpointing: Sequence[bool],
+    tolerance: float,
+) -> MemoryPlan | None:
+    """Return the plan with the least memory among those about as fast as the fastest that fits.
+
+    `limit` is in bytes; where it can be, MARGIN of it is left. `checkpointing` are the values of
+    `recompute` that are allowed, `tolerance` the share of time that memory may cost. None when
+    nothing fits. The choice is a function of the arguments.
+    """
+    found = list(_plans(shapes, work, base, limit, checkpointing))
+    for room in (limit / (1 + MARGIN), limit):
+        if fitting := [plan for plan in found if plan.peak.total <= room]:
+            enough = min(plan.time for plan in fitting) * (1 + tolerance)
+            return min(
+                (plan for plan in fitting if plan.time <= enough),
+                key=lambda plan: (plan.peak.total, plan.time, plan.way.micro_batch_tokens),
+            )
+    return None
+
+
+def least(shapes: ModelShapes, way: Way, load: Load) -> Prediction:
+    """Return the least that a micro-batch can be run with, whatever the chunks of its head."""
+    return min(
+        (predict(shapes, replace(way, loss_chunk=chunk), load) for chunk in _CHUNKS),
+        key=lambda prediction: prediction.total,
+    )
+
+
+def why_not(shapes: ModelShapes, work: Work, way: Way, limit: int, may_checkpoint: bool) -> str:
+    """Return why not even one example fits, and what would help."""
+    way = replace(way, recompute=may_checkpoint)
+    load = max(work.alone, key=lambda load: least(shapes, way, load).total)
+    needed = least(shapes, way, load).total
+    found = remedies(shapes, way, load, limit, may_checkpoint=may_checkpoint)
+    return (
+        f"one example of {load.tokens:,} tokens needs about {needed / 1e9:.2f} GB, of which "
+        f"{shapes.weights / 1e9:.2f} GB are the weights, and the limit is {limit / 1e9:.2f} GB: "
+        f"{', or '.join(['raise --memory-limit', *found])}"
+    )
+
+
+def remedies(
+    shapes: ModelShapes, way: Way, load: Load, limit: int, *, may_checkpoint: bool
+) -> list[str]:
+    """Return what would make one example fit, each by itself, with numbers."""
+    found = []
+    if may_checkpoint:
+        way = replace(way, recompute=True)
+    elif least(shapes, replace(way, recompute=True), load).total <= limit:
+        found.append("--grad-checkpoint on")
+
+    def shorter(tokens: int) -> int:
+        positions = max(load.positions * tokens // load.width, 1)
+        return least(shapes, way, Load(1, tokens, positions)).total
+
+    def fewer(layers: int) -> int:
+        return least(with_layers(shapes, layers), way, load).total
+
+    if (tokens := _most(shorter, load.width, limit)) >= _SHORTEST:
+        found.append(f"--max-seq-len {tokens}")
+    if layers := _most(fewer, shapes.layers, limit):
+        found.append(f"--num-layers {layers}")
+    if shapes.stored_itemsize:
+        each = _BITS / 8 + 2 * shapes.itemsize / _GROUP
+        smaller = replace(shapes, weights=int(shapes.weights * each / shapes.stored_itemsize))
+        needed = least(smaller, way, load).total
+        fits = "" if needed <= limit else ", still too much"
+        found.append(f"--quantize 4 (about {needed / 1e9:.2f} GB{fits})")
+    return found
+
+
+def _most(needs: Callable[[int], int], most: int, limit: int) -> int:
+    """Return the largest number up to `most` that needs no more than the limit; 0 for none."""
+    return bisect_right(range(1, most + 1), limit, key=needs)

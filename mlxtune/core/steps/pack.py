@@ -1,0 +1,261 @@
+"""Examples laid end to end in one line: nothing is padded, and what several begin with is run once.
+
+    tokens           a b c d e      a b x y      p q r
+    in one line      a b c d   x    p q          the last token of each is predicted, not run
+    segments         [a b] [c d] [x] [p q]       c and x continue a b, p begins anew
+
+A token attends to those before it in its own segment and to the segments that this continues, and
+has the position that it has in its example. So no token sees another example.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import run_length
+
+# Longer than any example: what may stand in one line where length does not matter.
+ANY_LENGTH = 1 << 31
+# Examples that are planned together: more take time in their square and gain little.
+_AT_ONCE = 256
+
+_Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens `start` to `end` of a line, which continue those of the segment `parent`.
+
+    `parent` is its index, -1 for none; it stands before. `position` is that of the first token in
+    its example: how many tokens the segments before have.
+    """
+
+    start: int
+    end: int
+    position: int
+    parent: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The examples of a micro-batch in one line, as indices into those of the step, in order."""
+
+    examples: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """Examples in one line, after the shift.
+
+    `inputs` is int32 (1, T). `places` int32 (P,) are the positions in it that predict `targets`
+    int32 (P,), one for each supervised token of each example, of which `counts` says how many are
+    those of each. `rows` names the examples for their randomness, `owners` int32 (T,) which of them
+    each token is of.
+    """
+
+    inputs: _Ints
+    segments: tuple[Segment, ...]
+    places: _Ints
+    targets: _Ints
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    owners: _Ints
+
+    @property
+    def supervised(self) -> int:
+        """How many targets carry loss."""
+        return len(self.targets)
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """The real tokens that run one after the other, each with how many stand before them."""
+        return [(len(segment), segment.position) for segment in self.segments]
+
+
+def plan_packs(
+    examples: Sequence[Example],
+    max_tokens: int,
+    fixed: int,
+    *,
+    share: bool = True,
+    keyed: bool = False,
+) -> list[Packed]:
+    """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
+
+    `fixed` is what a line takes beyond its tokens, in times of a token. An example that is longer
+    by itself stands alone. What examples of a line begin with is counted once, with `keyed` only
+    where their `key` is equal. A function of the arguments.
+    """
+    keys = [example.key if keyed else 0 for example in examples]
+    # As big-endian bytes, tokens sort in their own order, so that neighbours share most.
+    texts = [example.tokens[: run_length(example)].astype(">u4").tobytes() for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: (keys[i], texts[i], i))
+    packs: list[Packed] = []
+    for start in range(0, len(order), _AT_ONCE):
+        chosen = order[start : start + _AT_ONCE]
+        in_order = [examples[i] for i in chosen]
+        shared = [_common(a, b, keyed) if share else 0 for a, b in pairwise(in_order)]
+        lines = _Lines([run_length(example) for example in in_order], shared, max_tokens)
+        for line in lines.least(fixed):
+            packs.append(Packed(tuple(chosen[place] for place in line), lines.tokens(line)))
+    return sorted(packs, key=lambda pack: (-pack.tokens, pack.examples))
+
+
+class _Lines:
+    """Distributes examples over lines, each named by its place in the order of their tokens.
+
+    `runs` are the tokens that each runs, `neighbours` those that each shares with the next.
+    """
+
+    def __init__(self, runs: list[int], neighbours: list[int], max_tokens: int) -> None:
+        self._runs = runs
+        self._max_tokens = max_tokens
+        # What the places i and j > i share, as [i][j - i - 1].
+        self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(runs))]
+
+    def least(self, fixed: int) -> list[list[int]]:
+        """Return lines of places, each in order, that take least: `fixed` each, and their tokens.
+
+        Of the best cut of the order, and ways to fill as few lines as there can be, or more.
+        """
+        found = [self._cut(fixed)]
+        beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
+        fewest = -(-(self.tokens(range(len(self._runs))) - beyond) // self._max_tokens)
+        for count in range(max(fewest, 1), len(found[0]) + 1):
+            ways = (self._fill(count, sharing_first=first) for first in (True, False))
+            found += [lines for lines in ways if lines is not None]
+        return min(found, key=lambda lines: sum(fixed + self.tokens(line) for line in lines))
+
+    def tokens(self, line: Sequence[int]) -> int:
+        """Return how many tokens a line has."""
+        return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
+
+    def _common(self, i: int, j: int) -> int:
+        return self._shared[i][j - i - 1]
+
+    def _added(self, line: Sequence[int], place: int) -> int:
+        """Return how many tokens a line would have more with another place."""
+        added, at = self._runs[place], bisect(line, place)
+        if at:
+            added -= self._common(line[at - 1], place)
+        if at < len(line):
+            added -= self._common(place, line[at])
+        if 0 < at < len(line):
+            added += self._common(line[at - 1], line[at])
+        return added
+
+    def _cut(self, fixed: int) -> list[list[int]]:
+        """Cut the order, in which those that share most are neighbours, into lines."""
+        size = len(self._runs)
+        least, start = [0] + [1 << 62] * size, [0] * (size + 1)
+        for i in range(size):
+            tokens = 0
+            for end in range(i + 1, size + 1):
+                tokens += self._runs[end - 1] - (
+                    self._common(end - 2, end - 1) if end - i > 1 else 0
+                )
+                if tokens > self._max_tokens and end - i > 1:
+                    break
+                if least[i] + fixed + tokens < least[end]:
+                    least[end], start[end] = least[i] + fixed + tokens, i
+        lines, end = [], size
+        while end:
+            lines.append(list(range(start[end], end)))
+            end = start[end]
+        return lines
+
+    def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
+        """Put each place, the longest first, where it adds least, or else where least is.
+
+        Returns None when so many lines do not hold them.
+        """
+        lines: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for place in sorted(range(len(self._runs)), key=lambda place: (-self._runs[place], place)):
+            best: tuple[int, int, int, int] | None = None
+            for number, line in enumerate(lines):
+                added = self._added(line, place)
+                if not line or tokens[number] + added <= self._max_tokens:
+                    rank = (added if sharing_first else 0, tokens[number], number, added)
+                    best = rank if best is None else min(best, rank)
+            if best is None:
+                return None
+            *_, number, added = best
+            insort(lines[number], place)
+            tokens[number] += added
+        return [line for line in lines if line]
+
+
+def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False) -> Pack:
+    """Lay examples end to end and shift them: each position predicts the token after it.
+
+    An example shares what it and the one before it begin with.
+    """
+    inputs: list[_Ints] = []
+    owners: list[_Ints] = []
+    places: list[_Ints] = []
+    targets: list[_Ints] = []
+    links: list[tuple[int, int, int]] = []
+    at = np.zeros(0, dtype=np.int32)
+    total = 0
+    for i, example in enumerate(examples):
+        run = run_length(example)
+        shared = _common(examples[i - 1], example, keyed) if i and share else 0
+        if run > shared:
+            links.append((total, shared, int(at[shared - 1]) if shared else -1))
+        # Where each token of this example stands.
+        at = np.append(at[:shared], np.arange(total, total + run - shared, dtype=np.int32))
+        total += run - shared
+        inputs.append(example.tokens[shared:run])
+        owners.append(np.full(run - shared, i, dtype=np.int32))
+        supervised = np.flatnonzero(example.assistant_mask[1 : run + 1])
+        places.append(at[supervised])
+        targets.append(example.tokens[1:][supervised])
+    return Pack(
+        inputs=np.concatenate(inputs).astype(np.int32)[None],
+        segments=tuple(_segments(links, total)),
+        places=np.concatenate(places),
+        targets=np.concatenate(targets).astype(np.int32),
+        counts=tuple(map(len, targets)),
+        rows=tuple(example.key for example in examples),
+        owners=np.concatenate(owners),
+    )
+
+
+def _common(one: Example, other: Example, keyed: bool) -> int:
+    """Return how many of the tokens that two examples run are the same, from the first."""
+    if keyed and one.key != other.key:
+        return 0
+    shortest = min(run_length(one), run_length(other))
+    differs = one.tokens[:shortest] != other.tokens[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
+    """Cut a line where an example begins, and where another one goes on from there.
+
+    A link is where tokens begin, their position, and the place of the token before, -1 for none.
+    """
+    begins = {start: (position, before) for start, position, before in links}
+    branches = {before + 1 for _, _, before in links if before >= 0}
+    edges = sorted({*begins, *branches, total})
+    index: dict[int, int] = {}  # of the segment that ends before a place
+    position = 0
+    for i, (start, end) in enumerate(pairwise(edges)):
+        before = start - 1
+        if start in begins:
+            position, before = begins[start]
+        yield Segment(start, end, position, index[before + 1] if before >= 0 else -1)
+        index[end] = i
+        position += end - start

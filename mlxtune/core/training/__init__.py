@@ -1,0 +1,1 @@
+"""The trainer, what it records, and what it saves."""

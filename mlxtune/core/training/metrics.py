@@ -1,0 +1,234 @@
+"""What is measured at each step and epoch, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import overload
+
+PERPLEXITY_CAP = 1e6
+_ROWS_SHOWN = 8
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), at most 1e6; `loss` is in nats per supervised token."""
+    return PERPLEXITY_CAP if loss >= math.log(PERPLEXITY_CAP) else math.exp(loss)
+
+
+@dataclass(frozen=True)
+class InstructStepResult:
+    """One example's update. `loss` is in nats per supervised token."""
+
+    loss: float
+    num_response_tokens: int
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class InstructBatchResult:
+    """One step, or one evaluation.
+
+    `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
+    the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too.
+    The others say how it was run, 0 where that was not measured: the most `memory` in use at once,
+    in bytes, `micro_batches`, and the tokens that went through the model, those of `padding` among
+    them.
+    """
+
+    avg_loss: float
+    total_response_tokens: int
+    perplexity: float
+    grad_norm: float | None = None
+    total_tokens: int = 0
+    memory: int = field(default=0, compare=False)
+    micro_batches: int = field(default=0, compare=False)
+    run_tokens: int = field(default=0, compare=False)
+    padding: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer update. `tokens` are those of its examples, `seconds` wall time.
+
+    What follows `seconds` says how it was run, as in InstructBatchResult; 0 where that was not
+    measured, as by earlier versions.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    perplexity: float
+    tokens: int
+    supervised_tokens: int
+    rows: int
+    seconds: float
+    memory: int = 0
+    micro_batches: int = 0
+    run_tokens: int = 0
+    padding: int = 0
+
+
+class StepHistory(Sequence[StepRecord]):
+    """The records of many steps in little memory: numbers alone, until a record is asked for.
+
+    A run of a hundred thousand steps would hold 70 MB of objects otherwise.
+    """
+
+    def __init__(self) -> None:
+        codes = {"int": "q", "float": "d"}
+        self._columns = {each.name: array(codes[str(each.type)]) for each in fields(StepRecord)}
+
+    def append(self, record: StepRecord) -> None:
+        """Add a record."""
+        for name, column in self._columns.items():
+            column.append(getattr(record, name))
+
+    def pop(self) -> StepRecord:
+        """Take the last record away."""
+        return StepRecord(**{name: column.pop() for name, column in self._columns.items()})
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return StepRecord(**{name: column[index] for name, column in self._columns.items()})
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that was not applied, as its loss or gradient was not finite.
+
+    `rows` are those that were in it, as `path:line`.
+    """
+
+    step: int
+    epoch: int
+    learning_rate: float
+    reason: str
+    rows: list[str]
+
+    def places(self) -> str:
+        """Return the rows in few words: `chat.jsonl:4, 11, 12 and 5 more`."""
+        words, file = [], ""
+        for row in self.rows[:_ROWS_SHOWN]:
+            path, colon, line = row.rpartition(":")
+            words.append(line if colon and path == file else row)
+            file = path
+        more = len(self.rows) - len(words)
+        return ", ".join(words) + (f" and {more} more" if more else "")
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """The loss over the whole validation set after so many steps, 0 before the first."""
+
+    step: int
+    val_loss: float
+    val_perplexity: float
+
+
+@dataclass(frozen=True)
+class InstructEpochMetrics:
+    """One pass over the training rows; epochs count from 1.
+
+    `train_loss` is over all supervised tokens of the epoch, `val_loss` over the whole validation
+    set after it; both are nats per supervised token. Validation's are None when there is none.
+    """
+
+    epoch: int
+    train_loss: float
+    train_perplexity: float
+    val_loss: float | None
+    val_perplexity: float | None
+    learning_rate: float
+    epoch_time_ms: int
+    samples_per_sec: float
+
+    @classmethod
+    def of(
+        cls,
+        epoch: int,
+        history: Iterable[StepRecord],
+        *,
+        val_loss: float | None,
+        learning_rate: float,
+        epoch_time_ms: int,
+    ) -> InstructEpochMetrics:
+        """Return what the steps of an epoch, of all those given, came to."""
+        steps = [record for record in history if record.epoch == epoch]
+        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
+        seconds = sum(record.seconds for record in steps)
+        return cls(
+            epoch=epoch,
+            train_loss=train_loss,
+            train_perplexity=perplexity(train_loss),
+            val_loss=val_loss,
+            val_perplexity=None if val_loss is None else perplexity(val_loss),
+            learning_rate=learning_rate,
+            epoch_time_ms=epoch_time_ms,
+            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
+        )
+
+
+@dataclass
+class TrainingMetrics:
+    """The steps of a run so far. `max_steps` is how many it will have."""
+
+    max_steps: int
+    history: StepHistory | list[StepRecord] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        """Append a step's record."""
+        self.history.append(record)
+
+    def average_loss(self) -> float | None:
+        """Return the loss over all supervised tokens so far, or None before the first step."""
+        tokens = sum(record.supervised_tokens for record in self.history)
+        if not tokens:
+            return None
+        return sum(record.loss * record.supervised_tokens for record in self.history) / tokens
+
+    def last_step(self) -> StepRecord | None:
+        """Return the latest record, or None before the first step."""
+        return self.history[-1] if self.history else None
+
+    def convergence_rate(self) -> float | None:
+        """Return (first - last) / first of the losses.
+
+        None with fewer than two steps, or a first loss of zero.
+        """
+        if len(self.history) < 2 or self.history[0].loss == 0:
+            return None
+        first, last = self.history[0].loss, self.history[-1].loss
+        return (first - last) / first
+
+    def is_complete(self) -> bool:
+        """Tell whether all steps have been taken."""
+        return len(self.history) >= self.max_steps
+
+
+@dataclass(frozen=True)
+class InstructTrainResult:
+    """A run as a whole. Epochs count from 1.
+
+    `best_epoch` is the one with the lowest validation loss and `best_val_loss` that loss, None
+    without validation; `initial_val_loss` is the loss before the first step.
+    """
+
+    epoch_metrics: list[InstructEpochMetrics]
+    best_epoch: int | None
+    best_val_loss: float | None
+    stopped_early: bool
+    total_time_ms: int
+    initial_val_loss: float | None
+    steps: list[StepRecord]

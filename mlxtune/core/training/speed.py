@@ -1,0 +1,64 @@
+"""How fast a model trained when it last did, kept for the next plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlxtune.core.machine.files import make_folder, write_json
+from mlxtune.core.training.metrics import StepRecord
+from mlxtune.errors import OutputError
+
+FILE = "speeds.json"
+# Steps of a run from which a speed is taken; the first, which may compile, is not timed.
+_STEPS = 3
+# Models whose speed is kept, the latest measured.
+_KEPT = 200
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens of the data, padding aside, that were trained on in a second; when, as YYYY-MM-DD."""
+
+    tokens_per_s: float
+    measured: str
+
+
+def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
+    """Return the speed of a run; None where it was too short to tell."""
+    if len(steps) < _STEPS:
+        return None
+    tokens, seconds = sum(s.tokens for s in steps[1:]), sum(s.seconds for s in steps[1:])
+    return Speed(tokens / seconds, today) if tokens and seconds > 0 else None
+
+
+def read_speed(cache: Path | None, key: str) -> Speed | None:
+    """Return the speed that is kept under a key; None where there is none."""
+    entry = _read(cache).get(key) if cache is not None else None
+    with suppress(TypeError):
+        speed = Speed(**entry) if isinstance(entry, dict) else None
+        if speed and isinstance(speed.tokens_per_s, float) and speed.tokens_per_s > 0:
+            return speed
+    return None
+
+
+def keep_speed(cache: Path | None, key: str, speed: Speed) -> None:
+    """Keep a speed under a key; where nothing can be written, nothing is kept."""
+    if cache is None:
+        return
+    others = {name: entry for name, entry in _read(cache).items() if name != key}
+    kept = dict([*others.items(), (key, asdict(speed))][-_KEPT:])
+    with suppress(OutputError):
+        make_folder(cache)
+        write_json(cache / FILE, kept)
+
+
+def _read(cache: Path) -> dict[str, object]:
+    try:
+        content = json.loads((cache / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,389 @@
+"""The trainer: epochs, validation, early stopping, and when to save. It knows no mlx."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config import InstructTrainingConfig
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.files import make_folder, write_json
+from mlxtune.core.steps import order
+from mlxtune.core.training import run_folder
+from mlxtune.core.training.checkpoint import BEST
+from mlxtune.core.training.metrics import (
+    InstructEpochMetrics,
+    InstructTrainResult,
+    SkippedStep,
+    StepRecord,
+    TrainingMetrics,
+    ValidationRecord,
+    perplexity,
+)
+from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.core.training.pipeline import Pipeline
+from mlxtune.core.training.profile import Profiler
+from mlxtune.core.training.progress import MetricsLog, Progress, Record, improves
+from mlxtune.core.training.run_folder import Resumable
+from mlxtune.core.training.saving import Lines, Saver, Snapshot
+from mlxtune.core.training.schedule import Schedule, make_schedule
+from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
+
+_EVALUATED_AT_ONCE = 32
+# Steps in a row that are not finite, after which a run ends.
+_SKIPPED_AT_MOST = 3
+
+
+class InstructTrainer:
+    """Trains a pipeline on a corpus.
+
+    `validation` replaces the split: its examples are evaluated and the whole corpus trains; when
+    it is empty there is no validation. `sources` names the corpus's files. `run_config` is kept in
+    each checkpoint. `should_stop` is asked after each step and while validating. `profiler` hears
+    of each step's phases.
+
+    Raises ValueError when the corpus is empty or too small to split.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        corpus: Sequence[Example],
+        config: InstructTrainingConfig,
+        *,
+        validation: Sequence[Example] | None = None,
+        sources: Sequence[str] = (),
+        run_config: Mapping[str, Any] | None = None,
+        observer: TrainingObserver | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        profiler: Profiler | None = None,
+    ) -> None:
+        if not corpus:
+            raise ValueError("the corpus is empty: there is nothing to train on")
+        self.pipeline = pipeline
+        self.config = config
+        corpus = Corpus.of(corpus)
+        self._data_hash = corpus.data_hash()
+        self._sources = sources
+        if validation is None:
+            chosen, held_out = order.split_rows(
+                corpus.identities, config.val_split, config.seed, config.val_rows
+            )
+            self.train_rows, self.val_rows = corpus.select(chosen), corpus.select(held_out)
+        else:
+            self.train_rows, self.val_rows = corpus.select(), Corpus.of(validation).select()
+        self.steps_per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
+        self.total_steps = config.epochs * self.steps_per_epoch
+        if config.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.max_steps)
+        self.progress = Progress()
+        self.metrics = TrainingMetrics(self.total_steps, self.progress.records.steps)
+        self._schedule: Schedule = make_schedule(
+            config.schedule,
+            peak=pipeline.learning_rate,
+            total_steps=self.total_steps,
+            warmup_fraction=config.warmup_fraction,
+            lr_min=config.lr_min,
+        )
+        self._folder = Path(config.checkpoint_dir)
+        self._run_config = dict(run_config) if run_config is not None else asdict(config)
+        self._observer = observer or TrainingObserver()
+        self._should_stop = should_stop
+        self._profiler = profiler or Profiler()
+        self._saver = Saver(
+            self._folder,
+            every_steps=config.save_steps,
+            every_minutes=config.save_minutes,
+            keep=config.keep,
+            on_saved=self._observer.on_checkpoint,
+            tell=self._observer.on_problem,
+            saving=self._profiler.saving,
+        )
+        self._log_fails = False
+
+    def data_hash(self) -> str:
+        """Return `sha256:` over the whole corpus, before the split."""
+        return self._data_hash
+
+    def validation_hash(self) -> str:
+        """Return `sha256:` over the examples that are validated with, empty without any."""
+        corpus = self.val_rows.corpus
+        held_out = bool(self.val_rows) and corpus is self.train_rows.corpus
+        return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
+
+    @property
+    def best_folder(self) -> Path:
+        """The checkpoint of the best epoch."""
+        return self._folder / BEST
+
+    def train(
+        self,
+        records: Mapping[str, Any] | None = None,
+        *,
+        beside: Mapping[str, Any] | None = None,
+        resume: Resumable | None = None,
+    ) -> InstructTrainResult:
+        """Run all epochs, or those that are left after the checkpoint of `resume`.
+
+        `records` are written as JSON beside the checkpoints and into each, by file name, those
+        of `beside` not into each.
+
+        Raises NonFiniteLossError, OutputError when the best or the last checkpoint cannot be
+        written, ModelError when that to resume does not fit, and TrainingInterrupted, with the
+        state saved, when `should_stop` said so.
+        """
+        make_folder(self._folder)
+        previous = None if resume else run_folder.set_previous_aside(self._folder)
+        self._saver.records = dict(records or {})
+        for name, record in {**self._saver.records, **(beside or {})}.items():
+            write_json(self._folder / name, record)
+        self._started = self._epoch_started = time.perf_counter()
+        if resume is not None:
+            self._go_on_from(resume)
+        self._log = MetricsLog(self._folder, self.progress)
+        self._profiler.start(self.progress.step)
+        self._observer.on_start(
+            RunStart(
+                total_steps=self.total_steps,
+                epochs=self.config.epochs,
+                train_rows=len(self.train_rows),
+                val_rows=len(self.val_rows),
+                progress=self.progress,
+            ),
+            previous,
+        )
+        try:
+            if resume is None:
+                self._validate()
+            elif self.progress.epochs and self._is_between_epochs():
+                # What was left unsaved where a run ended between two checkpoints.
+                last = self.progress.epochs[-1]
+                self._end_epoch(last, last == self.progress.best, resume.names)
+            stopped_early = self._run_epochs()
+            self._saver.finish()
+            self._write_log()
+            result = self._result(stopped_early)
+            self._observer.on_result(result)
+        except (NonFiniteLossError, OutputError) as error:
+            saved = self._saver.latest
+            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
+            raise type(error)(f"{error}; {kept}") from error
+        finally:
+            self._observer.on_end()
+        return result
+
+    def _result(self, stopped_early: bool) -> InstructTrainResult:
+        best = self.progress.best
+        return InstructTrainResult(
+            epoch_metrics=self.progress.epochs,
+            best_epoch=best.epoch if best else None,
+            best_val_loss=best.val_loss if best else None,
+            stopped_early=stopped_early,
+            total_time_ms=_milliseconds_since(self._started),
+            initial_val_loss=self.progress.initial_val_loss,
+            steps=list(self.metrics.history),
+        )
+
+    def _go_on_from(self, resume: Resumable) -> None:
+        found = resume.checkpoint
+        self.pipeline.restore(found.folder)
+        run_folder.reopen(self._folder)
+        self.progress = resume.progress
+        self.progress.reopen(self.steps_per_epoch, self.total_steps)
+        self.metrics.history = self.progress.records.steps
+        self._saver.go_on_from(resume.kept, self.progress.step)
+        self._started -= found.seconds("total_time_ms")
+        if not self._is_between_epochs():
+            self._epoch_started -= found.seconds("epoch_time_ms")
+
+    def _is_between_epochs(self) -> bool:
+        return len(self.progress.epochs) == math.ceil(self.progress.step / self.steps_per_epoch)
+
+    def _run_epochs(self) -> bool:
+        """Run the epochs that are left; tell whether they ended before their number was full."""
+        while True:
+            epochs, best = self.progress.epochs, self.progress.best
+            if self._is_between_epochs() and self.progress.step >= self.total_steps:
+                return False
+            waited = epochs[-1].epoch - best.epoch if best else 0
+            if waited >= self.config.early_stopping_patience and self._is_between_epochs():
+                return True
+            metrics = self._run_epoch(len(epochs) + 1)
+            is_best = improves(metrics, best)
+            self._write(metrics)
+            self._observer.on_epoch(metrics, is_best)
+            self._end_epoch(metrics, is_best)
+
+    def _run_epoch(self, epoch: int) -> InstructEpochMetrics:
+        taken = self.progress.step - (epoch - 1) * self.steps_per_epoch
+        if not taken:
+            self._epoch_started = time.perf_counter()
+        for chosen in self._steps(epoch)[taken:]:
+            if self.progress.step >= self.total_steps:
+                break
+            self._run_step(epoch, chosen)
+            if self._should_stop():
+                raise self._interrupted()
+            if self._saver.is_due(self.progress.step):
+                self._saver.save(f"step-{self.progress.step}", *self._checkpoint())
+        if all(record.epoch != epoch for record in self.metrics.history[-1:]):
+            raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
+        return self._epoch_metrics(self._validate())
+
+    def _steps(self, epoch: int) -> list[list[int]]:
+        config = self.config
+        return order.steps_of(self.train_rows, config.batch_size, config.order, config.seed, epoch)
+
+    def _run_step(self, epoch: int, chosen: Sequence[int]) -> None:
+        step = self.progress.step + 1
+        learning_rate = self._schedule(step)
+        started = time.perf_counter()
+        self._profiler.begin(step)
+        examples = [example for i in chosen for example in self.train_rows[i]]
+        self._profiler.end("data")
+        try:
+            result = self.pipeline.train_batch(examples, step=step, learning_rate=learning_rate)
+        except NonFiniteLossError as error:
+            self._profiler.abandon()
+            rows = [self._place_of(i) for i in chosen]
+            self._skip(SkippedStep(step, epoch, learning_rate, str(error), rows), error)
+            return
+        self._profiler.finish()
+        record = StepRecord(
+            step=step,
+            epoch=epoch,
+            loss=result.avg_loss,
+            learning_rate=learning_rate,
+            grad_norm=result.grad_norm or 0.0,
+            perplexity=result.perplexity,
+            tokens=result.total_tokens,
+            supervised_tokens=result.total_response_tokens,
+            rows=len(chosen),
+            seconds=time.perf_counter() - started,
+            memory=result.memory,
+            micro_batches=result.micro_batches,
+            run_tokens=result.run_tokens,
+            padding=result.padding,
+        )
+        self._write(record)
+        self._observer.on_step(record)
+        self._profiler.measure_layers(examples)
+
+    def _place_of(self, index: int) -> str:
+        file, row = self.train_rows.corpus.place_of(self.train_rows.indices[index])
+        return f"{self._sources[file]}:{row}" if file < len(self._sources) else f"row {row}"
+
+    def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
+        self._write(skipped)
+        rows = f"{error}; its rows: {skipped.places()}"
+        in_a_row = len(self.progress.skipped_in_a_row)
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteLossError(rows) from error
+        if in_a_row >= _SKIPPED_AT_MOST:
+            raise NonFiniteLossError(f"{rows}; {in_a_row} steps in a row") from error
+        self._observer.on_problem(f"{rows}; training goes on with the next step")
+
+    def _validate(self) -> float | None:
+        if not self.val_rows:
+            return None
+        step = self.progress.step
+        # Neighbours in length share a micro-batch; the sum does not depend on the order.
+        examples = sorted((example for row in self.val_rows for example in row), key=len)
+        total, tokens = 0.0, 0
+        for start in range(0, len(examples), _EVALUATED_AT_ONCE):
+            end = min(start + _EVALUATED_AT_ONCE, len(examples))
+            result = self.pipeline.evaluate(examples[start:end])
+            total += result.avg_loss * result.total_response_tokens
+            tokens += result.total_response_tokens
+            self._observer.on_evaluated(end, len(examples))
+            if self._should_stop():
+                raise self._interrupted()
+        loss = total / tokens
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the validation loss after step {step} is {loss}"
+                f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
+                "lower --lr, or check the model and --dtype"
+            )
+        self._write(ValidationRecord(step, loss, perplexity(loss)))
+        self._observer.on_validation(step, loss)
+        return loss
+
+    def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
+        return InstructEpochMetrics.of(
+            math.ceil(self.progress.step / self.steps_per_epoch),
+            self.metrics.history,
+            val_loss=val_loss,
+            learning_rate=self._schedule(self.progress.step),
+            epoch_time_ms=_milliseconds_since(self._epoch_started),
+        )
+
+    def _write(self, record: Record) -> None:
+        """Keep a record; where the disk does not take it, it is written later."""
+        self.progress.records.append(record)
+        self._write_log()
+
+    def _write_log(self) -> None:
+        try:
+            self._log.write()
+        except OutputError as error:
+            if not self._log_fails:
+                self._observer.on_problem(f"{error}; training goes on and tries again")
+            self._log_fails = True
+        else:
+            self._log_fails = False
+
+    def _interrupted(self) -> TrainingInterrupted:
+        step = self.progress.step
+        if step == 0:
+            return TrainingInterrupted(None, 0)
+        return TrainingInterrupted(self._saver.save_now(f"step-{step}", *self._checkpoint()), step)
+
+    def _end_epoch(
+        self, metrics: InstructEpochMetrics, is_best: bool, saved: Container[str] = ()
+    ) -> None:
+        """Save what is to be saved after an epoch, short of what was."""
+        name = f"epoch-{metrics.epoch}"
+        content = self._checkpoint(metrics)
+        if is_best and BEST not in saved:
+            self._saver.save_best(*content)
+        saves = saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every)
+        if saves and name not in saved:
+            self._saver.save(name, *content)
+
+    def _checkpoint(
+        self, metrics: InstructEpochMetrics | None = None
+    ) -> tuple[Snapshot, dict[str, Any], Lines]:
+        """Return what a checkpoint holds, as it is now."""
+        best = self.progress.best
+        metadata = {
+            "task": "instruct",
+            "step": self.progress.step,
+            "total_steps": self.total_steps,
+            "total_time_ms": _milliseconds_since(self._started),
+            **asdict(metrics or self._epoch_metrics(None)),
+            "best_epoch": best.epoch if best else None,
+            "best_val_loss": best.val_loss if best else None,
+            **self.pipeline.describe(),
+            "data_hash": self._data_hash,
+            "validation_hash": self.validation_hash(),
+            "seed": self.config.seed,
+            "config": self._run_config,
+        }
+        lines = partial(self.progress.lines, len(self.progress.records))
+        return self.pipeline.snapshot(), metadata, lines
+
+
+def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
+    """Tell whether `epoch-N/` is written: every `save_every`, or each when there are no more."""
+    return epochs <= save_every or epoch % save_every == 0
+
+
+def _milliseconds_since(started: float) -> int:
+    return round((time.perf_counter() - started) * 1000)

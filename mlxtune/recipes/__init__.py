@@ -1,0 +1,1 @@
+"""One file a command or public function, each read from top to bottom."""

@@ -1,0 +1,262 @@
+"""The recipe of `mlxtune bench`: the same steps by each side, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from mlxtune.config import BenchConfig
+from mlxtune.errors import MlxTuneError
+from mlxtune.setup.bench_worker import OURS, Job
+from mlxtune.setup.dataset import (
+    Dataset,
+    Reader,
+    check_outputs,
+    data_files,
+    load_dataset,
+    say_findings,
+)
+from mlxtune.setup.memory import choose_plan, first_epoch, work_of
+from mlxtune.setup.model import open_model
+from mlxtune.setup.run_metadata import versions
+
+if TYPE_CHECKING:
+    from mlxtune.core.data.encode import Example
+    from mlxtune.core.runs.benchmark import Benchmark, Run, Side, TimedStep
+    from mlxtune.terminal.console import RunConsole
+
+# Hears of a side, the number of its run, and the steps that it has taken.
+OnStep = Callable[[str, int, int], None]
+
+
+def bench(config: BenchConfig) -> Benchmark:
+    """Time the first steps that `train` with the same options would take, by us and by a peer.
+
+    Writes the file that --json names.
+
+    Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
+    when our own process is killed.
+    """
+    from rich.console import Console
+
+    from mlxtune.backend.model import memory, model_folder
+    from mlxtune.core.machine import files
+    from mlxtune.core.runs import benchmark
+    from mlxtune.terminal.bench_console import Progress
+    from mlxtune.terminal.console import RunConsole
+
+    folder = model_folder.find_folder(config.model_path)
+    if config.json_path is not None:
+        read = [*data_files(config), *folder.iterdir()]
+        check_outputs([config.json_path], read, "--json")
+    terminal = Console(stderr=True, highlight=False)
+    console = RunConsole(quiet=config.quiet, console=terminal)
+    with closing(console):
+        dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
+    say_findings(dataset, console)
+    rows = first_steps(config, dataset)
+    steps = [[example for row in step for example in row] for step in rows]
+    say_work(config, rows, console)
+
+    with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as name:
+        job = prepare(config, folder, steps, Path(name), console)
+        with Progress(len(steps), terminal, quiet=config.quiet) as progress:
+            ours, theirs = alternate(config, job, Path(name), console, progress.on_step)
+    result = benchmark.Benchmark(
+        model=config.model_path,
+        device=memory.device_name(),
+        dtype=job.options["dtype"],
+        rows=sum(map(len, rows)),
+        examples=sum(map(len, steps)),
+        batch_size=config.batch_size,
+        ours=ours,
+        theirs=theirs,
+        options=asdict(config),
+        versions=versions(),
+    )
+    if config.json_path is not None:
+        files.make_folder(config.json_path.parent)
+        files.write_json(config.json_path, result.as_dict())
+    return result
+
+
+def show(config: BenchConfig) -> None:
+    """Print what `bench` measures: a table, or JSON where --json is `-`."""
+    from rich.console import Console
+
+    from mlxtune.terminal.bench_console import show_benchmark
+
+    result = bench(config)
+    as_json = config.json == "-"
+    if as_json:
+        json.dump(result.as_dict(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    if not config.quiet:
+        show_benchmark(result, Console(stderr=as_json, highlight=False))
+
+
+def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
+    """Return the rows of each step, as the first epoch of `train` has them."""
+    return list(islice(first_epoch(config, dataset), config.steps))
+
+
+def prepare(
+    config: BenchConfig,
+    folder: Path,
+    steps: Sequence[Sequence[Example]],
+    scratch: Path,
+    console: RunConsole,
+) -> Job:
+    """Write what all processes read: the steps, and the adapter to start from.
+
+    Returns our job; that of a peer differs in its name alone. Raises ModelError, and
+    MemoryLimitError when even one example does not fit; no weights are read.
+    """
+    from mlxtune.backend.model import memory
+    from mlxtune.backend.step import peers
+    from mlxtune.core.runs import benchmark
+
+    training = config.training(config.dtype)
+    base = open_model(training, folder, console)
+    console.say("Model", base.describe())
+    limit = memory.find_limits(config.memory_limit).memory
+    choose_plan(training, base, work_of(training, steps), limit)
+    peers.write_start(base, training.pipeline(), scratch / "adapter")
+    benchmark.write_steps(scratch / "steps.npz", steps)
+    return Job(
+        side=OURS,
+        folder=str(folder),
+        options=asdict(config.training(base.dtype)),
+        adapter=str(scratch / "adapter"),
+        steps=str(scratch / "steps.npz"),
+        started=0.0,
+    )
+
+
+def say_work(
+    config: BenchConfig, steps: Sequence[Sequence[Sequence[Example]]], console: RunConsole
+) -> None:
+    """Say what will be measured; warn when the data has fewer steps than were asked for."""
+    from mlxtune.core.text import count
+
+    rows = sum(map(len, steps))
+    each = [example for step in steps for row in step for example in row]
+    several = f" in {len(each):,} examples" if len(each) > rows else ""
+    tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
+    console.say(
+        "Steps",
+        f"{count(len(steps), 'step')} of {count(config.batch_size, 'row')}: {rows:,} rows{several}"
+        f", {tokens:,} tokens, {supervised:,} supervised",
+    )
+    if len(steps) < config.steps:
+        console.warn(
+            f"the data has rows for {len(steps)} of {config.steps} steps: "
+            "add rows or lower --batch-size to time more"
+        )
+
+
+def alternate(
+    config: BenchConfig, job: Job, scratch: Path, console: RunConsole, on_step: OnStep
+) -> tuple[Side, Side | None]:
+    """Run ours and theirs in turn, one process at a time, as often as the options say.
+
+    A peer that fails is not run again. Raises MlxTuneError when ours does.
+    """
+    from mlxtune.core.reports import benchmark_report
+    from mlxtune.core.runs import benchmark
+
+    ours = benchmark.Side(OURS)
+    theirs = benchmark.Side(config.against) if config.against else None
+    sides = [side for side in (ours, theirs) if side is not None]
+    for repeat, side in product(range(1, config.repeats + 1), sides):
+        if side.failed:
+            continue
+        on_step(side.name, repeat, 0)
+        try:
+            mine = replace(job, side=side.name, started=time.time())
+            run = run_process(mine, scratch, partial(on_step, side.name, repeat))
+        except MlxTuneError as error:
+            if side is ours:
+                raise
+            side.failed = str(error)
+            console.warn(f"{side.name} failed: {error}")
+            continue
+        side.runs.append(run)
+        line = benchmark_report.run_line(side.name, run)
+        console.say("Run", f"{repeat}/{config.repeats} {line}")
+    return ours, theirs
+
+
+def run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Run:
+    """Do a job in a new process; `on_step` hears how many steps it has taken.
+
+    Raises MlxTuneError when it ends before its work does, and then as our own error says, or with
+    the last line that it wrote.
+    """
+    from mlxtune.core.runs.benchmark import Run, TimedStep
+
+    path = scratch / "job.json"
+    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    steps: list[TimedStep] = []
+    with (
+        (scratch / "stderr").open("w+b") as errors,
+        closing(_records(path, errors)) as records,
+    ):
+        for record in records:
+            if "error" in record:
+                raise MlxTuneError(record["error"])
+            if "run" in record:
+                return Run(steps=tuple(steps), **record["run"])
+            if "step" in record:
+                steps.append(TimedStep(**record["step"]))
+                on_step(len(steps))
+            else:
+                raise MlxTuneError(_how_it_ended(job, record["ended"], len(steps), errors))
+    raise AssertionError("a process ends in a record of its end")
+
+
+def _records(job: Path, errors: IO[bytes]) -> Generator[dict[str, Any], None, None]:
+    """Yield what a process writes, and in the end its exit status; it does not outlive this."""
+    process = subprocess.Popen(
+        _command(job),
+        # Never written to: the process ends when it closes.
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield json.loads(line)
+            yield {"ended": process.wait()}
+        finally:
+            process.kill()
+
+
+def _command(job: Path) -> list[str]:
+    return [sys.executable, "-m", "mlxtune.setup.bench_worker", str(job)]
+
+
+def _how_it_ended(job: Job, status: int, steps: int, errors: IO[bytes]) -> str:
+    where = f"after {steps} steps" if steps else "before its first step"
+    if status < 0:
+        likely = ", probably for want of memory" if status == -9 else ""
+        remedy = ": lower --batch-size or --max-seq-len" if job.side == OURS else ""
+        return f"killed (signal {-status}) {where}{likely}{remedy}"
+    errors.seek(0)
+    said = errors.read().decode(errors="replace")
+    if job.side == OURS:
+        raise RuntimeError(f"the process that measures us ended {where}:\n{said}")
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+    return f"exit {status} {where}: {last.strip()}"

@@ -1,0 +1,89 @@
+"""The recipe of `mlxtune eval`, and of the end of `train`: whether the adapter helped.
+
+What it needs is imported in the functions, as in train.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxtune.config import EvalConfig
+from mlxtune.errors import printable
+from mlxtune.setup.dataset import Reader, load_dataset, say_findings
+from mlxtune.setup.judge import answer_rows, compare
+from mlxtune.setup.model import find_model, load_model
+
+if TYPE_CHECKING:
+    from mlxtune.core.data.corpus import Corpus
+    from mlxtune.core.training.evaluation import Evaluation
+
+
+def evaluate(config: EvalConfig) -> Evaluation:
+    """Compare a base model with its adapter on the supervised tokens of every row of the data.
+
+    Raises a child of MlxTuneError for what options, files or the model cause.
+    """
+    from mlxtune.backend.step import forward
+    from mlxtune.core.reports import messages
+    from mlxtune.terminal.console import RunConsole
+
+    folder = find_model(config)
+    reading = config.reading(data=_data_files(config))
+    forward.load_ahead(folder)
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        reader = Reader(reading, folder, console.on_encoding)
+        dataset = load_dataset(reading, reader)
+        say_findings(dataset, console)
+        for ledger in dataset.ledgers:
+            console.say("Data", messages.evaluated_line(ledger))
+        if _was_trained_on(config, dataset.corpus):
+            console.warn("the adapter was trained on these rows: new ones show what it is worth")
+        used = load_model(config, folder, console)
+        rows, paths = dataset.corpus.select(), [ledger.path for ledger in dataset.ledgers]
+        # Before the losses, for which the model may be made to compute otherwise.
+        generated = None
+        if config.generate:
+            longest = config.max_new_tokens
+            generated = answer_rows(used, reader.tokenizer, rows, paths, longest, console)
+        return replace(compare(used, rows, paths, config.seed, console), generated=generated)
+
+
+def show(config: EvalConfig) -> None:
+    """Print what `evaluate` finds: lines, or JSON."""
+    from mlxtune.core.reports.evaluation_report import evaluation_lines
+
+    found = evaluate(config)
+    if config.json:
+        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+        return
+    for line in evaluation_lines(found):
+        print(printable(line))
+
+
+def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
+    """Tell whether the run that gave the adapter, where it is there, had this data."""
+    from mlxtune.backend.adapters.adapted import find_adapter
+    from mlxtune.core.machine.files import read_json
+    from mlxtune.core.training.checkpoint import BEST
+
+    if config.adapter is None:
+        return False
+    folder = find_adapter(config.adapter).parent
+    for path in (folder, folder / "checkpoints" / BEST):
+        with suppress(OSError, ValueError):
+            return read_json(path / "metadata.json").get("data_hash") == corpus.data_hash()
+    return False
+
+
+def _data_files(config: EvalConfig) -> tuple[str, ...]:
+    """Return the files to evaluate: of a folder, its test file, or else its validation file."""
+    from mlxtune.core.data.datafiles import held_out_file
+
+    files = (Path(data).expanduser() for data in config.data)
+    return tuple(str(held_out_file(path) if path.is_dir() else path) for path in files)

@@ -1,0 +1,130 @@
+"""The recipe of `mlxtune inspect`: the data as a model will see it, with no weights loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from mlxtune.config import InspectConfig
+from mlxtune.errors import DataError
+from mlxtune.setup.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
+
+if TYPE_CHECKING:
+    from mlxtune.core.data.inspection import Inspection
+
+# Examples on a page, and otherwise; of these, a terminal shows a few.
+ON_PAGE, ELSEWHERE = 200, 12
+
+
+def inspect(config: InspectConfig) -> Inspection:
+    """Read the data as `train` with the same options would, and return what there is to see.
+
+    Writes the files that --html and --dump name.
+
+    Raises DataError, ModelError or OutputError.
+    """
+    from mlxtune.backend.model import model_folder
+    from mlxtune.core.machine.files import make_folder, write_file
+    from mlxtune.core.reports.inspect_page import PAGE, render_page
+    from mlxtune.terminal.console import RunConsole
+
+    folder = model_folder.find_folder(config.model_path, weights=False)
+    written = [path for path in (config.html_path, config.dump_path) if path is not None]
+    check_outputs(written, [*data_files(config), *folder.iterdir()], "--html or --dump")
+    if config.html_path is not None:
+        PAGE.check_replaceable(config.html_path, "--html")
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        reader = Reader(config, folder, console.on_encoding)
+        dataset = load_dataset(config, reader)
+    found = build(config, reader, dataset)
+    for path in written:
+        make_folder(path.parent)
+    if config.html_path is not None:
+        write_file(config.html_path, [render_page(found).encode()])
+    if config.dump_path is not None:
+        write_file(config.dump_path, dump_lines(dataset))
+    return found
+
+
+def show(config: InspectConfig) -> None:
+    """Print what `inspect` finds. Raises DataError for what `train` refuses."""
+    from rich.console import Console
+
+    from mlxtune.core.reports import messages
+    from mlxtune.terminal.console import RunConsole
+    from mlxtune.terminal.inspect_console import show_inspection
+
+    found = inspect(config)
+    if config.json:
+        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    elif config.quiet:
+        console = RunConsole(quiet=True)
+        for finding in found.findings:
+            console.warn(messages.finding_line(finding))
+    else:
+        every = found.shown if config.row is not None else None
+        show_inspection(found, Console(highlight=False), examples=every)
+    if found.errors:
+        kinds = ", ".join(finding.kind for finding in found.errors)
+        raise DataError(f"train refuses this data: {kinds}")
+
+
+def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection:
+    """Gather what there is to see of a data set."""
+    from mlxtune.core.data import findings, inspection
+    from mlxtune.core.steps import order
+
+    held_out: list[int] = []
+    if dataset.validation is None:
+        identities = dataset.corpus.identities
+        _, held_out = order.split_rows(identities, config.val_split, config.seed, config.val_rows)
+        dataset.hold_out(held_out)
+    examples = inspection.Examples(dataset.files, dataset.corpus, dataset.validation, held_out)
+    every_finding = (*dataset.findings, *findings.skipped(dataset.files))
+    if config.row is None:
+        chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
+    elif not (chosen := examples.of_row(config.row)):
+        raise DataError(why_not_shown(config.row, reader, dataset))
+    return inspection.Inspection(
+        model=config.model_path,
+        template=dataset.template,
+        thinking=config.thinking,
+        turns=config.turns,
+        max_seq_len=config.max_seq_len,
+        batch_size=config.batch_size,
+        files=tuple(ledger.as_dict() for ledger in dataset.ledgers),
+        examples=examples.total,
+        tokens=inspection.Distribution.of(examples.lengths),
+        supervised=inspection.Distribution.of(examples.supervised),
+        limits=inspection.limits(dataset.files, config.max_seq_len),
+        cost=examples.cost(config.batch_size),
+        findings=every_finding,
+        shown=tuple(examples.show(index, reader.tokenizer, every_finding) for index in chosen),
+    )
+
+
+def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
+    """Return why a row has no example."""
+    for file in dataset.files:
+        problem = reader.why_skipped(file.skipped.path, row)
+        if problem is not None:
+            return f"{file.skipped.path}:{row}: {problem}; row skipped"
+    paths = ", ".join(str(file.skipped.path) for file in dataset.files)
+    return f"{paths}: has no row {row}: --row takes the number of a row that is not blank"
+
+
+def dump_lines(dataset: Dataset) -> Iterator[bytes]:
+    """Yield every example as a JSON line: exactly what `train` with the same options uses."""
+    for corpus, first in ((dataset.corpus, 0), (dataset.validation, len(dataset.corpus.files))):
+        for example in corpus or ():
+            line = {
+                "path": str(dataset.files[first + example.file].skipped.path),
+                "row": example.row,
+                "tokens": example.tokens.tolist(),
+                "assistant_mask": example.assistant_mask.tolist(),
+            }
+            yield json.dumps(line).encode() + b"\n"

@@ -1,0 +1,86 @@
+"""What a run will take of memory, steps and time: for `train`, and as a recipe by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mlxtune.config import PlanConfig, TrainConfig
+from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
+from mlxtune.setup.memory import choose_plan, first_steps, speed_key, training_rows, work_of
+
+if TYPE_CHECKING:
+    from mlxtune.core.reports.run_plan import RunPlan
+
+
+def plan(config: PlanConfig) -> RunPlan:
+    """Plan what `train` with the same options would do, without reading any weights.
+
+    Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
+    when even one example does not fit.
+    """
+    from mlxtune.backend.model import loading, memory, model_folder
+    from mlxtune.core.reports.run_plan import RunPlan
+    from mlxtune.core.training.speed import read_speed
+    from mlxtune.terminal.console import RunConsole
+
+    folder = model_folder.find_folder(config.model_path)
+    console = RunConsole(quiet=config.quiet)
+    dataset = None
+    if config.data:
+        with closing(console):
+            dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
+        say_findings(dataset, console)
+    base = loading.open_base(folder, config.dtype, **config.base())
+    limit = memory.find_limits(config.memory_limit).memory
+    work = work_of(config, first_steps(config, dataset), dataset)
+    chosen = choose_plan(config, base, work, limit)
+    found = RunPlan(
+        model=base.describe(),
+        dtype=base.dtype,
+        device=memory.device_name(),
+        max_seq_len=config.max_seq_len,
+        memory=chosen,
+        speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
+    )
+    return found if dataset is None else _with_data(found, config, dataset)
+
+
+def show(config: PlanConfig) -> None:
+    """Print what `plan` finds: lines and a table, or JSON."""
+    from mlxtune.core.reports.run_plan import plan_lines
+
+    found = plan(config)
+    if config.json:
+        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+        return
+    for name, line in plan_lines(found):
+        print(f"{name:<12}{line}")
+
+
+def _with_data(found: RunPlan, config: TrainConfig, dataset: Dataset) -> RunPlan:
+    import numpy as np
+
+    corpus, chosen = dataset.corpus, training_rows(config, dataset)
+    tokens, supervised = (
+        np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[chosen].sum()
+        for values in (corpus.lengths, corpus.supervised)
+    )
+    per_epoch = math.ceil(len(chosen) / config.batch_size)
+    steps = config.epochs * per_epoch
+    if config.max_steps is not None:
+        steps = min(steps, config.max_steps)
+    return replace(
+        found,
+        rows=len(chosen),
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        tokens=int(tokens),
+        supervised=int(supervised),
+        all_tokens=round(tokens * steps / per_epoch),
+    )

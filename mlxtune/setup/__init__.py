@@ -1,0 +1,1 @@
+"""What several recipes do alike, from the dataset to the verdict."""

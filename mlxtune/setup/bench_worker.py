@@ -1,0 +1,195 @@
+"""One process of a benchmark: takes the steps of one side, and writes what it measures.
+
+    python -m mlxtune.bench_worker job.json
+
+Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from mlxtune.config import TrainConfig
+from mlxtune.errors import MlxTuneError
+
+if TYPE_CHECKING:
+    from mlxtune.backend.step.peers import Side
+    from mlxtune.core.data.encode import Example
+    from mlxtune.core.runs.benchmark import TimedStep
+
+OURS = "mlxtune"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is to do. `options` are those of a TrainConfig, `started` a time.time()."""
+
+    side: str
+    folder: str
+    options: dict[str, Any]
+    adapter: str
+    steps: str
+    started: float
+
+
+class OurSide:
+    """What `train` does, through its own recipe."""
+
+    loss_function = "own"
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        from mlxtune.backend.step import forward
+        from mlxtune.setup.model import open_model, read_weights
+        from mlxtune.terminal.console import RunConsole
+
+        forward.load_ahead(folder)
+        self._config = config
+        self._console = RunConsole(quiet=True)
+        self._base = open_model(config, folder, self._console)
+        read_weights(self._base, self._console)
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Build the pipeline as `train` does."""
+        from mlxtune.backend.model import memory
+        from mlxtune.setup.memory import choose_plan, work_of
+        from mlxtune.setup.model import build_pipeline
+
+        config, base, work = self._config, self._base, work_of(self._config, steps)
+        plan = choose_plan(config, base, work, memory.find_limits(config.memory_limit).memory)
+        self._pipeline, _ = build_pipeline(config, base, work, plan, self._console)
+        self._pipeline.load(adapter)
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Compute loss and gradients of a step."""
+        self._pipeline.loss_and_gradients(examples)
+        return None
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take a step at the constant learning rate."""
+        rate = self._config.lr
+        return self._pipeline.train_batch(examples, step=number, learning_rate=rate).avg_loss
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return the tokens that the last step ran, and how many of them were padding."""
+        run = self._pipeline.tokens_run
+        return run, run - sum(tokens for tokens, _ in self._stretches(examples))
+
+    def _stretches(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
+        """Return the real tokens of what a step runs, each with those of its prefix."""
+        batches = self._pipeline.micro_batches(examples)
+        return [stretch for _, batch in batches for stretch in batch.stretches]
+
+    def products(self, steps: Sequence[Sequence[Example]]) -> Iterator[dict[str, float]]:
+        """Yield the seconds of the matrix products of each step, by kind."""
+        from mlxtune.backend.step.floor import ProductTimer, StepTokens, step_products
+
+        timer = ProductTimer(self._base.dtype)
+        for examples in steps:
+            products = step_products(
+                self._pipeline.model,
+                StepTokens(self._stretches(examples), supervised_tokens(examples)),
+                vocab_size=self._base.vocab_size,
+                hidden_size=self._base.hidden_size,
+            )
+            yield timer.seconds(products)
+
+
+def measure(job: Job) -> Iterator[dict[str, Any]]:
+    """Do a job; yield each step, then the run, as the fields of TimedStep and Run."""
+    import mlxtune.backend  # noqa: F401  loads a fast BLAS, before a peer loads mlx
+    from mlxtune.backend.step import measure, peers
+    from mlxtune.core.runs.benchmark import read_steps
+
+    steps = read_steps(Path(job.steps))
+    kinds = {OURS: OurSide, **peers.PEERS}
+    began = time.perf_counter()
+    side: Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options))
+    measure.finish()
+    loaded = time.perf_counter()
+    side.start(Path(job.adapter), steps)
+    ready, process_s = time.perf_counter(), time.time() - job.started
+    beyond = side.warm_up(steps[0])
+    measure.finish()
+    warm = time.perf_counter()
+    for number, examples in enumerate(steps, 1):
+        yield {"step": asdict(time_step(side, number, examples))}
+    peak_rss = measure.peak_rss()
+    products = list(side.products(steps)) if isinstance(side, OurSide) else []
+    yield {
+        "run": {
+            "process_s": process_s,
+            "weights_s": loaded - began,
+            "startup_s": ready - loaded,
+            "warm_up_s": warm - ready,
+            "peak_rss": peak_rss,
+            "loss_function": side.loss_function,
+            "loss_with_pad_targets": beyond,
+            "products": products,
+        }
+    }
+
+
+def time_step(side: Side, number: int, examples: Sequence[Example]) -> TimedStep:
+    """Take a step; what it took is counted until the device has ended it."""
+    from mlxtune.backend.step import measure
+    from mlxtune.core.runs.benchmark import TimedStep
+
+    measure.reset_peak()
+    started = time.perf_counter()
+    loss = side.step(number, examples)
+    measure.finish()
+    seconds = time.perf_counter() - started
+    peak = measure.peak_memory()
+    run, padding = side.tokens(examples)
+    return TimedStep(
+        seconds=seconds,
+        tokens=sum(map(len, examples)),
+        supervised_tokens=supervised_tokens(examples),
+        tokens_run=run,
+        padding=padding,
+        loss=loss,
+        peak_memory=peak,
+    )
+
+
+def supervised_tokens(examples: Sequence[Example]) -> int:
+    """Return how many tokens carry loss; the first of an example is never predicted."""
+    return sum(int(example.assistant_mask[1:].sum()) for example in examples)
+
+
+def main() -> None:
+    """Do the job that the command line names."""
+    records = _claim_stdout()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    try:
+        for record in measure(job):
+            print(json.dumps(record), file=records, flush=True)
+    except MlxTuneError as error:
+        print(json.dumps({"error": str(error)}), file=records, flush=True)
+        sys.exit(1)
+
+
+def _claim_stdout() -> TextIO:
+    """Return stdout for records alone; what a library prints goes to stderr."""
+    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return records
+
+
+def _end_with_parent() -> None:
+    # Its end of the pipe closes however it ends, killed or not.
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

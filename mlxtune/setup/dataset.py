@@ -1,0 +1,369 @@
+"""From data files to examples: the half of the recipe that `train` and `inspect` share.
+
+What it needs is imported in the functions, as in train.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxtune.config import DataConfig
+from mlxtune.errors import DataError, ModelError, OutputError
+
+if TYPE_CHECKING:
+    from mlxtune.backend.text.tokenizer import ModelTokenizer
+    from mlxtune.core.data.conversation import BadRow, Conversation, Document, SkippedRows
+    from mlxtune.core.data.corpus import Corpus, Rows
+    from mlxtune.core.data.encode import EncodedRows, Encoder
+    from mlxtune.core.data.inspection import Finding
+    from mlxtune.core.data.ledger import EncodedFile, Ledger
+    from mlxtune.core.data.notes import Notes
+    from mlxtune.terminal.console import RunConsole
+
+
+# Folders whose code decides what an encoded file holds.
+_ENCODING_CODE = ("core/data", "backend/text")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a run trains on and validates with, and where every row of the files went.
+
+    `validation` is None when rows of `corpus` are to be held out for it, and empty when there is
+    none. `files` and `ledgers` are those of the data to train on, then of the validation data.
+    """
+
+    template: str
+    corpus: Corpus
+    validation: Corpus | None
+    files: list[EncodedFile]
+    ledgers: list[Ledger]
+    findings: list[Finding]
+
+    def paths_of(self, rows: Rows) -> list[str]:
+        """Return the paths of the files that rows to validate with are numbered by."""
+        first = 0 if rows.corpus is self.corpus else len(self.corpus.files)
+        return [ledger.path for ledger in self.ledgers[first:]]
+
+    def hold_out(self, rows: Iterable[int]) -> None:
+        """Tell the ledgers which rows of the corpus, by their index, are held out."""
+        for index in rows:
+            self.ledgers[self.corpus.place_of(index)[0]].hold_out(1)
+
+
+class Reader:
+    """Reads data files with a model's tokenizer and template, which are loaded when needed.
+
+    `on_rows` hears of the file and how many of its rows have been encoded.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        folder: Path,
+        on_rows: Callable[[Path, int], None] = lambda path, rows: None,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._on_rows = on_rows
+
+    @cached_property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer. Raises ModelError."""
+        from mlxtune.backend.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(self._folder, trust_remote_code=self._config.trust_remote_code)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The tokenizer with the template: the model's own, unless another is named."""
+        from mlxtune.backend.text.chat_template import ChatTemplate
+        from mlxtune.core.data import notes
+        from mlxtune.core.data.encode import Encoder
+        from mlxtune.core.data.model_template import ModelTemplate
+        from mlxtune.core.data.notes import Note
+        from mlxtune.core.data.template import ENDS, TEMPLATES
+
+        config, tokenizer = self._config, self.tokenizer
+        if not self.template_source:
+            render, end = TEMPLATES[self._built_in], ENDS[self._built_in]
+            known = len(tokenizer.encode_batch([end])[0].ids) == 1
+            always = () if known else (Note(notes.NO_END_OF_TURN, end),)
+            return Encoder(lambda row: render(row, config.turns), tokenizer, always)
+        template = ModelTemplate(
+            ChatTemplate(self.template_source, tokenizer.special_tokens),
+            tokenizer.end_tokens,
+            "\n".join(self.template_source.values()),
+            turns=config.turns,
+            thinking=config.thinking,
+            merge_system=config.merge_system,
+        )
+        return Encoder(template, tokenizer)
+
+    @cached_property
+    def template_source(self) -> dict[str, str]:
+        """The model's own template, or templates by name; none where another is named."""
+        from mlxtune.backend.text.chat_template import read_chat_template
+
+        return read_chat_template(self._folder) if self._config.template == "auto" else {}
+
+    @property
+    def _writes_date(self) -> bool:
+        return any("strftime_now" in source for source in self.template_source.values())
+
+    @cached_property
+    def _built_in(self) -> str:
+        from mlxtune.backend.model.model_folder import read_config
+        from mlxtune.core.data.template import choose_template
+
+        if self._config.template != "auto":
+            return self._config.template
+        trust = self._config.trust_remote_code
+        config = read_config(self._folder, trust_remote_code=trust)
+        return choose_template("auto", config["model_type"])
+
+    def describe(self) -> str:
+        """Say which template is used, without loading the tokenizer."""
+        if self.template_source:
+            return "the model's own"
+        missing = ", as the model has none" if self._config.template == "auto" else ""
+        return f"built-in {self._built_in}{missing}"
+
+    def encode(self, path: Path) -> EncodedFile:
+        """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
+        from mlxtune.core.data.cache import encode_file
+
+        def encode(skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
+            done = 0
+            self._on_rows(path, done)
+            for rows in self.encoder.encode(self._rows(path, skipped), skipped, told):
+                yield rows
+                done += len(rows)
+                self._on_rows(path, done)
+
+        return encode_file(path, encode, cache=self._config.cache_path, key=self._key(path))
+
+    def why_skipped(self, path: Path, row: int) -> BadRow | None:
+        """Return why the row of this number is skipped; None where it is not, or is no row."""
+        from mlxtune.core.data.cache import encode_file
+        from mlxtune.core.data.conversation import SkippedRows
+
+        unread = SkippedRows(path, shown_per_kind=sys.maxsize)
+        found = [each for each in self._rows(path, unread) if each.row == row]
+        file = encode_file(
+            path,
+            lambda skipped, told: self.encoder.encode(found, skipped, told),
+            cache=None,
+            key="",
+        )
+        file.account(self._config.max_seq_len)
+        problems = [*unread.shown.values(), *file.skipped.shown.values()]
+        return dict(pair for shown in problems for pair in shown).get(row)
+
+    def _rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
+        from mlxtune.config.row_fields import parse_fields
+        from mlxtune.core.data.formats import read_rows
+
+        fields = parse_fields(self._config.field)
+        return read_rows(path, skipped, format=self._config.format, fields=fields)
+
+    def _key(self, path: Path) -> str:
+        """Return a key over everything that the encoded file depends on."""
+        from mlxtune.core.data.cache import key_of
+        from mlxtune.core.machine.files import file_hash
+
+        config = self._config
+        if config.no_cache:
+            return ""
+        options = (
+            *("format", "field", "template", "turns", "thinking", "merge_system"),
+            "trust_remote_code",  # which may bring another tokenizer
+        )
+        try:
+            return key_of(
+                {
+                    "data": file_hash(path),
+                    "options": {name: getattr(config, name) for name in options},
+                    "model": self._model_hashes,
+                    "date": str(datetime.date.today()) if self._writes_date else "",
+                    "code": _code_hashes(),
+                }
+            )
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows, by its config.json; 0 where that does not say."""
+        from mlxtune.backend.model.model_folder import vocab_size
+
+        return vocab_size(self._folder)
+
+    @cached_property
+    def _model_hashes(self) -> dict[str, str]:
+        from mlxtune.core.machine.files import file_hash
+
+        return {
+            str(file.relative_to(self._folder)): file_hash(file)
+            for file in sorted([*self._folder.iterdir(), *self._folder.glob("*/*.jinja")])
+            if file.is_file()
+            and file.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+        }
+
+
+def _code_hashes() -> dict[str, str]:
+    """Return what tells one version of the code that encodes from another."""
+    import importlib.metadata
+
+    from mlxtune.core.machine.files import file_hash
+
+    package = Path(__file__).resolve().parents[1]
+    files = [file for folder in _ENCODING_CODE for file in sorted((package / folder).glob("*.py"))]
+    libraries = ("transformers", "tokenizers", "jinja2", "sentencepiece", "mlx-lm")
+    return {f"{file.parent.name}/{file.stem}": file_hash(file) for file in files} | {
+        library: importlib.metadata.version(library) for library in libraries
+    }
+
+
+def data_files(config: DataConfig) -> list[Path]:
+    """Return every file that is read: those to train on, then those to validate with.
+
+    Raises DataError when there is none, or one that cannot be read.
+    """
+    return [path for paths in _data_files(config) for path in paths]
+
+
+def _data_files(config: DataConfig) -> tuple[Sequence[Path], Sequence[Path]]:
+    from mlxtune.core.data.datafiles import check_data_file, resolve
+
+    found = resolve(config.data_paths)
+    if config.val_data_path is None:
+        return found.train, found.validation
+    check_data_file(config.val_data_path, "--val-data")
+    return found.train, (config.val_data_path,)
+
+
+def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
+    """Read and encode the data, and find what is worth a look.
+
+    Raises DataError when a file cannot be read or mixes formats, when no row is left or too few
+    to hold some out, and with --strict when one is skipped; ModelError when the tokenizer cannot be
+    loaded or does not belong to the model.
+    """
+    from mlxtune.core.data import findings
+    from mlxtune.core.data.corpus import Corpus
+
+    train_paths, validation_paths = _data_files(config)
+    files, ledgers = [], []
+    for path in (*train_paths, *validation_paths):
+        file = reader.encode(path)
+        ledger = file.account(config.max_seq_len)
+        check_usable(file, ledger, config)
+        files.append(file)
+        ledgers.append(ledger)
+    count = len(train_paths)
+    corpus = Corpus([file.arrays for file in files[:count]], config.max_seq_len)
+    validation = None
+    if validation_paths or not config.val_split:
+        validation = Corpus([file.arrays for file in files[count:]], config.max_seq_len)
+        for ledger in ledgers[count:]:
+            ledger.hold_out(ledger.rows_train)
+    check_corpus(config, reader, corpus, validation, files)
+    return Dataset(
+        template=reader.describe(),
+        corpus=corpus,
+        validation=validation,
+        files=files,
+        ledgers=ledgers,
+        findings=[
+            *findings.find(files, corpus, validation),
+            *findings.of_template("".join(reader.template_source.values()), config.thinking),
+        ],
+    )
+
+
+def check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
+    """Raise DataError when a file has no row to train on, or with --strict one that is skipped."""
+    path, skipped = ledger.path, file.skipped
+    if skipped.total and config.strict:
+        raise DataError(
+            f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
+            "mend them, or leave out --strict to skip them"
+        )
+    if not ledger.rows_read:
+        raise DataError(f"{path}: has no rows: add JSON objects, one a line")
+    if not ledger.rows_train:
+        raise DataError(
+            f"{path}: none of its {ledger.rows_read} rows can be trained on; "
+            f"the first: {skipped.first()}"
+        )
+
+
+def check_corpus(
+    config: DataConfig,
+    reader: Reader,
+    corpus: Corpus,
+    validation: Corpus | None,
+    files: Sequence[EncodedFile],
+) -> None:
+    """Raise DataError or ModelError for what would train nonsense, or nothing."""
+    if validation is None and (corpus.identities == corpus.identities[0]).all():
+        skipped = [file.skipped for file in files if file.skipped.total]
+        others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
+        raise DataError(
+            f"{', '.join(config.data)}: "
+            f"{'one row' if corpus.num_rows == 1 else 'rows that are all the same'} cannot be both "
+            "trained on and held out: add rows or set --val-split 0"
+            f"{others + skipped[0].first() if skipped else ''}"
+        )
+    known = reader.vocab_size
+    largest = max(part.largest_token() for part in (corpus, validation) if part is not None)
+    if known and largest >= known:
+        raise ModelError(
+            f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
+            f"{known}: they do not belong together"
+        )
+
+
+def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
+    """Raise OutputError for a path that cannot be written, or that is read; `option` named it."""
+    from mlxtune.core.machine.files import as_output_error, check_writable
+
+    in_use = set(map(_real, read))
+    for path in written:
+        with as_output_error(path, option):
+            if path.is_dir():
+                raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
+            # /dev/stdout may lead to a file, but it would itself be replaced.
+            parent = _real(path.parent)
+            device = parent == Path("/dev") or parent.is_relative_to("/proc")
+            if device or (path.exists() and not path.is_file()):
+                raise OutputError(f"{path}: is no regular file: choose another {option}")
+        if _real(path) in in_use:
+            raise OutputError(f"{path}: is read by this run: choose another {option}")
+        check_writable(path.parent, option)
+
+
+def _real(path: Path) -> Path:
+    # Unlike Path.resolve, leaves alone a link that leads to itself.
+    return Path(os.path.realpath(path))
+
+
+def say_findings(dataset: Dataset, console: RunConsole) -> None:
+    """Warn of what is worth a look in the data. Raises DataError for what is refused."""
+    from mlxtune.core.reports import messages
+
+    for file in dataset.files:
+        for warning in file.skipped.warnings():
+            console.warn(warning)
+    for finding in dataset.findings:
+        if finding.level == "error":
+            raise DataError(messages.finding_line(finding))
+        console.warn(messages.finding_line(finding))

@@ -1,0 +1,161 @@
+"""How the steps of a run fit the memory: what there is to plan, and the plan that is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from mlxtune.config import BenchConfig, TrainConfig
+from mlxtune.errors import MemoryLimitError
+from mlxtune.setup.dataset import Dataset
+
+if TYPE_CHECKING:
+    from mlxtune.backend.model.loading import BaseModel
+    from mlxtune.backend.step.forward import Execution
+    from mlxtune.backend.step.pipeline import InstructPipeline
+    from mlxtune.core.data.encode import Example
+    from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+    from mlxtune.core.steps.memory_prediction import ModelShapes, Way
+    from mlxtune.core.training.metrics import StepRecord
+
+
+# On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
+_CPU_TOLERANCE = 0.05
+
+
+def training_rows(config: TrainConfig | BenchConfig, dataset: Dataset) -> list[int]:
+    """Return the rows of the corpus that train, as the trainer chooses them."""
+    from mlxtune.core.steps import order
+
+    corpus = dataset.corpus
+    if dataset.validation is not None:
+        return list(range(corpus.num_rows))
+    held_out = order.split_rows(corpus.identities, config.val_split, config.seed, config.val_rows)
+    return held_out[0]
+
+
+def first_epoch(
+    config: TrainConfig | BenchConfig, dataset: Dataset
+) -> Iterator[list[Sequence[Example]]]:
+    """Yield the rows of each step of the first epoch, as the trainer takes them."""
+    from mlxtune.core.steps import order
+
+    rows = dataset.corpus.select(training_rows(config, dataset))
+    for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
+        yield [rows[i] for i in step]
+
+
+def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
+    """Return as many of the first epoch's steps as are planned to choose how to run all."""
+    from mlxtune.core.steps.memory_plan import planned
+
+    if dataset is None:
+        return []
+    return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
+
+
+def work_of(
+    config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
+) -> Work:
+    """Return what there is to plan: steps, and the examples that take most by themselves.
+
+    Those are sought in the whole data set, in the steps without one. With neither, an example of
+    --max-seq-len tokens takes their place.
+    """
+    from mlxtune.backend.step.micro_batches import step_cost
+    from mlxtune.core.steps.memory_plan import Work
+    from mlxtune.core.steps.memory_prediction import Load
+
+    sizes = [(len(example), example.supervised) for step in steps for example in step]
+    if dataset is not None:
+        corpus = dataset.corpus
+        sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
+    sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
+    extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
+    return Work(
+        steps=steps,
+        alone=tuple(Load(1, length, supervised) for length, supervised in sorted(extremes)),
+        cost=step_cost(),
+        keyed=config.dropout > 0,
+    )
+
+
+def execution(config: TrainConfig, parameters: int, way: Way | None = None) -> Execution:
+    """Return how steps of a model are computed, by the options and what was chosen."""
+    from mlxtune.backend.step.forward import Execution
+
+    best = Execution.best(parameters)
+    compiles = best.compile if config.compile == "auto" else config.compile == "on"
+    if way is None:
+        return replace(best, compile=compiles)
+    return replace(best, compile=compiles, recompute=way.recompute, loss_chunk=way.loss_chunk)
+
+
+def choose_plan(config: TrainConfig, base: BaseModel, work: Work, limit: int) -> MemoryPlan:
+    """Choose how to run the steps in `limit` bytes. Raises MemoryLimitError when nothing fits."""
+    from mlxtune.backend.step.shapes import model_shapes, way_of
+
+    way = way_of(execution(config, base.parameters), base)
+    shapes = model_shapes(base, config.pipeline(), kernels=way.kernels)
+    return _choose(config, shapes, way, work, limit)
+
+
+def confirm(
+    config: TrainConfig, pipeline: InstructPipeline, work: Work, plan: MemoryPlan
+) -> MemoryPlan:
+    """Return the plan, made again where the model turned out to be run otherwise.
+
+    Whether its head can be run apart, and examples in one line, is known only once its weights are
+    read.
+    """
+    how = pipeline.forward.how
+    found = {"kernels": how.cpu_kernels, "split_head": how.split_head}
+    way = replace(plan.way, **found, packs_up_to=pipeline.forward.packs_up_to)
+    shapes = plan.shapes
+    plain = shapes.plain_head and pipeline.forward.plain_head
+    if way == plan.way and plain == shapes.plain_head:
+        return plan
+    fixed = replace(config, grad_checkpoint="on" if way.recompute else "off")
+    return _choose(fixed, replace(shapes, plain_head=plain), way, work, plan.limit)
+
+
+def _choose(
+    config: TrainConfig, shapes: ModelShapes, way: Way, work: Work, limit: int
+) -> MemoryPlan:
+    from mlxtune.backend.model import memory
+    from mlxtune.core.steps import memory_plan
+
+    allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[config.grad_checkpoint]
+    found = memory_plan.choose(
+        shapes,
+        work,
+        way,
+        limit=limit,
+        checkpointing=allowed,
+        tolerance=_CPU_TOLERANCE if memory.on_cpu() else 0.0,
+    )
+    if found is None:
+        raise MemoryLimitError(memory_plan.why_not(shapes, work, way, limit, True in allowed))
+    return found
+
+
+def speed_key(plan: MemoryPlan, dtype: str) -> str:
+    """Return what a speed is kept under: the model's shapes, its LoRA, dtype and device."""
+    from mlxtune.backend.model import memory
+    from mlxtune.core.data.cache import key_of
+
+    return key_of([asdict(plan.shapes), dtype, memory.device_name()])
+
+
+def keep_speed_of(
+    config: TrainConfig, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
+) -> None:
+    """Keep the speed of a finished run for the next plan."""
+    import datetime
+
+    from mlxtune.core.training.speed import keep_speed, speed_of
+
+    speed = speed_of(steps, str(datetime.date.today()))
+    if speed is not None:
+        keep_speed(config.cache_path, speed_key(plan, dtype), speed)

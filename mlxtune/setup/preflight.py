@@ -1,0 +1,84 @@
+"""What a run makes sure of before it begins: its paths, its folder for itself, its memory.
+
+What it needs is imported in the functions, as in train.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxtune.config import TrainConfig, user_cache
+from mlxtune.errors import MlxTuneError, OutputError
+from mlxtune.setup.dataset import check_outputs, data_files
+
+if TYPE_CHECKING:
+    from mlxtune.core.steps.memory_plan import MemoryPlan
+    from mlxtune.core.training.run_folder import Resumable
+    from mlxtune.terminal.console import RunConsole
+
+
+def check_paths(config: TrainConfig) -> Path:
+    """Find out before any work whether the files can be read and written.
+
+    Returns the model's folder. Raises ModelError, DataError or OutputError.
+    """
+    from mlxtune.backend.model import model_folder
+    from mlxtune.core.machine.files import check_writable
+    from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
+
+    folder = model_folder.find_folder(config.model_path)
+    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
+    output = config.output_path
+    if output.name == ADAPTER_CONFIG:
+        raise OutputError(f"{output}: is written beside the adapter: choose another --output")
+    read = [*data_files(config), *folder.iterdir()]
+    check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
+    check_writable(config.checkpoint_path, "--checkpoint-dir")
+    return folder
+
+
+def lock_folder(config: TrainConfig, resume: Resumable | None, held: ExitStack) -> None:
+    """Have no other process train into the folder for as long as `held`, or this process, lives.
+
+    Raises OutputError when one does, or when there is an unfinished run that is not to be resumed.
+    """
+    from mlxtune.core.training import run_folder
+
+    run = config.checkpoint_path
+    held.callback(run_folder.lock(run).release)
+    if resume is None and not config.overwrite and run_folder.unfinished(run):
+        raise OutputError(
+            f"{run}: holds an unfinished run: go on with it by mlxtune train --resume "
+            f"{shlex.quote(str(run))}, or start over with --overwrite"
+        )
+
+
+def reserve_memory(
+    config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
+) -> None:
+    """Reserve what the run is planned to take among the runs on this machine.
+
+    Raises MemoryLimitError when others hold it and the options say neither to wait nor to insist.
+    """
+    from mlxtune.backend.model import memory
+    from mlxtune.core.machine import reservation
+
+    folder, run = user_cache() / "memory", str(config.checkpoint_path.absolute())
+    size, capacity = plan.peak.total, memory.capacity()
+    try:
+        if config.ignore_ledger:
+            lock = reservation.reserve(folder, size, sys.maxsize, run)
+        elif config.wait:
+            lock = reservation.reserve_when_free(folder, size, capacity, run, console.warn)
+        else:
+            lock = reservation.reserve(folder, size, capacity, run)
+    except OSError as error:
+        if isinstance(error, MlxTuneError):
+            raise
+        console.warn(f"{folder}: other runs cannot be told what memory this one takes: {error}")
+    else:
+        held.callback(lock.release)

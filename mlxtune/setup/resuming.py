@@ -1,0 +1,228 @@
+"""A run to resume: its folder found, its options taken up again, its model and data compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxtune.config import TrainConfig
+from mlxtune.config.checked import as_choice, convert, field_types, flag
+from mlxtune.config.options import OPTIONS
+from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
+
+if TYPE_CHECKING:
+    from mlxtune.core.training.checkpoint import Checkpoint
+    from mlxtune.core.training.run_folder import Resumable
+
+# What may grow, and what does not change the result; model and data are compared by their content.
+_MAY_GROW = ("epochs", "max_steps")
+_MAY_CHANGE = (
+    *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir", "no_cache"),
+    # An adapter to begin with is compared by its content too, where it is given again.
+    *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "init_adapter"),
+    *("save_every", "save_steps", "save_minutes", "keep", "overwrite", "on_nonfinite"),
+    *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval", "track", "samples"),
+)
+_NEVER_TAKEN = ("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
+_PATHS = (
+    *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir"),
+    "init_adapter",
+)
+
+
+def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resumable]:
+    """Return the options of the run in a folder, with those that are given, and where it stood.
+
+    Without a folder, it is where the options given would put the checkpoints.
+
+    Raises ConfigError or OutputError.
+    """
+    from mlxtune.core.training.run_folder import find_resumable
+
+    if folder:
+        run = run_folder_of(folder)
+    else:
+        places = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
+        run = TrainConfig(model_path="any", data=("any",), **places).checkpoint_path
+    found = find_resumable(run)
+    if found is None:
+        raise OutputError(
+            f"{run}: holds no checkpoint to go on from: name the folder of a run after --resume"
+        )
+    return options_of(run, found.checkpoint, given), found
+
+
+def run_folder_of(folder: str) -> Path:
+    """Return the folder of checkpoints that is named, or that of an adapter beside it.
+
+    Raises OutputError when there is no such folder.
+    """
+    from mlxtune.core.training.checkpoint import MANIFEST, checkpoint_folders
+
+    run = Path(os.path.expanduser(folder))  # noqa: PTH111
+    if not run.is_dir():
+        raise OutputError(f"{run}: no such folder: name the folder of a run")
+    if (run / MANIFEST).exists():
+        raise OutputError(f"{run}: is one checkpoint of a run: name the folder above it")
+    return (
+        run
+        if checkpoint_folders(run) or not (run / "checkpoints").is_dir()
+        else (run / "checkpoints")
+    )
+
+
+def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the options that a run had at a checkpoint, with those that are given.
+
+    Raises ConfigError.
+    """
+    metadata, place = found.metadata, found.folder / "metadata.json"
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    own = metadata.get("config")
+    if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
+        raise ConfigError([f"{place} holds no options of this version of mlxtune"])
+    # Someone else may have written it: it decides neither what code runs nor where else is written.
+    own = {name: value for name, value in own.items() if name not in _NEVER_TAKEN}
+    problems = [
+        problem
+        for name, value in given.items()
+        if (problem := _difference(name, value, own.get(name, fields[name].default)))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if given.get("init_adapter") is not None:
+        check_initial(str(given["init_adapter"]), metadata)
+    own |= _places(run, own, str(metadata.get("working_directory", "")))
+    try:
+        config = TrainConfig(**own | dict(given))
+    except ConfigError as error:
+        if own_problems := [p for p in error.problems if not _is_given(p, given)]:
+            raise ConfigError([f"{place}: {'; '.join(own_problems)}"]) from error
+        raise
+    output = config.output_path.resolve()
+    if "output" not in given and not any(
+        output.is_relative_to(folder.resolve()) for folder in (run.parent, Path())
+    ):
+        raise ConfigError(
+            [f"--output: the run writes to {output}, away from its own folder: give it again"]
+        )
+    return config
+
+
+def _is_given(problem: str, given: Mapping[str, Any]) -> bool:
+    return any(problem.startswith(f"{flag(name)} ") for name in given)
+
+
+def _difference(name: str, value: Any, own: Any) -> str | None:
+    """Say how an option that is given differs from the run's own, where it must not."""
+    if name in _MAY_CHANGE:
+        return None
+    several, value = OPTIONS[name].several, as_choice(value, OPTIONS[name])
+    value, problem = convert(value, field_types(TrainConfig)[name], several=several)
+    if problem:
+        return f"{flag(name)} {problem}"
+    own = tuple(own) if isinstance(own, list) else own
+    if name in _MAY_GROW:
+        if own is not None and (value is None or value >= own):
+            return None
+        return f"{flag(name)} {value}: the run has {own}, it may only grow"
+    if value == own:
+        return None
+    return f"{flag(name)} {_shown(value)}: the run has {_shown(own)}, and would give another result"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
+    """Return the paths of a run's options as they are from here, whatever has been moved."""
+    places: dict[str, Any] = {}
+    if working_directory and Path(working_directory) != Path.cwd():
+        for name in _PATHS:
+            value = own.get(name)
+            if isinstance(value, str):
+                places[name] = _from(working_directory, value, name)
+            elif isinstance(value, list):
+                places[name] = [_from(working_directory, str(each), name) for each in value]
+    default = own.get("checkpoint_dir") is None and run.name == "checkpoints"
+    output = Path(str(places.get("output", own.get("output"))))
+    if not default:
+        return places | {"checkpoint_dir": str(run)}
+    if output.parent.resolve() != run.parent.resolve():
+        places["output"] = str(run.parent / output.name)
+    return places
+
+
+def _from(working_directory: str, path: str, name: str) -> str:
+    """Return a path as it is from here; the name of a model to download stays as it is."""
+    if path.startswith(("~", "/")):
+        return path
+    there = Path(working_directory, path)
+    return path if name == "model_path" and not there.exists() else str(there)
+
+
+def check_same(
+    found: Resumable, pipeline: Mapping[str, Any], data_hash: str, validation_hash: str
+) -> None:
+    """Raise DataError or ModelError where data or model are not those of the run.
+
+    `pipeline` is what it says of itself for a checkpoint.
+    """
+    metadata = found.checkpoint.metadata
+    if metadata.get("data_hash") != data_hash:
+        raise DataError(
+            "--data: gives other examples than the run was trained on: "
+            "bring back its files, or start a new run"
+        )
+    if metadata.get("validation_hash") != validation_hash:
+        raise DataError(
+            "--val-data: gives other examples than the run was validated with: "
+            "bring back its file, or start a new run"
+        )
+    if metadata.get("base_hash") != pipeline["base_hash"]:
+        raise ModelError(
+            "--model-path: its weights are not those that the run began with: "
+            "bring back the folder, or start a new run"
+        )
+    if metadata.get("dtype") != pipeline["dtype"]:
+        raise ModelError(
+            f"--dtype: this machine computes in {pipeline['dtype']}, the run did in "
+            f"{metadata.get('dtype')}: give it with --dtype in a new run"
+        )
+    before, now = metadata.get("quantized_compute"), pipeline.get("quantized_compute")
+    # A run of before there was a choice says nothing of it.
+    if before is not None and before != now:
+        raise ModelError(
+            f"--quantized-compute: auto is {now} on this machine, the run computed {before}: "
+            f"start a new run"
+        )
+
+
+def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
+    """Raise ModelError where an adapter is not the one that a run began with.
+
+    The run itself needs it no more; it is there to be trained again.
+    """
+    from mlxtune.backend.adapters.adapter_files import find_adapter
+    from mlxtune.core.machine.files import file_hash
+
+    weights = find_adapter(adapter, "--init-adapter")
+    if file_hash(weights) != metadata.get("init_adapter_hash"):
+        raise ModelError(
+            f"--init-adapter: {weights} is not what the run began with: leave it out to go on"
+        )
+
+
+def changed_versions(found: Resumable, versions: Mapping[str, str]) -> list[str]:
+    """Return, in words, which versions differ from those of the run."""
+    before = found.checkpoint.metadata.get("versions")
+    before = before if isinstance(before, Mapping) else {}
+    return [
+        f"{name} {before.get(name, 'none')} -> {version}"
+        for name, version in versions.items()
+        if before.get(name) != version
+    ]

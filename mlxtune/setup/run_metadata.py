@@ -1,0 +1,137 @@
+"""What a run writes down of itself when it begins, for who reads of it later.
+
+What it needs is imported in the functions, as in train.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxtune.config import TrainConfig
+
+if TYPE_CHECKING:
+    from mlxtune.backend.model.loading import BaseModel
+    from mlxtune.backend.step.pipeline import InstructPipeline
+    from mlxtune.core.data.corpus import Corpus
+    from mlxtune.core.machine.hashing import ModelHash
+    from mlxtune.core.steps.memory_plan import MemoryPlan
+    from mlxtune.core.training.trainer import InstructTrainer
+    from mlxtune.setup.dataset import Dataset
+
+
+def about_run(
+    config: TrainConfig,
+    base: BaseModel,
+    pipeline: InstructPipeline,
+    plan: MemoryPlan,
+    trainer: InstructTrainer,
+    dataset: Dataset,
+    *,
+    resumed: bool,
+) -> dict[str, Any]:
+    """Return what stands in run.json: options, model, plan and data.
+
+    The time of its start stays, where it goes on.
+    """
+    from mlxtune.backend.model import memory
+
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    started, resumed_at = _times_before(config) if resumed else (None, [])
+    return {
+        "format": 1,
+        "started_at": started or now,
+        "resumed_at": [*resumed_at, now] if resumed else [],
+        "device": memory.device_name(),
+        "model": {
+            "path": config.model_path,
+            "type": base.model_type,
+            "description": base.describe(),
+            "dtype": base.dtype,
+            "parameters": base.parameters,
+        },
+        "lora": {
+            "description": pipeline.lora.describe(),
+            "trainable_parameters": pipeline.lora.trainable_parameters,
+        },
+        "template": dataset.template,
+        "plan": {
+            "steps": trainer.total_steps,
+            "steps_per_epoch": trainer.steps_per_epoch,
+            "rows_train": len(trainer.train_rows),
+            "rows_validation": len(trainer.val_rows),
+            **_plan(plan),
+        },
+        "lengths": _lengths([dataset.corpus, dataset.validation]),
+        "data_hash": trainer.data_hash(),
+        "validation_hash": trainer.validation_hash(),
+        "versions": versions(),
+        "config": asdict(config),
+    }
+
+
+def _times_before(config: TrainConfig) -> tuple[str | None, list[str]]:
+    """Return when a run began and when it was gone on with, as far as it says so."""
+    from mlxtune.core.machine.files import read_json
+    from mlxtune.core.training.run_folder import ABOUT
+
+    try:
+        said = read_json(config.checkpoint_path / ABOUT)
+    except (OSError, ValueError):
+        return None, []
+    started, resumed_at = said.get("started_at"), said.get("resumed_at")
+    times = resumed_at if isinstance(resumed_at, list) else []
+    return started if isinstance(started, str) else None, [str(each) for each in times]
+
+
+def _plan(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "micro_batch_tokens": plan.way.micro_batch_tokens,
+        "micro_batches_per_step": round(plan.micro_batches_per_step, 3),
+        "padding_share": round(plan.padding_share, 4),
+        "run_share": round(plan.run_share, 4),
+        "grad_checkpoint": plan.way.recompute,
+        "loss_chunk": plan.way.loss_chunk,
+        "memory": {"limit": plan.limit, "peak": plan.peak.total, **asdict(plan.peak)},
+    }
+
+
+def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
+    """Return how long the examples of all files are, and how many of their tokens carry loss."""
+    import numpy as np
+
+    from mlxtune.core.data.inspection import Distribution
+    from mlxtune.core.reports.histogram import histogram
+
+    there = [corpus for corpus in corpora if corpus is not None]
+    found = {}
+    for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
+        values = np.concatenate([getattr(corpus, attribute) for corpus in there])
+        found[name] = {**asdict(Distribution.of(values)), **histogram(values)}
+    return {"examples": sum(map(len, there)), **found}
+
+
+def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
+    """Return what a result depends on beside options and data."""
+    return {
+        "model_type": base.model_type,
+        "dtype": base.dtype,
+        "quantized_compute": base.quantized_compute,
+        "base_hash": model_hash.result(),
+        "versions": versions(),
+        "working_directory": str(Path.cwd()),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    import importlib.metadata
+
+    packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
+    return {"python": platform.python_version()} | {
+        package: importlib.metadata.version(package) for package in packages
+    }

@@ -1,0 +1,193 @@
+"""What a run says on stderr: rich on a terminal, plain lines when piped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from mlxtune.core.reports import messages, profile_report
+from mlxtune.core.text import count
+from mlxtune.core.training.metrics import InstructEpochMetrics, StepRecord
+from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.core.training.profile import ProfileRecord, StepProfile
+from mlxtune.errors import printable
+
+_STAGE_WIDTH = 12
+# What the bar needs beside the state: the step's count, some bar, the time left.
+_BAR_WIDTH = 45
+
+
+class Surviving:
+    """A stream that takes what is written also where nobody reads it any more.
+
+    A run goes on when its terminal has been closed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, if that is possible."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if that is possible."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class RunConsole(TrainingObserver):
+    """Says each stage of a run in a line, and shows a live bar while it trains.
+
+    `peak_gb` is asked for the peak memory. With `quiet`, only warnings are said.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        log_every: int = 10,
+        peak_gb: Callable[[], float] = lambda: 0.0,
+        console: Console | None = None,
+    ) -> None:
+        stream = cast(TextIO, Surviving(sys.stderr))
+        self._console = console or Console(file=stream, highlight=False)
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._quiet = quiet
+        self._log_every = log_every
+        self._peak_gb = peak_gb
+        self._progress: Progress | None = None
+        self._status: Status | None = None
+        self._total_steps = 0
+        self._epochs = 0
+        self._average = messages.SmoothedLoss()
+        self._profile = profile_report.ProfileSummary()
+
+    def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
+        """Print one line of a stage; text from files is never read as markup.
+
+        On a terminal a long line wraps at words under itself, unless it is to be copied.
+        """
+        if self._quiet:
+            return
+        self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
+
+    def warn(self, message: str) -> None:
+        """Print a warning, also when quiet."""
+        self._line(Text("warning: ", "yellow"), message, wrap=True)
+
+    def on_encoding(self, path: Path, rows: int) -> None:
+        """Show, on a terminal, how many rows of a file have been encoded."""
+        self.show(f"encoding {path}: {count(rows, 'row')}")
+
+    def show(self, text: str) -> None:
+        """Show, on a terminal, what is being done, until something else is said."""
+        if self._quiet or not self._live:
+            return
+        if self._status is None:
+            self._status = self._console.status("")
+            self._status.start()
+        self._status.update(Text(printable(text)))
+
+    def close(self) -> None:
+        """Take away what is live."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _line(self, name: Text, message: str, *, wrap: bool) -> None:
+        self.close()
+        message = printable(message)
+        if not (self._live and wrap):
+            self._console.print(Text.assemble(name, message), soft_wrap=True)
+            return
+        line = Table.grid()
+        line.add_row(name, Text(message))
+        self._console.print(line)
+
+    def on_start(self, run: RunStart, previous: Path | None) -> None:
+        """Open the bar, on a terminal."""
+        if previous is not None:
+            self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
+        self._total_steps, self._epochs = run.total_steps, run.epochs
+        for record in run.progress.records.steps:  # those from before a pause
+            self._average.add(record.loss)
+        if self._quiet or not self._live:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            transient=True,
+            expand=True,
+        )
+        taken = run.progress.step
+        self._progress.add_task("starting", total=self._total_steps, completed=taken, state="")
+        self._progress.start()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Move the bar, or print every so many steps when piped."""
+        average = self._average.add(record.loss)
+        if self._progress is not None:
+            room = self._console.width - _BAR_WIDTH
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=record.step,
+                refresh=record.step == 1,
+                description=f"epoch {record.epoch}/{self._epochs} "
+                f"step {record.step}/{self._total_steps}",
+                state=messages.step_state(record, average, self._peak_gb(), room),
+            )
+        elif record.step % self._log_every == 0 or record.step == self._total_steps:
+            line = messages.step_line(record, self._total_steps, average, self._peak_gb())
+            self.say("Training", line)
+
+    def on_evaluated(self, done: int, total: int) -> None:
+        """Show how far a validation has come."""
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], description=f"validating {done}/{total}", state=""
+            )
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Print the loss before the first step; those after an epoch stand in its line."""
+        if step == 0:
+            self.say("Validation", f"before training: {messages.loss(loss)}")
+
+    def on_profile(self, record: ProfileRecord) -> None:
+        """Print what a profiled step took; all of them are summed up at the end."""
+        self._profile.add(record)
+        if isinstance(record, StepProfile):
+            self.say("Profile", profile_report.step_line(record), copyable=True)
+
+    def on_problem(self, message: str) -> None:
+        """Warn of it."""
+        self.warn(message)
+
+    def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
+        """Print the epoch's result."""
+        self.say("Training", messages.epoch_line(metrics, best))
+
+    def on_end(self) -> None:
+        """Close the bar, and print the table of a profile."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        for number, line in enumerate(profile_report.table(self._profile)):
+            self.say("" if number else "Profile", line, copyable=True)

@@ -1,0 +1,123 @@
+"""A base model with a trained adapter on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxtune import TrainConfig, train
+from mlxtune.backend.adapters.adapted import find_adapter, load_adapted
+from mlxtune.backend.model.loading import load_base
+from mlxtune.errors import ModelError
+from tests.models import sums, write_chat, write_model
+
+TOKENS = [[5, 17, 80, 3]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and the folder of an adapter that was trained on it."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = write_model(folder / "model", "qwen3")
+    rows = write_chat(folder / "chat.jsonl", sums(20))
+    output = folder / "out" / "adapters.safetensors"
+    train(TrainConfig(str(model), str(rows), output=str(output), lr=1e-2, samples=0, quiet=True))
+    return model, output.parent
+
+
+def logits(model: object) -> np.ndarray:
+    return np.array(model(mx.array(TOKENS)))  # type: ignore[operator]
+
+
+def test_adapted_model_is_what_mlx_lm_loads(trained: tuple[Path, Path]) -> None:
+    from mlx_lm.utils import load
+
+    model, adapter = trained
+    ours = load_adapted(load_base(model, "float32"), str(adapter))
+    theirs, _ = load(str(model), adapter_path=str(adapter))
+    np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=0, atol=1e-6)
+
+
+def test_adapter_is_taken_off_and_put_back(trained: tuple[Path, Path]) -> None:
+    model, adapter = trained
+    plain = logits(load_base(model, "float32").model)
+    adapted = load_adapted(load_base(model, "float32"), str(adapter))
+    on = logits(adapted.model)
+    adapted.use_adapter(False)
+    np.testing.assert_array_equal(logits(adapted.model), plain)
+    adapted.use_adapter(True)
+    np.testing.assert_array_equal(logits(adapted.model), on)
+    assert np.abs(on - plain).max() > 0.01
+
+
+def test_adapter_is_found_by_file_folder_and_run(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, adapter = trained
+    file = adapter / "adapters.safetensors"
+    assert find_adapter(str(file)) == find_adapter(str(adapter)) == file
+    checkpoints = Path(shutil.copytree(adapter / "checkpoints", tmp_path / "checkpoints"))
+    best = checkpoints / "best" / "adapters.safetensors"
+    assert find_adapter(str(checkpoints)) == find_adapter(str(tmp_path)) == best
+
+
+def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, adapter = trained
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        (tmp_path / name).symlink_to(adapter / name)
+    ours = load_adapted(load_base(model, "float32"), str(tmp_path))
+    theirs = load_adapted(load_base(model, "float32"), str(adapter))
+    np.testing.assert_array_equal(logits(ours.model), logits(theirs.model))
+
+
+def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no adapters\.safetensors: --adapter takes"):
+        find_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"fine_tune_type": "full"}, "fine_tune_type 'full'"),
+        ({"lora_parameters": None}, "is of no kind"),
+        ({"lora_parameters": {"rank": "x", "scale": 2.0}}, "does not say rank, scale and keys"),
+        ({"lora_parameters": {"rank": 8}}, "does not say rank, scale and keys"),
+    ],
+)
+def test_config_that_says_nothing_is_an_error(
+    trained: tuple[Path, Path], tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    model, adapter = trained
+    shutil.copy(adapter / "adapters.safetensors", tmp_path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=said):
+        load_adapted(load_base(model, "float32"), str(tmp_path))
+
+
+@pytest.mark.parametrize("rank", [4, 10**6, 10**400])
+def test_rank_that_is_not_that_of_the_tensors_makes_nothing_of_that_size(
+    trained: tuple[Path, Path], tmp_path: Path, rank: int
+) -> None:
+    model, adapter = trained
+    shutil.copytree(adapter, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["lora_parameters"]["rank"] = rank
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"says rank|does not say rank"):
+        load_adapted(load_base(model, "float32"), str(tmp_path / "adapter"))
+
+
+def test_adapter_of_another_model_is_an_error(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    _, adapter = trained
+    other = write_model(tmp_path / "other", "qwen3", hidden_size=32)
+    with pytest.raises(ModelError, match="does not fit the model"):
+        load_adapted(load_base(other, "float32"), str(adapter))

@@ -1,0 +1,167 @@
+"""Which projections get LoRA, how its matrices begin, and what it computes."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.lora.lora import DropoutKeys, LoRALinear, step_keys
+from mlxtune.errors import ModelError
+from tests.backend.conftest import MakePipeline
+
+
+def lora_linear(
+    linear: nn.Module, *, rank: int = 4, dropout: float = 0.0, rows: mx.array | None = None
+) -> LoRALinear:
+    return LoRALinear(
+        linear,
+        rank=rank,
+        scale=2.0,
+        dropout=dropout,
+        key=mx.random.key(0),
+        dropout_keys=DropoutKeys(rows),
+        salt=5,
+    )
+
+
+def test_layer_adds_the_scaled_low_rank_product() -> None:
+    linear = nn.Linear(8, 6)
+    layer = lora_linear(linear)
+    layer.lora_b = mx.random.normal((4, 6))
+    x = mx.random.normal((2, 3, 8))
+    weight = np.array(linear.weight) + 2.0 * np.array(layer.lora_b).T @ np.array(layer.lora_a).T
+    expected = np.array(x) @ weight.T + np.array(linear.bias)
+    np.testing.assert_allclose(np.array(layer(x)), expected, atol=1e-5)
+
+
+def test_a_is_kaiming_uniform_and_b_is_zero() -> None:
+    layer = lora_linear(nn.Linear(400, 10), rank=64)
+    values = np.array(layer.lora_a)
+    bound = 1 / math.sqrt(400)  # kaiming_uniform_(a=√5): √(6 / ((1 + 5) fan_in))
+    assert values.shape == (400, 64)
+    assert values.dtype == np.float32
+    assert np.abs(values).max() <= bound
+    assert values.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    assert not np.array(layer.lora_b).any()
+
+
+def test_untrained_adapter_leaves_the_model_as_it_is() -> None:
+    linear = nn.Linear(8, 6)
+    x = mx.random.normal((2, 3, 8))
+    assert mx.array_equal(lora_linear(linear)(x), linear(x))
+
+
+def test_quantised_layer_has_the_shapes_of_the_layer_it_was() -> None:
+    layer = lora_linear(nn.Linear(64, 32).to_quantized(group_size=32, bits=4))
+    assert layer.lora_a.shape == (64, 4)
+    assert layer.lora_b.shape == (4, 32)
+    assert layer(mx.zeros((1, 2, 64))).shape == (1, 2, 32)
+
+
+def test_dropout_zeroes_its_share_and_scales_the_rest() -> None:
+    layer = lora_linear(nn.Linear(1000, 4), dropout=0.25, rows=step_keys(0, 1, (1, 2)))
+    dropped = np.array(layer._drop(mx.ones((2, 50, 1000))))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert (dropped == 0).mean() == pytest.approx(0.25, abs=0.01)
+    assert not np.array_equal(dropped[0], dropped[1])
+    assert not np.array_equal(dropped[0, 0], dropped[0, 1])
+
+
+def test_dropout_of_a_row_is_the_same_beside_other_rows_and_padding() -> None:
+    layer = lora_linear(nn.Linear(32, 4), dropout=0.5)
+    layer._dropout_keys.rows = step_keys(0, 1, (7,))
+    alone = layer._drop(mx.ones((1, 5, 32)))
+    layer._dropout_keys.rows = step_keys(0, 1, (3, 7))
+    padded = layer._drop(mx.ones((2, 9, 32)))
+    assert mx.array_equal(alone[0], padded[1, :5])
+
+
+@pytest.mark.parametrize(
+    ("targets", "keys"),
+    [
+        (("q_proj", "v_proj"), {"self_attn.q_proj", "self_attn.v_proj"}),
+        (("self_attn.o_proj",), {"self_attn.o_proj"}),
+        (("mlp.up_proj", "down_proj"), {"mlp.up_proj", "mlp.down_proj"}),
+        (
+            ("all",),
+            {f"self_attn.{name}_proj" for name in "qkvo"}
+            | {f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        ),
+    ],
+)
+def test_targets_match_by_name_by_path_and_all(
+    make_pipeline: MakePipeline, targets: tuple[str, ...], keys: set[str]
+) -> None:
+    lora = make_pipeline("llama", targets=targets).lora
+    assert set(lora.keys) == keys
+    assert lora.modules == 2 * len(keys)
+    assert lora.layers == 2
+
+
+def test_target_that_matches_nothing_is_an_error_beside_one_that_matches(
+    make_pipeline: MakePipeline,
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        make_pipeline("llama", targets=("q_proj", "v_porj", "proj"))
+    assert "v_porj (did you mean v_proj?), proj" in str(caught.value)
+    assert "self_attn.q_proj" in str(caught.value)
+    assert "mlp.down_proj" in str(caught.value)
+
+
+def test_num_layers_takes_the_last_layers(make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline("gemma3_text", num_layers=1)
+    names = [name for name, _ in tree_flatten(pipeline.model.trainable_parameters())]
+    assert {name.split(".")[2] for name in names} == {"2"}
+    assert pipeline.lora.num_layers == pipeline.lora.layers == 1
+    with pytest.raises(ModelError, match="--num-layers 9: the model has 3 layers"):
+        make_pipeline("gemma3_text", num_layers=9)
+
+
+def test_matrices_of_a_projection_depend_on_the_seed_and_its_name_alone(
+    make_pipeline: MakePipeline,
+) -> None:
+    name = "model.layers.1.self_attn.v_proj.lora_a"
+
+    def matrix(**config: object) -> mx.array:
+        pipeline = make_pipeline("llama", **config)
+        return dict(tree_flatten(pipeline.model.trainable_parameters()))[name]
+
+    assert mx.array_equal(matrix(), matrix(targets=("all",), num_layers=1))
+    assert not mx.array_equal(matrix(), matrix(seed=1))
+
+
+def test_trainable_parameters_and_their_share_are_counted(make_pipeline: MakePipeline) -> None:
+    lora = make_pipeline("llama", targets=("q_proj",)).lora
+    assert lora.trainable_parameters == 2 * (64 * 4 + 4 * 64)  # layers * (in * rank + rank * out)
+    assert f"{lora.trainable_parameters / lora.total_parameters:.3%}" in lora.describe()
+
+
+def test_experts_get_lora_of_their_own(make_pipeline: MakePipeline) -> None:
+    config = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }
+    pipeline = make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",))
+    shapes = {
+        name: value.shape for name, value in tree_flatten(pipeline.model.trainable_parameters())
+    }
+    name = "model.layers.0.mlp.switch_mlp.down_proj"
+    assert shapes[f"{name}.lora_a"] == (4, 4, 32)
+    assert shapes[f"{name}.lora_b"] == (4, 64, 4)
+    for option, given in {
+        "--dropout": {"dropout": 0.1},
+        "--dora": {"dora": True},
+        "--init pissa": {"init": "pissa"},
+    }.items():
+        with pytest.raises(ModelError, match=f"{option} is not possible on the experts of model"):
+            make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",), **given)

@@ -1,0 +1,155 @@
+"""Products with quantised matrices: the same numbers however they are computed."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.model import dequantized
+from mlxtune.backend.model.dequantized import DequantizedLinear, PackedRows, product
+from mlxtune.backend.model.loading import load_base, slow_products
+from mlxtune.backend.model.quantize import FORMATS
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from tests.backend.conftest import fill_lora_b
+from tests.backend.executions import model_folder
+from tests.models import write_model
+
+WAYS = {
+    "plain": Execution.plain(),
+    "recompute": Execution(recompute=True),
+    "cpu kernels": Execution(cpu_kernels=True, pack=True),
+}
+
+
+def examples() -> list[Example]:
+    rng = np.random.default_rng(3)
+    mask = np.array([0] * 5 + [1] * 8, dtype=np.uint8)
+    return [Example(i, rng.integers(0, 300, 13).astype("i4"), mask) for i in range(3)]
+
+
+def on_plain_weights(model: nn.Module) -> None:
+    """Put layers with the weights as they are dequantised, in float32, in the place of all."""
+    made = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "unpacked"):
+            continue
+        weight = module.unpacked(mx.float32)
+        embeds = isinstance(module, nn.QuantizedEmbedding)
+        plain = (nn.Embedding if embeds else nn.Linear)(*(weight.shape if embeds else (1, 1)))
+        if not embeds:
+            plain.pop("bias")
+        plain.weight = weight
+        made.append((name, plain))
+    model.update_modules(tree_unflatten(made))
+
+
+def step(model: nn.Module, how: Execution) -> tuple[float, dict[str, np.ndarray]]:
+    config = InstructConfig(lora_rank=4, lora_alpha=8.0, targets=("all",))
+    pipeline = InstructPipeline(model, config, micro_batch_tokens=100, how=how)
+    fill_lora_b(pipeline)
+    loss, gradients, _ = pipeline.loss_and_gradients(examples(), 1)
+    return loss, {name: np.array(value) for name, value in tree_flatten(gradients)}
+
+
+def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    largest = max(np.abs(value).max() for value in other.values())
+    differences = [np.abs(one[name] - value).max() for name, value in other.items()]
+    return bool(max(differences) <= 1e-4 * largest)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [*(("llama", name) for name in FORMATS), ("qwen3", "4"), ("gemma3_text", "nf4")],
+)
+def test_lora_learns_what_it_learns_on_the_dequantised_weights(
+    architecture: str, name: str
+) -> None:
+    folder = model_folder(architecture)
+
+    def loaded(compute: str = "dequantized") -> nn.Module:
+        options = {"quantize": name, "quantized_compute": compute}
+        return load_base(folder, "float32", **options).model  # type: ignore[arg-type]
+
+    plain = loaded()
+    on_plain_weights(plain)
+    loss, gradients = step(plain, Execution.plain())
+    runs = {way: (loaded(), how) for way, how in WAYS.items()}
+    if name != "nf4":
+        runs["native"] = (loaded("quantized"), Execution.plain())
+        runs["native, cpu kernels"] = (loaded("quantized"), WAYS["cpu kernels"])
+    for way, (model, how) in runs.items():
+        found, theirs = step(model, how)
+        assert found == pytest.approx(loss, rel=1e-5), way
+        assert close(theirs, gradients), way
+
+
+@pytest.mark.parametrize("compute", ["quantized", "dequantized"])
+def test_embeddings_are_given_in_the_compute_dtype(tmp_path: Path, compute: str) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    for dtype in ("float32", "float16"):
+        base = load_base(folder, dtype, quantize="mxfp4", quantized_compute=compute)
+        assert base.model(mx.array([[1, 2]])).dtype == getattr(mx, dtype)
+        assert base.quantized_compute == compute
+
+
+def test_auto_is_dequantised_on_the_cpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    assert load_base(folder, "auto", quantize="4").quantized_compute == "dequantized"
+    assert load_base(folder, "auto").quantized_compute is None
+    monkeypatch.setattr(dequantized, "on_cpu", lambda: False)
+    assert load_base(folder, "auto", quantize="4").quantized_compute == "quantized"
+    # MLX has no products of it.
+    assert load_base(folder, "auto", quantize="nf4").quantized_compute == "dequantized"
+
+
+def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", quantize=4)
+    assert slow_products(load_base(folder, "auto")) is None
+    slow = slow_products(load_base(folder, "auto", quantized_compute="quantized"))
+    assert slow is not None
+    assert "--quantized-compute dequantized" in slow
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
+def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
+    layer = nn.QuantizedLinear(128, 96, bias=False, mode=mode)
+    layer.__class__ = DequantizedLinear
+    packed = PackedRows(layer)
+    whole = layer.unpacked(mx.float32)
+    assert (packed.shape, packed.size) == (whole.shape, whole.size)
+    assert mx.array_equal(packed[:], whole)
+    assert mx.array_equal(packed[10:200], whole[10:])
+    assert mx.array_equal(packed[mx.array([5, 3])], whole[mx.array([5, 3])])
+
+
+def test_unpacked_matrices_are_not_kept() -> None:
+    size, layers = 512, 16
+    stack = [nn.QuantizedLinear(size, size, bias=False) for _ in range(layers)]
+    x = mx.ones((4, size))
+    mx.eval([layer.parameters() for layer in stack], x)
+    for layer in stack:
+        layer.__class__ = DequantizedLinear
+
+    def run(x: mx.array) -> mx.array:
+        for layer in stack:
+            x = product(x, layer)
+        return x.sum()
+
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(run)(x))
+    # Of 16 matrices, few at a time.
+    assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2

@@ -1,0 +1,109 @@
+"""Loading the base model: dtypes, quantisation, and folders that are not models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.model import loading, model_folder
+from mlxtune.backend.model.loading import load_base
+from mlxtune.errors import ModelError
+from tests.models import write_model
+
+
+def dtypes(base: loading.BaseModel) -> set[mx.Dtype]:
+    return {value.dtype for _, value in tree_flatten(base.model.parameters())}
+
+
+def test_auto_is_float32_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "on_cpu", lambda: True)
+    base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
+    assert base.dtype == "float32"
+    assert base.model(mx.array([[1, 2, 3]])).dtype == mx.float32
+    # Matrices stay as the file has them, which is half the memory, and are widened where used.
+    stored = {name for name, value in tree_flatten(base.model.parameters()) if value.ndim == 2}
+    parameters = dict(tree_flatten(base.model.parameters()))
+    assert {parameters[name].dtype for name in stored} == {mx.bfloat16}
+    assert {parameters[name].dtype for name in parameters.keys() - stored} == {mx.float32}
+
+
+def test_auto_is_the_models_own_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "on_cpu", lambda: False)
+    base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
+    assert dtypes(base) == {mx.bfloat16}
+
+
+def test_named_dtype_is_used(tmp_path: Path) -> None:
+    base = load_base(write_model(tmp_path, "llama"), "float16")
+    assert dtypes(base) == {mx.float16}
+
+
+def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
+    base = load_base(write_model(tmp_path, "llama", quantize=4), "auto")
+    parameters = dict(tree_flatten(base.model.parameters()))
+    weight = parameters["model.layers.0.self_attn.q_proj.weight"]
+    assert weight.dtype == mx.uint32
+    assert base.quantization == "4-bit affine, group 32"
+    assert "quantised (4-bit" in base.describe()
+
+
+def test_model_is_described(tmp_path: Path) -> None:
+    base = load_base(write_model(tmp_path, "gemma3_text"), "float32")
+    assert (base.model_type, base.num_layers, base.vocab_size) == ("gemma3_text", 3, 320)
+    size = sum(value.size for _, value in tree_flatten(base.model.parameters()))
+    assert base.parameters == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ('{"vocab_size": 7}', 7),
+        ('{"vocab_size": 9, "text_config": {"vocab_size": 7}}', 7),
+        ('{"vocab_size": 7, "text_config": {"hidden_size": 3}}', 7),
+        ('{"vocab_size": null, "text_config": null}', 0),
+        ('{"vocab_size": "7"}', 0),
+        *(("[7]", 0), ("{", 0), ("[" * 100_000, 0)),
+    ],
+)
+def test_size_of_the_vocabulary_is_read_without_the_model(
+    tmp_path: Path, text: str, size: int
+) -> None:
+    assert model_folder.vocab_size(tmp_path) == 0
+    (tmp_path / "config.json").write_text(text)
+    assert model_folder.vocab_size(tmp_path) == size
+
+
+def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mlx-community/Qwen3-0.6B-bf16"
+    asked: list[tuple[str, bool]] = []
+
+    def download(name: str, allow_patterns: list[str] | None) -> Path:
+        # None is mlx-lm's own choice, weights and all.
+        weights = allow_patterns is None or any("safetensors" in each for each in allow_patterns)
+        asked.append((name, weights))
+        return tmp_path
+
+    monkeypatch.setattr(loading.mlx_lm_utils, "_download", download)
+    assert model_folder.find_folder(name) == tmp_path
+    assert model_folder.find_folder(name, weights=False) == tmp_path
+    assert asked == [(name, True), (name, False)]
+
+
+@pytest.mark.parametrize("name", ["missing", "./owner/name", "a/b/c", "/owner"])
+def test_path_that_is_no_repository_name_is_not_downloaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading.mlx_lm_utils, "_download", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ModelError, match="no such folder: check --model-path"):
+        model_folder.find_folder(name)
+
+
+def test_truncated_weights_are_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"model.safetensors: cannot be read"):
+        load_base(folder, "auto")

@@ -1,0 +1,103 @@
+"""Memory limits and the relief of pressure, with the device's answers put in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlxtune.backend.model import memory
+
+
+@pytest.fixture(autouse=True)
+def restore_limits() -> Iterator[None]:
+    limit = mx.get_memory_limit()
+    cache = mx.set_cache_limit(0)
+    yield
+    mx.set_memory_limit(limit)
+    mx.set_cache_limit(cache)
+
+
+def test_limit_is_what_was_asked_for_in_decimal_gb() -> None:
+    limits = memory.set_limits(2.5)
+    assert limits.memory == mx.get_memory_limit() == 2_500_000_000
+    assert mx.set_cache_limit(0) == limits.cache
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_cache_is_for_devices_whose_allocator_keeps_none(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "on_cpu", lambda: cpu)
+    limits = memory.find_limits(4)
+    assert limits.cache == (0 if cpu else 500_000_000)
+    assert ("cache 0.5 GB" in limits.describe()) == (not cpu)
+    assert ("no Metal" in limits.describe()) == cpu
+
+
+def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"max_recommended_working_set_size": 17_000_000_000, "device_name": "Apple M3"}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    limits = memory.set_limits(24)
+    assert limits.memory == mx.get_memory_limit() == 17_000_000_000
+    assert "limit 17.0 GB" in limits.describe()
+    assert "Apple M3" in limits.describe()
+    assert memory.set_limits(8).memory == 8_000_000_000
+
+
+def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[int] = []
+    monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
+    memory.set_limits(4)
+    monkeypatch.setattr(memory.mx.metal, "is_available", lambda: True)
+    memory.set_limits(4)
+    assert wired == [4_000_000_000]
+
+
+@pytest.mark.parametrize(
+    ("active", "cached", "cleared"), [(80, 20, 1), (80, 5, 0), (95, 0, 0), (10, 85, 1)]
+)
+def test_cache_is_cleared_under_pressure_only(
+    monkeypatch: pytest.MonkeyPatch, active: int, cached: int, cleared: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(memory.mx, "get_memory_limit", lambda: 100)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: active)
+    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: cached)
+    monkeypatch.setattr(memory.mx, "clear_cache", lambda: calls.append(None))
+    memory.relieve_pressure()
+    assert len(calls) == cleared
+
+
+def test_peak_stays_the_highest_when_it_is_judged_anew() -> None:
+    memory.set_limits(2)
+    mx.eval(mx.zeros(3_000_000))
+    highest = memory.peak_bytes()
+    memory.start_peak()
+    mx.eval(mx.zeros(1_000_000))
+    assert memory.last_peak_gb() * memory.GB < highest - 4_000_000
+    assert memory.peak_bytes() == highest
+
+
+def test_only_what_was_used_since_the_start_is_judged() -> None:
+    memory.set_limits((mx.get_active_memory() + 10_000_000) / memory.GB)
+    mx.eval(mx.zeros(3_000_000))
+    assert memory.over_limit()
+    memory.start_peak()
+    assert not memory.over_limit()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[malloc] Unable to allocate 18 bytes.",
+        "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum",
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU)",
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+    ],
+)
+def test_failed_allocations_are_told_from_other_errors(message: str) -> None:
+    assert memory.ran_out(RuntimeError(message))
+    assert memory.ran_out(MemoryError())
+    assert not memory.ran_out(RuntimeError("[matmul] Last dimension of first input"))

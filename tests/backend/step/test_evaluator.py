@@ -1,0 +1,92 @@
+"""The losses of examples one by one, on every fast path, against the model as mlx-lm runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mlxtune import TrainConfig, train
+from mlxtune.backend.adapters.adapted import Adapted, load_adapted
+from mlxtune.backend.cpu import products
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.evaluator import Evaluator
+from mlxtune.backend.step.forward import Execution
+from mlxtune.core.data.encode import Example
+from tests.backend.executions import WAYS, fixed_step, model_folder
+from tests.models import sums, write_chat
+
+KERNELS = Execution(cpu_kernels=True, pack=True)
+
+
+def plain(model: object, example: Example) -> float:
+    """Return the summed cross-entropy of an example, from mlx-lm's full logits, in numpy."""
+    tokens, mask = example.tokens, example.assistant_mask[1:]
+    logits = np.array(model(mx.array(tokens[None, :-1]))[0], dtype=np.float64)  # type: ignore[operator]
+    highest = logits.max(axis=1)
+    total = highest + np.log(np.exp(logits - highest[:, None]).sum(axis=1))
+    return float(((total - logits[np.arange(len(mask)), tokens[1:]]) * mask).sum())
+
+
+def expected(model: object, examples: list[Example]) -> npt.NDArray[np.float64]:
+    return np.array([plain(model, example) for example in examples])
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter that was trained on the tiny Qwen3."""
+    folder = tmp_path_factory.mktemp("trained")
+    rows = write_chat(folder / "chat.jsonl", sums(20))
+    output = str(folder / "out" / "adapters.safetensors")
+    options = {"lr": 1e-2, "targets": ("all",), "val_split": 0.0, "samples": 0, "quiet": True}
+    train(TrainConfig(str(model_folder("qwen3")), str(rows), output=output, **options))  # type: ignore[arg-type]
+    return folder / "out"
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 60, 10_000])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_each_examples_loss_is_that_of_full_logits(way: Execution, tokens_at_once: int) -> None:
+    base = load_base(model_folder("qwen3"), "float32")
+    examples = fixed_step()
+    wanted = expected(base.model, examples)
+    evaluator = Evaluator(
+        base.model, base.parameters, pytest.fail, how=way, tokens_at_once=tokens_at_once
+    )
+    np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("way", [Execution(), KERNELS], ids=["plain", "kernels"])
+def test_other_heads_and_windows_give_it_too(architecture: str, way: Execution) -> None:
+    base = load_base(model_folder(architecture), "float32")
+    wanted = expected(base.model, fixed_step())
+    evaluator = Evaluator(base.model, base.parameters, pytest.fail, how=way)
+    np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", [Execution(), KERNELS], ids=["plain", "kernels"])
+def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Execution) -> None:
+    examples, folder = fixed_step(), model_folder("qwen3")
+    untouched = expected(load_base(folder, "float32").model, examples)
+    adapted: Adapted = load_adapted(load_base(folder, "float32"), str(adapter))
+    with_it = expected(adapted.model, examples)
+    assert np.abs(with_it - untouched).max() > 0.1
+    evaluator = Evaluator(adapted.model, adapted.base.parameters, pytest.fail, how=way)
+    for on, wanted in ((False, untouched), (True, with_it), (False, untouched)):
+        adapted.use_adapter(on)
+        np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
+
+
+def test_head_on_the_cpu_gives_each_position_its_own_loss() -> None:
+    rng = np.random.default_rng(0)
+    # More than the rows of a vocabulary that are worked on at once.
+    weight, hidden = rng.standard_normal((5000, 8)), rng.standard_normal((7, 8))
+    targets = rng.integers(0, 5000, 7)
+    logits = hidden @ weight.T
+    wanted = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(7), targets]
+    arrays = mx.array(weight.astype(np.float32)), mx.array(hidden.astype(np.float32))
+    found = np.array(products.head_losses(*arrays, mx.array(targets)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)

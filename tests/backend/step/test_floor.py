@@ -1,0 +1,143 @@
+"""The matrix products of a step: their count by formula, and their time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.utils import load_model
+
+from mlxtune.backend.lora.lora import apply_lora
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.floor import Product, ProductTimer, StepTokens, _rounded, step_products
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from tests.models import VOCAB_SIZE, write_model
+
+# The shape of tests/models.py.
+HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
+ATTENTION = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)
+MLP = 3 * HIDDEN * INNER
+# in + out of the q and v projections.
+LORA = RANK * (HIDDEN + HEADS * WIDTH + HIDDEN + KV_HEADS * WIDTH)
+LENGTHS = [10, 37, 100]
+T, PAIRS = sum(LENGTHS), sum(n * (n + 1) // 2 for n in LENGTHS)
+TOKENS = StepTokens([(n, 0) for n in LENGTHS], 50)
+
+
+def flops(folder: Path, tokens: StepTokens = TOKENS, **config: Any) -> dict[str, float]:
+    model, _ = load_model(folder, lazy=True)
+    apply_lora(model, InstructConfig(lora_rank=RANK, **config))
+    return flops_of(model, tokens)
+
+
+def flops_of(model: nn.Module, tokens: StepTokens = TOKENS) -> dict[str, float]:
+    counts = step_products(model, tokens, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    found: dict[str, float] = {}
+    for product, count in counts.items():
+        found[product.kind] = found.get(product.kind, 0) + count * product.flops
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers."""
+    return write_model(tmp_path_factory.mktemp("products") / "m", "qwen3", num_hidden_layers=4)
+
+
+def test_projections_run_forward_and_backward_but_for_the_first_attention(folder: Path) -> None:
+    whole = 2 * T * (ATTENTION + MLP)
+    assert flops(folder)["projections"] == pytest.approx(7 * whole + 2 * T * MLP)
+
+
+def test_layers_below_lora_run_forward_only(folder: Path) -> None:
+    whole = 2 * T * (ATTENTION + MLP)
+    found = flops(folder, num_layers=2)
+    assert found["projections"] == pytest.approx(4 * whole + whole + 2 * T * MLP)
+    assert found["attention"] == pytest.approx((4 + 2) * 2 * (2 * HEADS * WIDTH * PAIRS))
+
+
+def test_first_layer_with_lora_on_the_mlp_counts_no_gradient_of_inputs(folder: Path) -> None:
+    found = flops(folder, targets=("down_proj",))
+    assert found["projections"] == pytest.approx(7 * 2 * T * (ATTENTION + MLP))
+
+
+def test_lora_has_six_products_and_five_in_the_first_layer(folder: Path) -> None:
+    onto_inputs = 2 * T * RANK * 2 * HIDDEN
+    assert flops(folder)["LoRA"] == pytest.approx(4 * 3 * 2 * T * LORA - onto_inputs)
+
+
+def test_attention_is_the_causal_half_of_six_products(folder: Path) -> None:
+    one = 2 * HEADS * WIDTH * PAIRS
+    assert flops(folder)["attention"] == pytest.approx((4 * 2 + 3 * 4) * one)
+
+
+def test_head_runs_at_supervised_positions_alone(folder: Path) -> None:
+    assert flops(folder)["head"] == pytest.approx(2 * 2 * 50 * HIDDEN * VOCAB_SIZE)
+
+
+def test_prefix_that_runs_once_is_counted_once(folder: Path) -> None:
+    whole = flops(folder)
+    shared = flops(folder, StepTokens([(7, 0), *((n - 7, 7) for n in LENGTHS)], 50))
+    for kind in ("projections", "LoRA"):
+        assert shared[kind] == pytest.approx(whole[kind] * (T - 14) / T)
+    assert shared["attention"] == pytest.approx(whole["attention"] * (PAIRS - 2 * 28) / PAIRS)
+    assert shared["head"] == whole["head"]
+
+
+def test_sliding_window_bounds_the_pairs(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "g", "gemma3_text", sliding_window=20, vocab_size=VOCAB_SIZE)
+    pairs = 10 * 11 / 2 + 37 * 38 / 2 + 100 * 20
+    assert flops(folder)["attention"] == pytest.approx((3 * 2 + 2 * 4) * 2 * HEADS * WIDTH * pairs)
+
+
+def test_quantised_weights_count_as_what_they_stand_for(folder: Path, tmp_path: Path) -> None:
+    quantised = write_model(tmp_path / "q", "qwen3", quantize=4, num_hidden_layers=4)
+    assert flops(quantised) == pytest.approx(flops(folder))
+
+
+def test_model_that_a_pipeline_has_prepared_counts_the_same(folder: Path) -> None:
+    pipeline = InstructPipeline(load_base(folder, "auto").model, InstructConfig(lora_rank=RANK))
+    assert flops_of(pipeline.model) == pytest.approx(flops(folder))
+
+
+@given(st.integers(1, 10**6))
+def test_rounded_sizes_are_near_and_few(tokens: int) -> None:
+    size, share = _rounded(tokens)
+    assert size * share == pytest.approx(tokens)
+    assert 0.88 < share < 1.13
+    assert tokens < 8 or bin(size).rstrip("0").count("1") <= 3
+
+
+def test_time_is_by_kind_and_grows_with_the_count() -> None:
+    timer = ProductTimer("float32")
+    one, other = Product("head", 32, 64, 128), Product("LoRA", 64, 4, 64)
+    once = timer.seconds({one: 1, other: 0.5})
+    assert timer.seconds({one: 3, other: 0.5}) == pytest.approx(
+        {"head": 3 * once["head"], "LoRA": once["LoRA"]}
+    )
+    assert all(0 < seconds < 1 for seconds in once.values())
+
+
+def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[int, ...]] = []
+    original = ProductTimer._mlx
+    monkeypatch.setattr(
+        ProductTimer, "_mlx", lambda self, *shape: timed.append(shape) or original(self, *shape)
+    )
+    monkeypatch.setattr("mlxtune.backend.step.floor._LARGEST_FLOPS_CPU", 1e6)
+    monkeypatch.setattr("mlxtune.backend.step.floor._LARGEST_FLOPS_GPU", 1e6)
+    timer = ProductTimer("float32")
+    large = timer.seconds({Product("head", 4000, 50, 100): 1})["head"]
+    assert timed == [(1, 100, 50, 100)]
+    assert large == pytest.approx(40 * timer.seconds({Product("head", 100, 50, 100): 1})["head"])
+
+
+def test_products_are_of_real_size() -> None:
+    # A product of 2 GFLOP takes longer than any device could do it in a microsecond.
+    timer = ProductTimer("float32")
+    assert timer.seconds({Product("head", 1024, 1024, 1024): 1})["head"] > 1e-6

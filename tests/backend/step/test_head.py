@@ -1,0 +1,202 @@
+"""A model in two halves, and the loss of the second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.model.dequantized import PackedRows
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.head import SplitModel
+from mlxtune.backend.step.loss import fused_losses, head_loss_sum
+from tests.backend.cpu.compared import assert_close, assert_same_function, random
+from tests.backend.executions import (
+    assert_same,
+    computed,
+    fixed_step,
+    fresh,
+    model_folder,
+    pipeline,
+    plain_step,
+)
+
+TOKENS = mx.array([[5, 9, 200, 33], [1, 2, 3, 4]])
+
+
+def model_of(
+    architecture: str, quantize: int | None = None, overrides: tuple[tuple[str, Any], ...] = ()
+) -> nn.Module:
+    return load_base(model_folder(architecture, quantize, "float32", overrides), "float32").model
+
+
+@pytest.mark.parametrize("quantize", [None, 4])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "gemma3_text"])
+def test_head_after_trunk_is_the_model(architecture: str, quantize: int | None) -> None:
+    model = model_of(architecture, quantize)
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    split = SplitModel(model)
+    assert split.splits
+    hidden = split.hidden(TOKENS)
+    assert hidden.shape == (2, 4, 64)
+    logits = split.logits(hidden.reshape(8, 64)[mx.array([6, 1])])
+    assert_close(logits, model(TOKENS).reshape(8, -1)[mx.array([6, 1])], 1e-6)
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+@pytest.mark.parametrize(
+    "architecture, overrides, plain_product",
+    [
+        ("qwen3", (), True),
+        ("qwen3", (("tie_word_embeddings", False),), True),
+        ("llama", (), True),
+        ("gemma3_text", (), True),
+        ("gemma2", (), False),  # its logits are soft-capped
+        ("cohere", (("logit_scale", 0.0625), ("layer_norm_bias", False)), False),
+        ("phi", (("layer_norm_eps", 1e-5), ("partial_rotary_factor", 0.5)), False),  # has a bias
+    ],
+)
+def test_head_that_is_one_product_is_known(
+    architecture: str, overrides: tuple[tuple[str, Any], ...], plain_product: bool
+) -> None:
+    model = model_of(architecture, None, overrides)
+    split = SplitModel(model)
+    assert split.splits
+    assert (split.weight is not None) == plain_product
+    if split.weight is not None:
+        hidden = split.hidden(TOKENS)
+        assert_close(hidden @ split.weight.T, model(TOKENS), 1e-5)
+
+
+def test_quantised_head_is_no_plain_product() -> None:
+    folder = model_folder("llama", 4)
+    native = load_base(folder, "float32", quantized_compute="quantized").model
+    assert SplitModel(native).weight is None
+
+
+def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
+    for architecture in ("llama", "qwen3"):  # a head of its own, and tied
+        model = load_base(model_folder(architecture, 4), "float32").model
+        split = SplitModel(model)
+        assert isinstance(split.weight, PackedRows)
+        assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)
+
+
+def test_soft_cap_that_small_logits_hide_is_seen() -> None:
+    """Of the logits of these weights, tanh takes less than the tolerance of the comparison."""
+    model = model_of("gemma2")
+    model.final_logit_softcapping = 3000.0
+    assert SplitModel(model).weight is None
+
+
+class Wrapped(nn.Module):  # type: ignore[misc]
+    """A model whose trunk gives more than hidden states."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.model = _Pair(inner.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden, _ = self.model(inputs, cache)
+        logits: mx.array = self.model.inner.embed_tokens.as_linear(hidden)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.model.inner.layers)
+
+
+class _Pair(nn.Module):  # type: ignore[misc]
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, None]:
+        return self.inner(inputs, cache), None
+
+
+class Renamed(nn.Module):  # type: ignore[misc]
+    """A model that calls its trunk otherwise."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.backbone = inner.model
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden = self.backbone(inputs, cache)
+        logits: mx.array = self.backbone.embed_tokens.as_linear(hidden)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.backbone.layers)
+
+
+@pytest.mark.parametrize("how", [Execution(), Execution(cpu_kernels=True)], ids=["mlx", "cpu"])
+@pytest.mark.parametrize("kind", [Wrapped, Renamed])
+def test_model_whose_trunk_is_not_found_runs_whole(
+    kind: Any, how: Execution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded:
+        def __init__(self, folder: Path, dtype: str) -> None:
+            self.model = kind(load_base(folder, dtype).model)
+
+    monkeypatch.setattr("tests.backend.executions.load_base", Loaded)
+    odd = fresh(model_folder("qwen3"), how, 10_000)
+    assert not odd.forward.how.split_head
+    assert not odd.forward.shares_prefixes
+    assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
+
+
+def test_head_is_run_on_supervised_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = pipeline("gemma2", Execution(loss_chunk=5), tokens=10_000)
+    counts: list[int] = []
+    plain = SplitModel.logits
+
+    def counted(self: SplitModel, hidden: mx.array) -> mx.array:
+        counts.append(len(hidden))
+        return plain(self, hidden)
+
+    monkeypatch.setattr(SplitModel, "logits", counted)
+    found = computed(fast, fixed_step())
+    assert sum(counts) == found.tokens
+    assert max(counts) == 5
+    assert_same(found, plain_step("gemma2"))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
+    weight, targets = random(50, 8), mx.array([3, 0, 49, 3, 7, 12, 1])
+    counted = mx.array([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+
+    def whole(hidden: mx.array) -> mx.array:
+        losses: mx.array = nn.losses.cross_entropy(mx.tanh(hidden @ weight.T), targets)
+        return (losses * counted).sum()
+
+    def in_chunks(hidden: mx.array) -> mx.array:
+        def logits(rows: mx.array) -> mx.array:
+            assert len(rows) <= chunk
+            return mx.tanh(rows @ weight.T)
+
+        return head_loss_sum(logits, hidden, targets, counted, chunk, fused_losses)
+
+    assert_same_function(in_chunks, whole, random(7, 8))
+
+
+def test_loss_scales_with_what_it_is_part_of() -> None:
+    weight, targets, hidden = random(50, 8), mx.array([3, 0]), random(2, 8)
+
+    def loss(hidden: mx.array, factor: float) -> mx.array:
+        ones = mx.ones(2)
+        total = head_loss_sum(lambda x: x @ weight.T, hidden, targets, ones, 1, fused_losses)
+        return total * factor
+
+    one, half = (mx.grad(lambda x, f=f: loss(x, f))(hidden) for f in (1.0, 0.5))
+    assert np.abs(np.array(one)).max() > 0.1
+    assert_close(half, one * 0.5, 1e-6)

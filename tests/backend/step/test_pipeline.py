@@ -1,0 +1,263 @@
+"""The loss, its gradient and the update, against the formulas written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.errors import NonFiniteLossError
+from tests.backend.conftest import MakePipeline, random_examples
+
+ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
+
+
+def reference(
+    pipeline: InstructPipeline, folder: Path, examples: list[Example]
+) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
+    """Loss and gradients of plain dense weights W + scale (A B)^T, one example at a time.
+
+    No padding, no LoRA layers, no mlxtune code: the unchanged model of mlx-lm, log-softmax
+    written out, the sum over supervised targets divided by their count.
+    """
+    model = load_base(folder, "float32").model
+    scale = pipeline.lora.alpha / pipeline.lora.rank
+    adapters = dict(tree_flatten(pipeline.model.trainable_parameters()))
+    dense = dict(tree_flatten(model.parameters()))
+    names = [name.removesuffix(".lora_a") for name in adapters if name.endswith(".lora_a")]
+    count = sum(int(example.assistant_mask[1:].sum()) for example in examples)
+
+    def loss(adapters: dict[str, mx.array], tokens: mx.array, mask: mx.array) -> mx.array:
+        merged = [
+            (
+                f"{name}.weight",
+                dense[f"{name}.weight"]
+                + scale * (adapters[f"{name}.lora_a"] @ adapters[f"{name}.lora_b"]).T,
+            )
+            for name in names
+        ]
+        model.update(tree_unflatten(merged))
+        logits = model(tokens[None])[0, :-1]
+        log_probabilities = logits - mx.log(mx.exp(logits).sum(-1, keepdims=True))
+        picked = log_probabilities[mx.arange(len(tokens) - 1), tokens[1:]]
+        return -(picked * mask[1:]).sum() / count
+
+    total, gradients = 0.0, {name: np.zeros(value.shape) for name, value in adapters.items()}
+    for example in examples:
+        mask = mx.array(example.assistant_mask.astype(np.float32))
+        part, parts = mx.value_and_grad(loss)(adapters, mx.array(example.tokens), mask)
+        total += part.item()
+        for name, value in parts.items():
+            gradients[name] += np.array(value)
+    return total, gradients
+
+
+def assert_same_gradients(
+    found: dict[str, Any], expected: dict[str, np.ndarray[Any, Any]], tolerance: float = 1e-4
+) -> None:
+    flat = {name: np.array(value) for name, value in tree_flatten(found)}
+    assert flat.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    assert largest > 1e-3
+    for name, value in expected.items():
+        assert np.abs(flat[name] - value).max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 100, 10_000])
+def test_loss_and_gradients_equal_the_formula(
+    make_pipeline: MakePipeline, tmp_path: Path, architecture: str, micro_batch_tokens: int
+) -> None:
+    pipeline = make_pipeline(architecture, micro_batch_tokens=micro_batch_tokens, targets=("all",))
+    examples = random_examples()
+
+    loss, gradients, _ = pipeline.loss_and_gradients(examples)
+
+    expected, expected_gradients = reference(pipeline, tmp_path / f"{architecture}-None", examples)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_same_gradients(gradients, expected_gradients)
+
+
+def test_evaluation_equals_the_formula_and_is_weighted_by_tokens(
+    make_pipeline: MakePipeline, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("qwen3", micro_batch_tokens=50)
+    examples = random_examples(9)
+
+    result = pipeline.evaluate(examples)
+
+    expected, _ = reference(pipeline, tmp_path / "qwen3-None", examples)
+    assert result.avg_loss == pytest.approx(expected, rel=1e-5)
+    assert result.total_response_tokens == sum(e.supervised for e in examples)
+    assert result.perplexity == pytest.approx(np.exp(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("quantize", [None, 4])
+def test_splitting_a_step_changes_neither_loss_nor_gradient(
+    make_pipeline: MakePipeline, dropout: float, quantize: int | None
+) -> None:
+    examples = random_examples(6)
+    whole = make_pipeline("gemma3_text", quantize=quantize, dropout=dropout)
+    split = make_pipeline("gemma3_text", quantize=quantize, dropout=dropout, micro_batch_tokens=30)
+
+    loss, gradients, tokens = whole.loss_and_gradients(examples, step=3)
+    split_loss, split_gradients, split_tokens = split.loss_and_gradients(examples[::-1], step=3)
+
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    assert split_tokens == tokens
+    assert_same_gradients(
+        split_gradients, {name: np.array(value) for name, value in tree_flatten(gradients)}
+    )
+
+
+def test_dropout_depends_on_seed_step_and_row_alone(make_pipeline: MakePipeline) -> None:
+    examples = random_examples(3)
+
+    def loss(step: int, seed: int = 42, dropout: float = 0.5) -> float:
+        pipeline = make_pipeline("qwen3", dropout=dropout, seed=seed)
+        pipeline.loss_and_gradients(examples, step=step + 1)  # what ran before has no part in it
+        return pipeline.loss_and_gradients(examples, step=step)[0]
+
+    assert loss(1) == loss(1)
+    assert len({loss(1), loss(2), loss(1, seed=43), loss(1, dropout=0.0)}) == 4
+
+
+def test_validation_knows_no_dropout(make_pipeline: MakePipeline) -> None:
+    examples = random_examples(3)
+    pipeline = make_pipeline("qwen3", dropout=0.5)
+    pipeline.loss_and_gradients(examples)
+    without = make_pipeline("qwen3")
+    assert pipeline.evaluate(examples).avg_loss == without.evaluate(examples).avg_loss
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_update_is_adamw_with_bias_correction_and_clipping(
+    make_pipeline: MakePipeline, clip: float
+) -> None:
+    """AdamW, arXiv:1711.05101 algorithm 2, in float64; the gradients are the pipeline's own."""
+    pipeline = make_pipeline("llama", gradient_clip_norm=clip, weight_decay=0.1)
+    examples = random_examples(3)
+    theta = {
+        name: np.array(value, dtype=np.float64)
+        for name, value in tree_flatten(pipeline.model.trainable_parameters())
+    }
+    m = {name: np.zeros_like(value) for name, value in theta.items()}
+    v = {name: np.zeros_like(value) for name, value in theta.items()}
+    for step, rate in enumerate((1e-2, 5e-3, 2e-2), start=1):
+        _, gradients, _ = pipeline.loss_and_gradients(examples)
+        g = {name: np.array(value, np.float64) for name, value in tree_flatten(gradients)}
+        norm = np.sqrt(sum((value**2).sum() for value in g.values()))
+        shrink = min(1.0, clip / norm) if clip else 1.0
+
+        result = pipeline.train_batch(examples, step=step, learning_rate=rate)
+
+        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+        for name in theta:
+            m[name] = 0.9 * m[name] + 0.1 * shrink * g[name]
+            v[name] = 0.999 * v[name] + 0.001 * (shrink * g[name]) ** 2
+            adam = (m[name] / (1 - 0.9**step)) / (np.sqrt(v[name] / (1 - 0.999**step)) + 1e-8)
+            theta[name] = theta[name] - rate * 0.1 * theta[name] - rate * adam
+    for name, value in tree_flatten(pipeline.model.trainable_parameters()):
+        np.testing.assert_allclose(np.array(value), theta[name], atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("quantize", [None, 4])
+def test_nothing_but_the_lora_matrices_changes(
+    make_pipeline: MakePipeline, quantize: int | None
+) -> None:
+    pipeline = make_pipeline("gemma2", quantize=quantize)
+    before = {
+        name: np.array(value.view(mx.uint8))
+        for name, value in tree_flatten(pipeline.model.parameters())
+    }
+
+    for step in (1, 2, 3):
+        pipeline.train_batch(random_examples(3, seed=step), step=step, learning_rate=1e-2)
+
+    after = dict(tree_flatten(pipeline.model.parameters()))
+    changed = {
+        name for name in before if not np.array_equal(before[name], after[name].view(mx.uint8))
+    }
+    assert after.keys() == before.keys()
+    assert changed == {name for name in before if name.endswith(("lora_a", "lora_b"))}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_keeps_float32_lora_matrices_and_gradients(
+    make_pipeline: MakePipeline, dtype: str
+) -> None:
+    pipeline = make_pipeline("qwen3", dtype=dtype)
+    full = make_pipeline("qwen3")
+    examples = random_examples(3)
+
+    loss, gradients, _ = pipeline.loss_and_gradients(examples)
+
+    assert {value.dtype for _, value in tree_flatten(gradients)} == {mx.float32}
+    assert {value.dtype for _, value in tree_flatten(pipeline.model.trainable_parameters())} == {
+        mx.float32
+    }
+    assert pipeline.model(mx.array([[1, 2, 3]])).dtype == getattr(mx, dtype)
+    assert loss == pytest.approx(full.loss_and_gradients(examples)[0], rel=2e-2)
+
+
+def test_step_that_is_not_finite_is_an_error_and_changes_nothing(
+    make_pipeline: MakePipeline,
+) -> None:
+    pipeline = make_pipeline("qwen3")
+    name = "model.layers.0.self_attn.v_proj.lora_a"
+    value = dict(tree_flatten(pipeline.model.trainable_parameters()))[name]
+    pipeline.model.update(tree_unflatten([(name, mx.full(value.shape, 3e38))]))
+    before = dict(tree_flatten(pipeline.model.trainable_parameters()))
+
+    with pytest.raises(NonFiniteLossError, match=r"step 7: .* at learning rate 0\.5"):
+        pipeline.train_batch(random_examples(2), step=7, learning_rate=0.5)
+
+    for name, value in tree_flatten(pipeline.model.trainable_parameters()):
+        assert mx.array_equal(value, before[name]), name
+
+
+def test_train_step_learns_one_example(make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline("qwen3", learning_rate=1e-2)
+    example = random_examples(1)[0]
+    first = pipeline.train_step(example)
+    for _ in range(5):
+        last = pipeline.train_step(example)
+    assert first.num_response_tokens == example.supervised
+    assert last.loss < first.loss
+
+
+def test_losses_of_a_real_model_equal_the_golden_ones(shared: Path) -> None:
+    """golden.json comes from another implementation: mean loss over a text after BOS."""
+    import json
+
+    from mlxtune.backend.text.tokenizer import load_tokenizer
+
+    folder = shared / "models" / "stories260k"
+    pipeline = InstructPipeline(load_base(folder, "float32").model, InstructConfig())
+    tokenizer = load_tokenizer(folder)
+    golden = json.loads((folder / "golden.json").read_text())["nll_mean"]
+    assert golden
+    for text, (loss, count) in golden.items():
+        ids = [tokenizer.bos_id, *tokenizer.encode_batch([text])[0].ids]
+        mask = np.array([0] + [1] * (len(ids) - 1), dtype=np.uint8)
+        result = pipeline.evaluate([Example(1, np.array(ids, dtype=np.int32), mask)])
+        assert result.total_response_tokens == count
+        assert result.avg_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_pipeline_is_what_the_trainer_asks_for(make_pipeline: MakePipeline) -> None:
+    from mlxtune.core.training.pipeline import Pipeline
+
+    pipeline: Pipeline = make_pipeline("qwen3")
+    assert isinstance(pipeline.model, nn.Module)  # type: ignore[attr-defined]
+    assert pipeline.describe()["lora_rank"] == 4

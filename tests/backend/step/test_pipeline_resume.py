@@ -1,0 +1,154 @@
+"""A pipeline that is saved, made anew and restored takes the steps that it would have taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import safetensors.numpy
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.adapters import adapter_state
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.errors import ModelError
+from tests.models import VOCAB_SIZE, write_model
+
+STEPS, STOP = 6, 3
+WAYS = {
+    "plain": Execution(),
+    "layer by layer": Execution(recompute=True),
+    "the CPU's own functions": Execution(cpu_kernels=True, pack=True),
+}
+
+
+def pipeline(folder: Path, how: Execution, **options: Any) -> InstructPipeline:
+    given: dict[str, Any] = {"lora_rank": 4, "targets": ("all",), "dropout": 0.1}
+    config = InstructConfig(**given | options)
+    return InstructPipeline(
+        load_base(folder, "float32").model, config, how=how, micro_batch_tokens=60
+    )
+
+
+def examples(step: int) -> list[Example]:
+    """Return six examples of 5 to 25 tokens, of which three begin alike."""
+    draw = np.random.default_rng(step)
+    prefix = draw.integers(3, VOCAB_SIZE, 4)
+    found = []
+    for row in range(6):
+        tokens = draw.integers(3, VOCAB_SIZE, draw.integers(5, 22))
+        tokens = np.concatenate([prefix, tokens]) if row % 2 else tokens
+        mask = (draw.random(len(tokens)) < 0.5).astype(np.uint8)
+        mask[-1] = 1
+        found.append(Example(row, tokens.astype(np.int32), mask))
+    return found
+
+
+def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None]]:
+    """Take steps of other examples and rates each; return losses and gradient norms."""
+    results = [
+        made.train_batch(examples(step), step=step, learning_rate=1e-2 / step) for step in steps
+    ]
+    return [(result.avg_loss, result.grad_norm) for result in results]
+
+
+def state(made: InstructPipeline) -> dict[str, bytes]:
+    """Every trainable tensor and every moment, as bytes."""
+    tensors = adapter_state.adapter_tensors(made.model) | dict(tree_flatten(made._optimizer.state))
+    return {name: bytes(memoryview(value)) for name, value in tensors.items()}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3_text", "quantised"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind = request.param
+    bits = 4 if kind == "quantised" else None
+    name = "qwen3" if bits else kind
+    return write_model(tmp_path_factory.mktemp("model") / kind, name, quantize=bits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("targets", [("all",), ("q_proj", "v_proj")], ids=["all", "q_and_v"])
+def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
+    folder: Path, tmp_path: Path, way: str, targets: tuple[str, ...]
+) -> None:
+    whole = pipeline(folder, WAYS[way], targets=targets)
+    expected = take(whole, range(1, STEPS + 1))
+
+    first = pipeline(folder, WAYS[way], targets=targets)
+    assert take(first, range(1, STOP + 1)) == expected[:STOP]
+    snapshot = first.snapshot()
+    # It writes what was, whatever has come since.
+    take(first, range(STOP + 1, STEPS + 1))
+    snapshot(tmp_path)
+
+    again = pipeline(folder, WAYS[way], targets=targets)
+    again.restore(tmp_path)
+    assert take(again, range(STOP + 1, STEPS + 1)) == expected[STOP:]
+    assert state(again) == state(whole)
+
+
+def test_micro_batches_that_were_halved_stay_halved_and_a_smaller_plan_stays_small(
+    folder: Path, tmp_path: Path
+) -> None:
+    made = pipeline(folder, WAYS["plain"])
+    take(made, range(1, 2))
+    made.micro_batch_tokens = 30
+    made.save(tmp_path)
+
+    again = pipeline(folder, WAYS["plain"])
+    again.restore(tmp_path)
+    assert again.micro_batch_tokens == 30
+    again.micro_batch_tokens = 20
+    again.restore(tmp_path)
+    assert again.micro_batch_tokens == 20
+
+
+@pytest.mark.parametrize("missing", ["step", "micro_batch_tokens"])
+def test_optimizer_file_that_does_not_fit_is_an_error_and_changes_nothing(
+    folder: Path, tmp_path: Path, missing: str
+) -> None:
+    made = pipeline(folder, WAYS["plain"])
+    take(made, range(1, 3))
+    made.save(tmp_path)
+    path = tmp_path / adapter_state.OPTIMIZER
+    tensors = safetensors.numpy.load_file(path)
+    other = pipeline(folder, WAYS["plain"])
+    before = state(other)
+
+    settings = {"step": "2", "micro_batch_tokens": "60"}
+    for broken in (
+        {name: value for name, value in settings.items() if name != missing},
+        settings | {missing: "many"},
+        settings | {missing: "-5"},
+    ):
+        safetensors.numpy.save_file(tensors, path, metadata=broken)
+        with pytest.raises(ModelError, match=r"says nothing of|cannot be read"):
+            other.restore(tmp_path)
+    name = next(name for name in tensors if name.endswith(".m"))
+    safetensors.numpy.save_file({**tensors, name: tensors[name][:1].copy()}, path, settings)
+    with pytest.raises(ModelError, match="does not fit"):
+        other.restore(tmp_path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ModelError, match="cannot be read"):
+        other.restore(tmp_path)
+    assert state(other) == before
+
+
+def test_adapter_of_a_snapshot_is_what_mlx_lm_loads(folder: Path, tmp_path: Path) -> None:
+    from mlx_lm.tuner.utils import load_adapters
+
+    made = pipeline(folder, WAYS["plain"], dropout=0.0)
+    take(made, range(1, 3))
+    made.save(tmp_path)
+    theirs = load_adapters(load_base(folder, "float32").model, str(tmp_path))
+    found = dict(tree_flatten(theirs.trainable_parameters()))
+    ours = adapter_state.adapter_tensors(made.model)
+    assert (tmp_path / ADAPTER).is_file()
+    assert all(mx.array_equal(found[name], value) for name, value in ours.items())

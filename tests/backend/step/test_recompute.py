@@ -1,0 +1,213 @@
+"""The backward pass layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlxtune.backend.cpu.kept import Reads
+from mlxtune.backend.lora.lora import DropoutKeys
+from mlxtune.backend.step.recompute import Layerwise
+from tests.backend.cpu.compared import assert_close, random
+from tests.backend.executions import SPLIT, assert_same, computed, fixed_step, fresh, model_folder
+
+WAYS = [(False, False), (True, False), (True, True)]
+
+
+class Gain(nn.Module):  # type: ignore[misc]
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.gain = random(4, seed=seed)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.gain
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    """Counts its calls; the gain may be trained."""
+
+    def __init__(self, seed: int, trained: bool = True) -> None:
+        super().__init__()
+        self.weight = random(4, 4, seed=seed)
+        self.out = Gain(seed + 50)
+        self.freeze()
+        if trained:
+            self.out.unfreeze()
+        self.calls: list[int] = []
+
+    def __call__(self, x: mx.array, mask: Any = None) -> mx.array:
+        self.calls.append(1)
+        return x + self.out(mx.tanh(x @ self.weight))
+
+
+class Stack(nn.Module):  # type: ignore[misc]
+    def __init__(self, *trained: bool) -> None:
+        super().__init__()
+        self.layers = [Layer(i, kind) for i, kind in enumerate(trained)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in self.layers:
+            x = layer(x, None)
+        return x
+
+
+def gradients(stack: Stack, running: Any) -> tuple[mx.array, dict[str, mx.array]]:
+    def loss(parameters: dict[str, Any]) -> mx.array:
+        stack.update(parameters)
+        with running():
+            return stack(random(2, 3, 4, seed=99)).square().sum()
+
+    parameters = stack.trainable_parameters()
+    value, found = mx.value_and_grad(loss)(parameters)
+    stack.update(parameters)
+    flat = {k: v for k, v in tree_flatten(found) if isinstance(v, mx.array)}
+    mx.eval(value, flat)
+    return value, flat
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("eager, keeps", WAYS)
+@pytest.mark.parametrize("trained", [(True, True, True), (False, True, False, True), (True,)])
+def test_gradients_stay_the_same(trained: tuple[bool, ...], eager: bool, keeps: bool) -> None:
+    expected_value, expected = gradients(Stack(*trained), plainly)
+    stack = Stack(*trained)
+    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=eager, keep_products=keeps)
+    value, found = gradients(stack, layerwise.running)
+    assert_close(value, expected_value, 1e-6)
+    assert found.keys() == expected.keys() != set()
+    for name in expected:
+        assert_close(found[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize("eager, keeps", WAYS)
+def test_each_layer_is_run_again_but_those_below_the_first_trained(
+    eager: bool, keeps: bool
+) -> None:
+    stack = Stack(False, False, True, False)
+    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=eager, keep_products=keeps)
+    gradients(stack, layerwise.running)
+    assert [len(layer.calls) for layer in stack.layers] == [1, 1, 2, 2]
+
+
+def test_outside_of_running_nothing_differs() -> None:
+    stack = Stack(True, True)
+    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=True, keep_products=False)
+    gradients(stack, plainly)
+    assert [len(layer.calls) for layer in stack.layers] == [1, 1]
+    gradients(stack, layerwise.running)
+    gradients(stack, plainly)
+    assert [len(layer.calls) for layer in stack.layers] == [4, 4]
+
+
+def test_only_these_instances_change() -> None:
+    stack, other = Stack(True, True), Stack(True, True)
+    call = Layer.__call__
+    Layerwise(stack.layers, DropoutKeys(), eager=False, keep_products=False)
+    assert Layer.__call__ is call
+    assert all(type(layer) is Layer for layer in other.layers)
+    assert all(isinstance(layer, Layer) for layer in stack.layers)
+    assert all(type(layer).__name__ == "Layer" for layer in stack.layers)
+
+
+def test_layers_keep_the_parameters_they_were_given() -> None:
+    """What stands in their place while a layer runs as a function does not stay there."""
+    stack = Stack(True, True)
+    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=False, keep_products=False)
+
+    def loss(parameters: dict[str, Any]) -> mx.array:
+        stack.update(parameters)
+        given = dict(tree_flatten(stack.trainable_parameters()))
+        with layerwise.running():
+            total = stack(random(2, 3, 4)).sum()
+        for name, value in tree_flatten(stack.trainable_parameters()):
+            assert value is given[name]
+        return total
+
+    mx.grad(loss)(stack.trainable_parameters())
+
+
+def test_error_ends_the_running() -> None:
+    stack = Stack(True)
+    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=True, keep_products=False)
+    with pytest.raises(RuntimeError, match="stop"), layerwise.running():
+        raise RuntimeError("stop")
+    gradients(stack, plainly)
+    assert len(stack.layers[0].calls) == 1
+
+
+class _Several(Layer):
+    """A layer that gives and takes more than hidden states, as those of Gemma 4 and Hunyuan."""
+
+    def __call__(self, x: mx.array, mask: Any = None, shared: Any = None) -> Any:
+        mixed = self.out(mx.tanh(x @ self.weight))
+        keys = mixed if shared is None else shared[0]
+        return x + mixed + keys, (keys, 7)
+
+
+class _Sharing(Stack):
+    def __init__(self, *trained: bool) -> None:
+        super().__init__(*trained)
+        self.layers = [_Several(i, kind) for i, kind in enumerate(trained)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        shared = None
+        for layer in self.layers:
+            x, shared = layer(x, None, shared)  # type: ignore[call-arg]
+        assert shared is not None
+        assert shared[1] == 7
+        return x
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_that_hand_on_more_than_hidden_states(eager: bool) -> None:
+    _, expected = gradients(_Sharing(True, True, True), plainly)
+    stack = _Sharing(True, True, True)
+    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=eager, keep_products=False)
+    _, found = gradients(stack, layerwise.running)
+    for name in expected:
+        assert_close(found[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "expected"),
+    [
+        ("qwen3", ("q_proj", "v_proj"), Reads(inputs=False, last=False)),
+        ("qwen3", ("all",), Reads(inputs=True, last=False)),
+        # A norm behind it reads the last product.
+        ("gemma3_text", ("q_proj", "v_proj"), Reads(inputs=False, last=True)),
+    ],
+)
+def test_what_a_layer_reads_is_found_out(
+    architecture: str, targets: tuple[str, ...], expected: Reads
+) -> None:
+    how = replace(SPLIT, cpu_kernels=True)
+    pipeline = fresh(model_folder(architecture), how, tokens=10_000, targets=targets)
+    plain = fresh(model_folder(architecture), tokens=1, targets=targets)
+    for _ in range(2):
+        assert_same(computed(pipeline, fixed_step()), computed(plain, fixed_step()))
+    layerwise = pipeline.forward._layerwise
+    assert layerwise is not None
+    assert set(layerwise._reads.values()) == {expected}
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_of_what_layers_keep() -> None:
+    how = replace(SPLIT, cpu_kernels=True)
+    pipeline = fresh(model_folder("qwen3"), how, tokens=10_000, targets=("q_proj",))
+    parameters = pipeline.model.trainable_parameters()
+    pipeline.model.update(tree_map(lambda value: value * mx.array(math.nan), parameters))
+    loss, _, _ = pipeline.loss_and_gradients(fixed_step())
+    assert math.isnan(loss)
+    assert pipeline.forward._layerwise is not None
+    assert not pipeline.forward._layerwise._reads

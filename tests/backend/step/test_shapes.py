@@ -1,0 +1,191 @@
+"""What is known of a model before its weights are read, and the peaks that are predicted of it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.lora.lora import apply_lora
+from mlxtune.backend.model.loading import BaseModel, load_base, open_base, read_weights
+from mlxtune.backend.model.quantize import FORMATS
+from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.shapes import model_shapes, way_of
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.memory_plan import least, remedies
+from mlxtune.core.steps.memory_prediction import Load, Way, load_of, predict
+from mlxtune.errors import ModelError
+from tests.models import MODEL_TYPES, write_model
+
+# Large enough that what is counted outweighs what is not.
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "vocab_size": 6000,
+}
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("all",)])
+@pytest.mark.parametrize("quantize", [None, 4])
+def test_shapes_are_those_of_the_model_once_loaded(
+    tmp_path: Path, architecture: str, targets: tuple[str, ...], quantize: int | None
+) -> None:
+    folder = write_model(tmp_path / "model", architecture, dtype="bfloat16", quantize=quantize)
+    config = InstructConfig(lora_rank=4, targets=targets, num_layers=1)
+    shapes = model_shapes(open_base(folder, "float32"), config, kernels=False)
+
+    model = load_base(folder, "float32").model
+    assert shapes.weights == sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    assert shapes.trainable == apply_lora(model, config).trainable_parameters
+    # q 64, k 32, v 32, o 64; gate 96, up 96, down 64: hidden is 64, there are two KV heads of 16.
+    assert (shapes.layers, shapes.products, shapes.widest_product) == (1, 448, 96)
+    # A quantised head is dequantised for its products on the CPU, in some copies.
+    copies = 4 if quantize else 1
+    assert (shapes.stored_itemsize, shapes.head_cast) == (0 if quantize else 2, copies * 320 * 64)
+    assert shapes.plain_head == (architecture != "gemma2")
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"dora": True},
+        {"target_rank": ("q_proj=9", "1.mlp.up_proj=2")},
+        {"init": "pissa", "target_rank": ("v_proj=2",)},
+    ],
+)
+def test_trained_parameters_of_the_family_are_counted(
+    tmp_path: Path, member: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    config = InstructConfig(lora_rank=4, targets=("all",), **member)
+    shapes = model_shapes(open_base(folder, "float32"), config, kernels=False)
+    model = load_base(folder, "float32").model
+    plain = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    trained = apply_lora(model, config).trainable_parameters
+    assert shapes.trainable == trained
+    assert shapes.weights == plain + (4 * trained if "init" in member else 0)
+
+
+def test_opening_a_model_reads_no_weights(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", **SHAPE)
+    gc.collect()
+    before = mx.get_active_memory()
+    base = open_base(folder, "float32")
+    model_shapes(base, InstructConfig(), kernels=True)
+    assert mx.get_active_memory() - before < 1_000_000
+    read_weights(base)
+    assert mx.get_active_memory() - before > 10_000_000
+
+
+def test_wrong_targets_are_found_before_the_weights_are_read(tmp_path: Path) -> None:
+    base = open_base(write_model(tmp_path / "model", "qwen3"), "float32")
+    with pytest.raises(ModelError, match="did you mean"):
+        model_shapes(base, InstructConfig(targets=("qproj",)), kernels=True)
+    with pytest.raises(ModelError, match="has 2 layers"):
+        model_shapes(base, InstructConfig(num_layers=9), kernels=True)
+
+
+def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 300, prefix)
+    mask = np.zeros(prefix + length + 1, dtype=np.uint8)
+    mask[-20:] = 1
+    return [
+        Example(i, np.concatenate([shared, rng.integers(0, 300, length + 1)]).astype("i4"), mask)
+        for i in range(count)
+    ]
+
+
+def check_peak(
+    base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
+) -> None:
+    """Take a step with a model that was opened; its peak is about as predicted."""
+    shapes = model_shapes(base, config, kernels=how.cpu_kernels)
+    gc.collect()  # what earlier tests left
+    elsewhere = mx.get_active_memory()
+    read_weights(base)
+    pipeline = InstructPipeline(base.model, config, micro_batch_tokens=10**6, how=how)
+    (group,) = [group for group, _ in pipeline.micro_batches(step)]
+    mx.clear_cache()
+    mx.reset_peak_memory()
+
+    pipeline.train_batch(step)
+
+    measured = mx.get_peak_memory() - elsewhere
+    predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (examples(4, 128), {}),
+        (examples(1, 1024), {}),
+        (examples(4, 64, prefix=200), {}),
+        (examples(4, 128), {"tie_word_embeddings": False}),
+        (examples(4, 128), {"targets": ("all",)}),
+        (examples(4, 128), {"targets": ("all",), "num_layers": 2}),
+        (examples(4, 128), {"targets": ("all",), "dora": True}),
+        (examples(4, 128), {"targets": ("all",), "init": "pissa", "target_rank": ("up_proj=64",)}),
+    ],
+    ids=["short", "long", "prefix", "untied", "all", "last layers", "DoRA", "PiSSA"],
+)
+def test_predicted_peak_is_near_the_measured(
+    tmp_path: Path, kernels: bool, recompute: bool, step: list[Example], changes: dict[str, Any]
+) -> None:
+    model = {name: value for name, value in changes.items() if name.startswith("tie")}
+    lora = {name: value for name, value in changes.items() if name not in model}
+    folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE | model)
+    base, config = open_base(folder, "float32"), InstructConfig(lora_rank=8, **lora)
+    how = Execution(cpu_kernels=kernels, pack=kernels, recompute=recompute)
+    check_peak(base, config, how, step)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3_text"])
+def test_bytes_of_quantised_weights_are_known_before_they_are_read(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = write_model(tmp_path / "model", architecture, dtype="bfloat16")
+    for name, double in [*((name, False) for name in FORMATS), ("nf4", True)]:
+        base = open_base(folder, "auto", quantize=name, double_quant=double)
+        predicted = model_shapes(base, InstructConfig(), kernels=False)
+        read_weights(base)
+        found = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
+        assert predicted.weights == found, name
+        assert (predicted.unpacked > 0) and predicted.stored_itemsize == 0
+
+
+def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
+    config, load, way = InstructConfig(lora_rank=8), Load(1, 512, 100), Way(512)
+    shapes = model_shapes(open_base(folder, "float32"), config, kernels=True)
+    advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
+    quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, kernels=True)
+    needed = least(replace(shapes, weights=quantised.weights), way, load).total
+    assert advice.startswith("--quantize 4 (about ")
+    assert float(advice.split()[3]) == pytest.approx(needed / 1e9, abs=0.006)
+
+
+@pytest.mark.parametrize("quantize", ["4", "nvfp4", "nf4"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
+    tmp_path: Path, kernels: bool, quantize: str
+) -> None:
+    folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
+    base = open_base(folder, "float32", quantize=quantize)
+    config, step = InstructConfig(lora_rank=8, targets=("all",)), examples(4, 128)
+    how = Execution(cpu_kernels=kernels, pack=kernels)
+    check_peak(base, config, how, step)

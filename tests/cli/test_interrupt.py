@@ -1,0 +1,163 @@
+"""The command when it is interrupted: once, twice, and before it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Cli, Outcome, files_in, finish, read_until, start
+from tests.models import sums, write_chat
+
+
+@pytest.fixture
+def long_run(model: Path, chat: Path, output: Path) -> list[object]:
+    paths = ["--model-path", model, "--data", chat, "--output", output]
+    return ["train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1]
+
+
+def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
+    """Send a signal to a run that has said something, and wait for its end."""
+    process = start(*run)
+    read = read_until(process, heard)
+    process.send_signal(number)
+    return finish(process, read)
+
+
+def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
+    """Send a signal again to a run that has said that it will stop."""
+    # Steps long enough for that.
+    rows = write_chat(output.parents[1] / "many.jsonl", sums(4000))
+    paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
+    process = start("train", *paths, "--batch-size", 4000)
+    read = read_until(process, "Plan")
+    time.sleep(0.3)
+    process.send_signal(number)
+    read += read_until(process, "stopping")
+    process.send_signal(number)
+    return finish(process, read)
+
+
+def test_interrupt_finishes_the_step_saves_and_says_where(
+    long_run: list[object], model: Path, output: Path
+) -> None:
+    from mlx_lm.utils import load
+
+    outcome = signalled(long_run, "step 3/", signal.SIGINT)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    lines = outcome.err.splitlines()
+    assert len(set(lines)) == len(lines)  # the handler prints while a line may be under way
+    said = re.fullmatch(
+        r"mlxtune: interrupted after step (\d+); saved to (.+); "
+        r"go on with mlxtune train --resume (.+)",
+        lines[-1],
+    )
+    assert said, outcome.err
+    step, folder = int(said[1]), Path(said[2])
+    assert step >= 3
+    assert folder == output.parent / "checkpoints" / f"step-{step}"
+    assert said[3] == str(folder.parent)
+    assert json.loads((folder / "metadata.json").read_text())["step"] == step
+    load(str(model), adapter_path=str(folder))
+    assert not output.exists()
+
+
+def test_interrupt_in_a_step_lets_the_step_end(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.step.pipeline import InstructPipeline
+
+    whole = InstructPipeline.train_batch
+
+    def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, examples, step=step, **options)
+
+    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+    outcome = train("--epochs", 2)
+    folder = output.parent / "checkpoints" / "step-2"
+    assert outcome.code == 130
+    warning, last = outcome.err.splitlines()
+    assert warning.startswith("warning: stopping after this step")
+    assert last == (
+        f"mlxtune: interrupted after step 2; saved to {folder}; "
+        f"go on with mlxtune train --resume {folder.parent}"
+    )
+    assert (folder / "adapters.safetensors").is_file()
+
+
+def test_second_interrupt_ends_at_once(model: Path, output: Path) -> None:
+    outcome = signalled_twice(model, output, signal.SIGINT)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
+    assert "saved" not in outcome.err
+    assert not list(output.parent.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("stage", ["Memory", "Model", "LoRA"])
+def test_interrupt_while_loading_ends_without_a_traceback(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    from mlxtune.terminal.console import RunConsole
+
+    say = RunConsole.say
+
+    def interrupted(self: RunConsole, said: str, message: str) -> None:
+        say(self, said, message)
+        if said == stage:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunConsole, "say", interrupted)
+    assert train() == Outcome(130, "", "mlxtune: interrupted\n")
+    assert files_in(output.parent) == []
+
+
+def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[object]) -> None:
+    outcome = signalled(long_run, "Memory", signal.SIGINT)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("mlxtune: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
+    long_run: list[object], output: Path, number: signal.Signals, code: int
+) -> None:
+    outcome = signalled(long_run, "step 3/", number)
+    assert outcome.code == code
+    said = re.search(r"saved to (\S+);", outcome.err.splitlines()[-1])
+    assert said
+    assert (Path(said[1]) / "manifest.json").is_file()
+    assert not (output.parent / "checkpoints" / ".lock").exists()
+
+
+def test_second_signal_to_terminate_ends_at_once(model: Path, output: Path) -> None:
+    outcome = signalled_twice(model, output, signal.SIGTERM)
+    assert outcome.code in (143, -signal.SIGTERM)
+    assert not list(output.parent.rglob("*.safetensors"))
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
+def test_run_whose_terminal_is_closed_saves_and_ends(long_run: list[object], output: Path) -> None:
+    ours, its = os.openpty()
+    process = start(*long_run, stdout=its, stderr=its, text=False, start_new_session=True)
+    os.close(its)
+    seen = b""
+    while not re.search(rb"step \d\d+/", seen):  # the bar does not show each step
+        seen += os.read(ours, 4096)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 129
+    steps = list((output.parent / "checkpoints").glob("step-*/manifest.json"))
+    assert len(steps) == 1

@@ -1,0 +1,99 @@
+"""Two runs on one machine that would take more than it has."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxtune.config import user_cache
+from mlxtune.core.machine.reservation import reserve
+from tests.command import Cli, finish, read_until, start
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine of 8 GB, nearly all of which another run holds; gives the ledger's folder."""
+    from mlxtune.backend.model import memory
+
+    monkeypatch.setattr(memory, "capacity", lambda: 8 * 10**9)
+    folder = user_cache() / "memory"
+    lock = reserve(folder, 8 * 10**9 - 1000, 10**18, "/somewhere/checkpoints")
+    yield folder
+    lock.release()
+
+
+def test_second_run_is_told_what_it_needs_and_who_holds_it(
+    train: Cli, output: Path, full: Path
+) -> None:
+    error = train().error
+    assert "holds 8.0 GB for /somewhere/checkpoints" in error
+    assert "--wait" in error
+    assert not output.parent.exists()
+
+
+def test_second_run_that_insists_trains(train: Cli, output: Path, full: Path) -> None:
+    assert train("--ignore-ledger").code == 0
+    assert output.is_file()
+    assert len(list(full.glob("*.run"))) == 1  # its own is gone
+
+
+def test_plan_and_dry_run_reserve_nothing_and_are_not_refused(train: Cli, full: Path) -> None:
+    assert train("--dry-run").code == 0
+    assert len(list(full.glob("*.run"))) == 1
+
+
+def test_second_run_that_waits_trains_when_the_first_has_ended(
+    train: Cli, output: Path, full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        for path in full.glob("*.run"):
+            path.unlink()
+
+    # Bound as a default of the function that waits.
+    from mlxtune.core.machine import reservation
+
+    whole = reservation.reserve_when_free
+    monkeypatch.setattr(reservation, "reserve_when_free", lambda *args: whole(*args, sleep=sleep))
+    assert time.sleep is not sleep
+    outcome = train("--wait")
+    assert outcome.code == 0
+    assert len(waited) == 1
+    assert "warning: waiting: this run needs" in outcome.err
+    assert output.is_file()
+
+
+def test_run_reserves_what_it_is_planned_to_take_until_it_ends(
+    model: Path, chat: Path, output: Path
+) -> None:
+    from mlxtune.core.machine.reservation import _held
+
+    folder = user_cache() / "memory"
+    paths = ["--model-path", model, "--data", chat, "--output", output]
+    process = start("train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1)
+    read_until(process, "step 3/")
+    (held,) = _held(folder)
+    assert held.pid == process.pid
+    assert held.run == str(output.parent / "checkpoints")
+    assert 10**5 < held.size < 10**9
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    assert list(_held(folder)) == []
+
+
+def test_ledger_that_cannot_be_kept_is_a_warning_and_no_error(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file in place of the folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    outcome = train("--no-cache")
+    assert outcome.code == 0
+    assert "other runs cannot be told what memory this one takes" in outcome.err
+    assert output.is_file()

@@ -1,0 +1,146 @@
+"""`mlxtune plan`, and the plan that `train` runs by, from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.command import Cli, files_in
+
+
+@pytest.fixture(autouse=True)
+def restore_limits(model: Path) -> Iterator[None]:
+    import mlx.core as mx
+
+    limit, cache = mx.get_memory_limit(), mx.set_cache_limit(0)
+    mx.set_cache_limit(cache)
+    yield
+    mx.set_memory_limit(limit)
+    mx.set_cache_limit(cache)
+
+
+def adapter(path: Path) -> dict[str, Any]:
+    import mlx.core as mx
+
+    loaded = mx.load(str(path))
+    assert isinstance(loaded, dict)
+    return {name: np.array(value) for name, value in loaded.items()}
+
+
+@pytest.fixture
+def plan(cli: Cli, model: Path, chat: Path, tmp_path: Path) -> Cli:
+    def run(*arguments: object) -> Any:
+        cache = ["--cache-dir", tmp_path / "cache"]
+        return cli("plan", "--model-path", model, "--data", chat, *cache, *arguments)
+
+    return run
+
+
+def test_plan_says_memory_steps_and_time_and_writes_nothing(plan: Cli, tmp_path: Path) -> None:
+    outcome = plan("--no-cache")
+    assert outcome.code == 0, outcome.err
+    stages = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
+    assert stages == ["Model", "Device", "Memory", "Plan", "Data", "Steps", "Time"]
+    assert "16 rows train" in outcome.out
+    assert "4 steps, 4 in an epoch" in outcome.out
+    assert files_in(tmp_path) == ["chat.jsonl"]
+
+
+def test_json_has_the_same(plan: Cli) -> None:
+    found = json.loads(plan("--json", "--epochs", 3, "--max-steps", 7).out)
+    assert found["data"]["steps"] == 7
+    assert found["data"]["steps_per_epoch"] == 4
+    parts = ("weights", "optimizer", "activations", "head")
+    assert found["memory"]["peak"] == sum(found["memory"][part] for part in parts)
+    assert found["memory"]["limit"] == 24_000_000_000
+
+
+def test_without_data_one_example_is_planned_for(cli: Cli, model: Path) -> None:
+    outcome = cli("plan", "--model-path", model, "--max-seq-len", 99)
+    assert outcome.code == 0
+    assert "for one example of 99 tokens" in outcome.out
+
+
+def test_time_is_known_after_a_run_of_the_same_model(plan: Cli, train: Cli, tmp_path: Path) -> None:
+    cache = ["--cache-dir", tmp_path / "cache"]
+    assert "unknown" in plan().out
+    assert train(*cache, "--max-steps", 2).code == 0
+    assert "unknown" in plan().out
+    assert train(*cache).code == 0
+    assert re.search(r"about .* tokens/s measured on \d{4}-\d\d-\d\d", plan().out)
+    assert "unknown" in plan("--rank", 2).out
+    assert "unknown" in plan("--dtype", "bfloat16").out
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_what_cannot_fit_is_an_error_before_training_that_says_what_would(
+    cli: Cli, model: Path, chat: Path, tmp_path: Path, command: str
+) -> None:
+    output = [] if command == "plan" else ["--output", tmp_path / "out" / "a.safetensors"]
+    limit = ["--memory-limit", 0.0005, "--quiet"]
+    outcome = cli(command, "--model-path", model, "--data", chat, *output, *limit)
+    assert outcome.code == 1
+    assert "the limit is 0.00 GB: raise --memory-limit" in outcome.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_says_its_plan_and_what_it_took(train: Cli) -> None:
+    outcome = train(quiet=False)
+    assert re.search(r"micro-batches of up to \d+ tokens, \d\.\d a step", outcome.err)
+    assert re.search(r"predicted peak memory \d+ MB of 24\.00 GB", outcome.err)
+    assert re.search(r"peak memory \S+ MB \(predicted \S+ MB\)", outcome.err)
+
+
+def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path) -> None:
+    adapters = {}
+    for choice in ("on", "off"):
+        outcome = train("--grad-checkpoint", choice, quiet=False)
+        assert outcome.code == 0, outcome.err
+        assert ("computed again" in outcome.err) == (choice == "on")
+        adapters[choice] = adapter(output)
+    for name, value in adapters["on"].items():
+        assert np.allclose(value, adapters["off"][name], rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("choice", ["on", "off", "auto"])
+def test_compilation_is_as_asked(model: Path, chat: Path, choice: str) -> None:
+    from mlxtune.backend.model.memory import on_cpu
+    from mlxtune.config import TrainConfig
+    from mlxtune.setup.memory import execution
+
+    config = TrainConfig(str(model), str(chat), compile=choice)
+    assert (
+        execution(config, 10**9).compile == {"on": True, "off": False, "auto": not on_cpu()}[choice]
+    )
+
+
+def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train().code == 0
+    expected = adapter(output)
+    recipe = sys.modules["mlxtune.recipes.train"]
+    choose = recipe.choose_plan
+
+    def huge(config: Any, base: Any, work: Any, limit: int) -> Any:
+        plan = choose(config, base, work, 10**12)
+        return replace(plan, way=replace(plan.way, micro_batch_tokens=10**6), limit=limit)
+
+    monkeypatch.setattr(recipe, "choose_plan", huge)
+    outcome = train("--memory-limit", 0.0005)
+
+    assert outcome.code == 0, outcome.err
+    warnings = outcome.err.splitlines()
+    assert re.match(r"warning: \S+ GB were in use: micro-batches of up to \d+ tokens", warnings[0])
+    found = adapter(output)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-5), name

@@ -1,0 +1,133 @@
+"""`--quantize` as a person uses it: every format, the same bytes again, resumed, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxtune import TrainConfig, resume
+from mlxtune.config import BenchConfig
+from mlxtune.core.machine.files import file_hash
+from mlxtune.errors import ConfigError, ModelError
+from tests.cli.test_resume import stop_after
+from tests.command import Cli
+from tests.models import write_model
+
+STEPS = ("--max-steps", "4", "--targets", "all", "--lr", "1e-2")
+
+
+@pytest.mark.parametrize("name", ["4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"])
+def test_each_format_trains_and_is_said(train: Cli, output: Path, name: str) -> None:
+    done = train(*STEPS, "--quantize", name, quiet=False)
+    assert done.code == 0, done.err
+    assert "quantised while loading" in done.err
+    assert f"quantised to {name} while loading" in done.err
+    said = json.loads(output.with_name("adapter_config.json").read_text())["mlxtune"]
+    assert (said["quantize"], said["double_quant"]) == (name, False)
+
+
+def test_adapter_says_nothing_where_the_base_is_as_the_folder(train: Cli, output: Path) -> None:
+    done = train(*STEPS, quiet=False)
+    assert "while loading" not in done.err
+    config = json.loads(output.with_name("adapter_config.json").read_text())
+    assert "quantize" not in config.get("mlxtune", {})
+
+
+def test_resumed_run_writes_the_same_bytes(train: Cli, output: Path) -> None:
+    options = ("--epochs", "2", "--lr", "1e-2", "--quantize", "nf4", "--double-quant")
+    assert train(*options).code == 0
+    whole = file_hash(output)
+    assert train(*options, "--overwrite").code == 0
+    assert file_hash(output) == whole
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(3, monkeypatch)
+        assert train(*options, "--overwrite").code == 130
+    output.unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="--quantize 4: the run has nf4"):
+        resume(output.parent, quantize=4)
+    with pytest.raises(ConfigError, match="--quantized-compute dequantized: the run has auto"):
+        resume(output.parent, quantized_compute="dequantized")
+    resume(output.parent, quiet=True)
+    assert file_hash(output) == whole
+
+
+def test_auto_must_mean_the_same_on_resume(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as stopping:
+        stop_after(2, stopping)
+        assert train("--quantize", "4").code == 130
+    # As if the run went on on a GPU.
+    from mlxtune.backend.model import dequantized
+
+    monkeypatch.setattr(dequantized, "on_cpu", lambda: False)
+    with pytest.raises(ModelError, match="auto is quantized on this machine"):
+        resume(output.parent, quiet=True)
+
+
+def test_quantised_folder_is_refused_in_a_line(train: Cli, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "q", "qwen3", quantize=4)
+    error = train("--model-path", folder, "--quantize", "8").error
+    assert "is quantised already: leave out --quantize 8" in error
+
+
+def test_slow_products_are_warned_of(train: Cli) -> None:
+    done = train(*STEPS, "--quantize", "4", "--quantized-compute", "quantized")
+    assert done.code == 0
+    assert "slow on the CPU: --quantized-compute dequantized" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"quantize": "5"}, "--quantize must be one of 4, 8, mxfp4, nvfp4, mxfp8, nf4"),
+        ({"double_quant": True}, "--double-quant goes with --quantize nf4"),
+        ({"quantize": "4", "double_quant": True}, "--double-quant goes with --quantize nf4"),
+        ({"quantize": "nf4", "quantized_compute": "quantized"}, "no products of nf4 itself"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, object], problem: str) -> None:
+    for config in (TrainConfig, BenchConfig):
+        with pytest.raises(ConfigError, match=problem):
+            config(model_path="m", data="d", **options)  # type: ignore[arg-type]
+
+
+def test_peer_of_a_benchmark_must_know_the_format() -> None:
+    with pytest.raises(ConfigError, match="it knows no nf4"):
+        BenchConfig(model_path="m", data=("d",), quantize="nf4", against="mlx-lm")
+
+
+def test_number_in_a_config_file_is_a_format(cli: Cli, model: Path, tmp_path: Path) -> None:
+    assert TrainConfig(model_path="m", data=("d",), quantize=4).quantize == "4"  # type: ignore[arg-type]
+    options = tmp_path / "options.yaml"
+    options.write_text("quantize: 4\n")
+    plain = cli("plan", "--model-path", model, "--json")
+    quantised = cli("plan", "--model-path", model, "--json", "--config", options)
+    assert quantised.code == 0, quantised.err
+    found, before = json.loads(quantised.out), json.loads(plain.out)
+    assert "quantised while loading (4-bit affine, group 64)" in found["model"]
+    assert found["memory"]["weights"] < before["memory"]["weights"]
+
+
+def test_bench_measures_both_sides_on_the_same_quantised_base(
+    cli: Cli, model: Path, chat: Path
+) -> None:
+    given = ("--model-path", model, "--data", chat, "--steps", "2", "--repeats", "1", "--quiet")
+    done = cli("bench", *given, "--quantize", "4", "--against", "mlx-lm", "--json", "-")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["options"]["quantize"] == "4"
+    losses = [
+        [step["loss"] for step in found[side]["runs"][0]["steps"]] for side in ("ours", "theirs")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["--dora", "--rslora"])
+def test_loras_family_trains_on_nf4(train: Cli, output: Path, kind: str) -> None:
+    done = train(*STEPS, "--quantize", "nf4", kind)
+    assert done.code == 0, done.err
+    said = json.loads(output.with_name("adapter_config.json").read_text())["mlxtune"]
+    assert (said["quantize"], said["rslora"]) == ("nf4", kind == "--rslora")

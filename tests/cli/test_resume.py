@@ -1,0 +1,271 @@
+"""`mlxtune train --resume`: what it needs, what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import TrainingInterrupted, resume
+from tests.command import Cli, Outcome, finish, read_until, start
+from tests.models import sums, write_chat, write_model
+
+OPTIONS = ("--epochs", "3", "--lr", "1e-2", "--targets", "all", "--dropout", "0.1")
+_TIMES = (
+    *("seconds", "epoch_time_ms", "samples_per_sec"),
+    *("memory", "micro_batches", "run_tokens", "padding"),
+)
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    lines = (output.parent / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in _TIMES} for line in lines]
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Ctrl-C pressed in a step."""
+    from mlxtune.backend.step.pipeline import InstructPipeline
+
+    whole = InstructPipeline.train_batch
+
+    def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
+        if step == at:
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, examples, step=step, **options)
+
+    at = step
+    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+
+
+@pytest.fixture
+def stopped(train: Cli, output: Path) -> Path:
+    """A run that was stopped after its sixth step of twelve; returns its folder of checkpoints."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(6, monkeypatch)
+        assert train(*OPTIONS).code == 130
+    return output.parent / "checkpoints"
+
+
+def test_resumed_run_needs_no_other_option_and_ends_as_the_whole_run(
+    cli: Cli, train: Cli, stopped: Path, output: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole" / "adapters.safetensors"
+    assert train(*OPTIONS, "--output", whole).code == 0
+
+    outcome = cli("train", "--resume", stopped)
+    assert (outcome.code, outcome.out) == (0, "")
+    assert output.read_bytes() == whole.read_bytes()
+    assert metrics_of(output) == metrics_of(whole)
+    config = "adapter_config.json"
+    assert (output.parent / config).read_bytes() == (whole.parent / config).read_bytes()
+
+
+def test_resumed_run_says_where_it_goes_on(cli: Cli, train: Cli, output: Path) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(6, monkeypatch)
+        assert train(*OPTIONS, quiet=False).code == 130
+    checkpoints = output.parent / "checkpoints"
+    # The folder of the adapter does as well.
+    outcome = cli("train", "--resume", output.parent)
+    assert outcome.code == 0
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("Resume")]
+    assert line.endswith(f"step 6 of 12, from {checkpoints / 'step-6'}")
+    assert "before training" not in outcome.err
+
+
+def test_without_a_folder_the_run_is_where_the_checkpoints_would_be(
+    cli: Cli, stopped: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(output.parent)
+    assert cli("train", "--resume", "--quiet").code == 0
+    assert output.is_file()
+
+
+def test_run_is_resumed_from_python(stopped: Path, output: Path) -> None:
+    result = resume(stopped, epochs=4)
+    assert result.training is not None
+    assert [metrics.epoch for metrics in result.training.epoch_metrics] == [1, 2, 3, 4]
+    assert len(result.training.steps) == 16
+    assert output.is_file()
+
+
+def test_run_is_resumed_from_another_folder_and_after_it_was_moved(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    write_chat(home / "chat.jsonl", sums(20))
+    monkeypatch.chdir(home)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(6, patch)
+        relative = ["--model-path", os.path.relpath(model), "--data", "chat.jsonl", "--quiet"]
+        assert cli("train", *relative, "--output", "out/a.safetensors", *OPTIONS).code == 130
+    monkeypatch.chdir(tmp_path)
+    shutil.move(home / "out", tmp_path / "moved")
+
+    assert cli("train", "--resume", "moved").code == 0
+    assert (tmp_path / "moved" / "a.safetensors").is_file()
+    assert (tmp_path / "moved" / "checkpoints" / "result.json").is_file()
+    assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--rank", 4], "--rank 4: the run has 8"),
+        (["--targets", "q_proj"], "--targets q_proj: the run has all"),
+        (["--lr", "1e-3", "--seed", 7], "--seed 7: the run has 42"),
+        (["--template", "gemma"], "--template gemma: the run has auto"),
+        (["--epochs", 2], "--epochs 2: the run has 3, it may only grow"),
+        (["--max-seq-len", "many"], "--max-seq-len must be a whole number"),
+        (["--save-minutes", -1], "--save-minutes must be at least 0"),
+    ],
+)
+def test_option_that_would_change_the_result_is_an_error_that_names_it(
+    cli: Cli, stopped: Path, options: list[object], problem: str
+) -> None:
+    before = sorted(stopped.rglob("*"))
+    outcome = cli("train", "--resume", stopped, *options)
+    assert outcome.code == 2
+    assert problem in outcome.error
+    assert sorted(stopped.rglob("*")) == before
+
+
+def test_what_does_not_change_the_result_may_be_given(
+    cli: Cli, train: Cli, stopped: Path, output: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole" / "adapters.safetensors"
+    assert train(*OPTIONS, "--output", whole).code == 0
+    given = ["--save-steps", 2, "--keep", 1, "--memory-limit", 12, "--rank", 8, "--lr", "0.01"]
+    assert cli("train", "--resume", stopped, *given).code == 0
+    assert output.read_bytes() == whole.read_bytes()
+    assert len(list(stopped.glob("step-*")) + list(stopped.glob("epoch-*"))) == 1
+
+
+def test_other_data_is_an_error_and_moved_data_is_none(
+    cli: Cli, stopped: Path, chat: Path, tmp_path: Path, output: Path
+) -> None:
+    other = write_chat(tmp_path / "other.jsonl", sums(21))
+    assert "--data" in cli("train", "--resume", stopped, "--data", other).error
+    outcome = cli("train", "--resume", stopped, "--val-data", other)
+    assert outcome.code == 1
+    assert "error: --val-data: gives other examples" in outcome.err
+
+    moved = Path(shutil.move(chat, tmp_path / "moved.jsonl"))
+    assert "chat.jsonl" in cli("train", "--resume", stopped).error
+    assert cli("train", "--resume", stopped, "--data", moved).code == 0
+    assert output.is_file()
+
+
+def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    other = write_model(tmp_path / "other", "qwen3", seed=1)
+    error = cli("train", "--resume", stopped, "--model-path", other).error
+    assert error.startswith("--model-path: its weights are not those")
+    # The same weights elsewhere are the same.
+    assert cli("train", "--resume", stopped, "--model-path", copy).code == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [("none", "no such folder"), ("empty", "holds no checkpoint"), ("run/best", "name the folder")],
+)
+def test_folder_without_a_run_is_an_error(
+    cli: Cli, tmp_path: Path, place: str, problem: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "manifest.json").write_text("{}")
+    outcome = cli("train", "--resume", tmp_path / place)
+    assert outcome.code == 1
+    assert problem in outcome.error
+
+
+def test_unfinished_run_is_not_overwritten_unless_asked(train: Cli, stopped: Path) -> None:
+    before = (stopped / "metrics.jsonl").read_bytes()
+    error = train(*OPTIONS).error
+    assert f"mlxtune train --resume {stopped}" in error
+    assert "--overwrite" in error
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+    assert train(*OPTIONS, "--overwrite").code == 0
+    assert (stopped / "previous" / "metrics.jsonl").read_bytes() == before
+    # Now it is finished, and gives way by itself.
+    assert train(*OPTIONS).code == 0
+
+
+def test_damaged_checkpoint_is_passed_over_and_named(cli: Cli, stopped: Path, output: Path) -> None:
+    weights = stopped / "step-6" / "optimizer.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    outcome = cli("train", "--resume", stopped)
+    assert outcome.code == 0
+    (warning,) = outcome.err.splitlines()
+    assert warning.startswith(f"warning: {stopped / 'step-6'}: cannot be used: optimizer")
+    assert output.is_file()
+
+
+def test_finished_run_is_finished_also_when_resumed(cli: Cli, train: Cli, output: Path) -> None:
+    assert train(*OPTIONS).code == 0
+    adapter = output.read_bytes()
+    output.unlink()
+    assert cli("train", "--resume", output.parent).code == 0
+    assert output.read_bytes() == adapter
+
+
+def test_dry_run_of_a_resume_changes_nothing(cli: Cli, stopped: Path, output: Path) -> None:
+    def listing() -> list[tuple[Path, int]]:
+        files = (path for path in output.parent.rglob("*") if path.is_file())
+        return sorted((path, path.stat().st_mtime_ns) for path in files)
+
+    before = listing()
+    assert cli("train", "--resume", stopped, "--dry-run").code == 0
+    assert listing() == before
+
+
+def test_second_run_in_a_folder_is_told_who_trains_there(
+    train: Cli, model: Path, chat: Path, output: Path
+) -> None:
+    paths = ["--model-path", model, "--data", chat, "--output", output]
+    first = start("train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1)
+    read = read_until(first, "step 3/")
+    error = train().error
+    assert f"process {first.pid} is training here" in error
+    assert train("--overwrite").error == error
+    # The first goes on as if nothing had been.
+    read += read_until(first, "step 9/")
+    first.send_signal(signal.SIGKILL)
+    finish(first)
+    # A dead process holds nothing.
+    assert "go on with it by mlxtune train --resume" in train().error
+
+
+def test_run_that_has_ended_holds_no_lock_any_more(model: Path, chat: Path, tmp_path: Path) -> None:
+    from mlxtune import TrainConfig
+    from mlxtune import train as run
+
+    config = TrainConfig(
+        str(model), str(chat), output=str(tmp_path / "a.safetensors"), quiet=True, max_steps=2
+    )
+    run(config)
+    run(config)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(1, monkeypatch)
+        with pytest.raises(TrainingInterrupted):
+            run(config)
+    assert not list(tmp_path.rglob(".lock"))
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error_that_says_how(
+    stopped: Path, cli: Cli
+) -> None:
+    (stopped / "step-6" / "manifest.json").write_text("[" * 100_000)
+    (stopped / "best" / "manifest.json").write_text('{"format": 1, "files": {"../x": 1}}')
+    (stopped / "epoch-1" / "manifest.json").write_bytes(b"\xff\x00")
+    outcome: Outcome = cli("train", "--resume", stopped)
+    assert outcome.code == 1
+    assert "none of its checkpoints can be used" in outcome.error

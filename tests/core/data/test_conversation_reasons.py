@@ -1,0 +1,158 @@
+"""Why a row is no conversation, and what a person hears of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.data.conversation import BadRow, SkippedRows, parse_conversation
+from tests.core.data.test_conversation import ANSWER, USER, refused
+
+# Reasons
+
+CALLS = {"role": "assistant", "content": ""}
+BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
+    # name, messages, other keys, the kind that is counted, what else the reason says
+    ("messages_null", None, {}, "'messages' is not a list", "null"),
+    ("messages_object", {}, {}, "'messages' is not a list", "an object"),
+    ("messages_empty", [], {}, "no assistant turn", ""),
+    ("no_assistant", [USER], {}, "no assistant turn", ""),
+    (
+        "all_weights_0",
+        [ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 0}],
+        {},
+        "no assistant turn with weight 1",
+        "",
+    ),
+    ("text", [USER, "Hello!"], {}, "a message is not an object", "message 2 is text"),
+    ("null", [None, ANSWER], {}, "a message is not an object", "message 1 is null"),
+    ("no_role", [USER, {"content": "Hello!"}], {}, "a message has no role", "message 2"),
+    ("role_number", [{"role": 1, "content": ""}], {}, "a message has no role", "message 1"),
+    ("role_list", [{"role": ["user"], "content": ""}], {}, "a message has no role", "message 1"),
+    ("unknown_role", [{"role": "human", "content": "Hi"}], {}, "unknown role", "'human'"),
+    ("no_content", [{"role": "user"}, ANSWER], {}, "content is not text", "message 1 is null"),
+    ("number", [USER | {"content": 5}, ANSWER], {}, "content is not text", "a number"),
+    ("nan", [USER, ANSWER | {"content": float("nan")}], {}, "content is not text", "a number"),
+    ("bool", [USER, ANSWER | {"content": True}], {}, "content is not text", "truth value"),
+    ("object", [USER, ANSWER | {"content": {}}], {}, "content is not text", "an object"),
+    ("empty_answer", [USER, ANSWER | {"content": ""}], {}, "empty answer", "message 2"),
+    ("blank_answer", [USER, ANSWER | {"content": " \n"}], {}, "empty answer", "message 2"),
+    ("no_parts", [USER, ANSWER | {"content": []}], {}, "empty answer", "message 2"),
+    ("later_empty", [ANSWER, USER, ANSWER | {"content": ""}], {}, "empty answer", "message 3"),
+    ("null_answer", [USER, ANSWER | {"content": None}], {}, "empty answer", "2 has no content"),
+    ("absent_answer", [USER, {"role": "assistant"}], {}, "empty answer", "2 has no content"),
+    ("no_thought", [ANSWER | {"content": "<think>\n</think>\n"}], {}, "empty answer", ""),
+    ("blank_thought", [CALLS | {"reasoning": " "}], {}, "empty answer", "message 1"),
+    ("no_calls", [USER, CALLS | {"tool_calls": []}], {}, "empty answer", ""),
+    ("calls_text", [ANSWER | {"tool_calls": "f()"}], {}, "'tool_calls' is not a list", ""),
+    ("calls_list", [ANSWER | {"tool_calls": [[]]}], {}, "'tool_calls' is not a list", ""),
+    (
+        "thinking_list",
+        [USER, ANSWER | {"reasoning_content": ["Hm."]}],
+        {},
+        "thinking is not text",
+        "message 2 is a list",
+    ),
+    ("thinking_number", [ANSWER | {"thinking": 0}], {}, "thinking is not text", "a number"),
+    ("reasoning", [ANSWER | {"reasoning": {}}], {}, "thinking is not text", "an object"),
+    ("tools_object", [USER, ANSWER], {"tools": {}}, "'tools' is not a list of objects", ""),
+    ("tools_of_text", [USER, ANSWER], {"tools": '["f"]'}, "'tools' is not a list", ""),
+    ("tools_are_text", [USER, ANSWER], {"tools": "f()"}, "'tools' is text that is", ""),
+    ("deep_tools", [ANSWER], {"tools": "[" * 100_000}, "JSON nested too deeply", "tools"),
+    ("system_list", [USER, ANSWER], {"system": []}, "'system' is not text", "a list"),
+    ("half_a_pair", [USER, ANSWER | {"content": "\ud83e"}], {}, "half a surrogate", "message 2"),
+    ("half_asked", [USER | {"content": "\udd99"}, ANSWER], {}, "half a surrogate", "message 1"),
+    ("half_a_part", [USER, ANSWER | {"content": ["\ud83e"]}], {}, "half a surrogate", "2"),
+    ("half_a_tool", [ANSWER], {"tools": [{"name": "\ud800"}]}, "half a surrogate", "tools"),
+    ("half_a_system", [ANSWER], {"system": "\ud800"}, "half a surrogate", "system"),
+    ("half_a_thought", [ANSWER | {"thinking": "\ud83e"}], {}, "half a surrogate", "message 1"),
+    ("half_a_key", [USER | {"\ud83e": 1}, ANSWER], {}, "half a surrogate", "message 1"),
+    (
+        "half_a_call",
+        [CALLS | {"tool_calls": [{"name": "f", "arguments": {"\ud800": 1}}]}],
+        {},
+        "half a surrogate",
+        "message 1",
+    ),
+    (
+        "half_within_text",
+        [CALLS | {"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]}],
+        {},
+        "half a surrogate",
+        "message 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "keys", "kind", "detail"),
+    [case[1:] for case in BAD_ROWS],
+    ids=[case[0] for case in BAD_ROWS],
+)
+def test_bad_row_is_refused_with_its_reason(
+    messages: Any, keys: dict[str, Any], kind: str, detail: str
+) -> None:
+    with pytest.raises(BadRow) as raised:
+        parse_conversation(1, {"messages": messages, **keys})
+
+    problem = raised.value
+    assert kind in problem.kind
+    assert detail in str(problem).removeprefix(problem.kind)
+    assert not re.search(r"message \d", problem.kind)
+
+
+def test_object_nested_too_deeply_for_a_template_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+
+    problem = refused(CALLS | {"tool_calls": [{"name": "f", "arguments": deep}]})
+
+    assert problem.kind == "JSON nested too deeply"
+    while deep:  # Freeing it at once would exhaust the stack of some Pythons.
+        deep = deep["a"]
+
+
+# What a person hears
+
+
+def test_reason_is_one_short_line_whatever_the_row_holds() -> None:
+    role = "\x1b[31m\nuser\u2028\ud800" + "x" * 10_000
+
+    problem = refused({"role": role, "content": "Hi"})
+
+    assert str(problem).isprintable()
+    assert len(str(problem)) < 400
+
+
+def test_first_five_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
+    skipped = SkippedRows(Path("chat.jsonl"))
+    for row in range(1, 15):
+        if row % 2:
+            skipped.add(row, BadRow("empty answer", f"message {row}"))
+        else:
+            skipped.add(row, BadRow("no assistant turn"))
+
+    warnings = list(skipped.warnings())
+
+    assert warnings[:5] == [
+        f"chat.jsonl:{row}: empty answer (message {row}); row skipped" for row in (1, 3, 5, 7, 9)
+    ]
+    assert warnings[5] == "chat.jsonl: 2 more rows skipped: empty answer"
+    assert warnings[6:11] == [
+        f"chat.jsonl:{row}: no assistant turn; row skipped" for row in (2, 4, 6, 8, 10)
+    ]
+    assert warnings[11:] == ["chat.jsonl: 2 more rows skipped: no assistant turn"]
+    assert skipped.total == 14
+
+
+def test_first_names_the_row_that_stands_first_in_the_file() -> None:
+    skipped = SkippedRows(Path("chat.jsonl"))
+    skipped.add(9, BadRow("empty answer", "message 2"))
+    skipped.add(4, BadRow("no assistant turn"))
+    skipped.add(10, BadRow("empty answer", "message 4"))
+
+    assert skipped.first() == "chat.jsonl:4: no assistant turn"

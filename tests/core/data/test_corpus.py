@@ -1,0 +1,327 @@
+"""Examples in flat arrays, in memory and mapped, against lists of lists."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data import corpus as corpus_module
+from mlxtune.core.data.corpus import ArraysWriter, Corpus, ExampleArrays, identity
+from mlxtune.core.data.encode import Example, Tokenized
+
+# A row's number, and the (token, mask) pairs of each of its examples.
+Pairs = list[tuple[int, int]]
+PlainRow = tuple[int, list[Pairs]]
+
+
+def spans(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """A span for each supervised token, and empty ones, which mark nothing."""
+    return [(i, i + 1) if one else (i, i) for i, one in enumerate(mask)]
+
+
+def tokenized(pairs: Pairs) -> Tokenized:
+    return Tokenized([token for token, _ in pairs], spans([mask for _, mask in pairs]))
+
+
+def example(row: int, pairs: Pairs, file: int = 0) -> Example:
+    tokens, mask = tokenized(pairs).arrays()
+    return Example(row, tokens, mask, file)
+
+
+def in_memory(rows: Sequence[PlainRow]) -> ExampleArrays:
+    return ExampleArrays.of([example(row, pairs) for row, several in rows for pairs in several])
+
+
+def written(folder: Path, rows: Sequence[PlainRow], at_once: int = 2) -> ExampleArrays:
+    with ArraysWriter(folder) as writer:
+        for start in range(0, max(len(rows), 1), at_once):
+            writer.add(
+                [(row, list(map(tokenized, several))) for row, several in rows[start:][:at_once]]
+            )
+    return ExampleArrays.open(folder)
+
+
+def plain(one: Example) -> Pairs:
+    return list(zip(one.tokens.tolist(), one.assistant_mask.tolist(), strict=True))
+
+
+def kept_rows(
+    files: Sequence[Sequence[PlainRow]], limit: int | None
+) -> Iterator[tuple[int, int, list[tuple[Pairs, int]], list[Pairs]]]:
+    """File, row, its examples after the cut with their length before it, and all uncut ones."""
+    for i, rows in enumerate(files):
+        for row, several in rows:
+            cut = [(pairs[:limit], len(pairs)) for pairs in several]
+            kept = [(pairs, length) for pairs, length in cut if any(mask for _, mask in pairs)]
+            if kept:
+                yield i, row, kept, several
+
+
+PAIRS = st.lists(
+    st.tuples(st.integers(0, 3) | st.just(2**31 - 1), st.integers(0, 1)), min_size=1, max_size=6
+)
+FILES = st.lists(
+    st.dictionaries(
+        st.integers(1, 5) | st.just(2**33), st.lists(PAIRS, min_size=1, max_size=3), max_size=4
+    ).map(lambda rows: list(rows.items())),
+    max_size=3,
+)
+
+
+@settings(deadline=None)
+@given(
+    files=FILES,
+    limit=st.none() | st.integers(1, 7),
+    mapped=st.booleans(),
+    at_once=st.integers(1, 12) | st.just(1 << 20),
+)
+def test_corpus_holds_what_lists_of_rows_would_hold(
+    files: list[list[PlainRow]], limit: int | None, mapped: bool, at_once: int
+) -> None:
+    with mock.patch.object(corpus_module, "_AT_ONCE", at_once):
+        check_corpus(files, limit, mapped)
+
+
+def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = []
+        for i, rows in enumerate(files):
+            (Path(folder) / str(i)).mkdir()
+            filled = mapped or not rows
+            arrays.append(written(Path(folder) / str(i), rows) if filled else in_memory(rows))
+    corpus = Corpus(arrays, limit)
+
+    kept = list(kept_rows(files, limit))
+    assert corpus.num_rows == len(kept)
+    assert len(corpus) == sum(len(examples) for _, _, examples, _ in kept)
+    flat = [(i, row, *each) for i, row, examples, _ in kept for each in examples]
+    assert [(e.file, e.row, plain(e)) for e in corpus] == [each[:3] for each in flat]
+    assert [(e.tokens.dtype, e.assistant_mask.dtype) for e in corpus] == [
+        (np.dtype("i4"), np.dtype("u1"))
+    ] * len(flat)
+    assert corpus.lengths.tolist() == [len(pairs) for _, _, pairs, _ in flat]
+    parts = [corpus.part_of_row(i) for i in range(len(corpus))]
+    assert [uncut for _, _, uncut in parts] == [length for *_, length in flat]
+    assert [(part, of) for part, of, _ in parts] == [
+        (part, len(several))
+        for *_, several in kept
+        for part, pairs in enumerate(several, start=1)
+        if any(mask for _, mask in pairs[:limit])
+    ]
+    assert corpus.row_numbers.tolist() == [row for _, row, _, _ in flat]
+    assert corpus.supervised.tolist() == [sum(m for _, m in pairs) for _, _, pairs, _ in flat]
+    assert corpus.row_of_example.tolist() == [
+        n for n, (_, _, examples, _) in enumerate(kept) for _ in examples
+    ]
+    for n, (i, row, examples, _) in enumerate(kept):
+        assert [plain(e) for e in corpus.row(n)] == [pairs for pairs, _ in examples]
+        assert corpus.place_of(n) == (i, row)
+    assert corpus.largest_token() == max(
+        (token for rows in files for _, several in rows for pairs in several for token, _ in pairs),
+        default=0,
+    )
+    identities = corpus.identities.tolist()
+    for n, (*_, uncut) in enumerate(kept):
+        assert [one == identities[n] for one in identities] == [
+            other == uncut for *_, other in kept
+        ]
+    assert corpus.data_hash() == data_hash([examples for _, _, examples, _ in kept])
+
+
+def data_hash(rows: Sequence[Sequence[tuple[Pairs, int]]]) -> str:
+    """SHA-256 over a column at a time: examples a row, lengths, tokens, masks."""
+    examples = [pairs for row in rows for pairs, _ in row]
+    pairs = [pair for one in examples for pair in one]
+    content = struct.pack(f"<{len(rows)}q", *map(len, rows))
+    content += struct.pack(f"<{len(examples)}q", *map(len, examples))
+    content += struct.pack(f"<{len(pairs)}i", *(token for token, _ in pairs))
+    content += struct.pack(f"<{len(pairs)}B", *(mask for _, mask in pairs))
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+ROWS: list[PlainRow] = [
+    (1, [[(1, 0), (70_000, 1), (3, 1)], [(5, 0), (6, 1)]]),
+    (3, [[(2**31 - 1, 0), (0, 1)]]),
+]
+
+
+def test_data_hash_is_sha256_over_lengths_tokens_and_masks() -> None:
+    content = b"".join(
+        [
+            struct.pack("<qq", 2, 1),
+            struct.pack("<qqq", 3, 2, 2),
+            struct.pack("<3i2i2i", 1, 70_000, 3, 5, 6, 2**31 - 1, 0),
+            b"\0\1\1\0\1\0\1",
+        ]
+    )
+
+    assert Corpus([in_memory(ROWS)]).data_hash() == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    # Written down when it was made: checkpoints hold it.
+    assert Corpus([in_memory(ROWS)]).data_hash() == (
+        "sha256:a917442208e2c27f49f1e8fe2a854a465085bfd1231d5af5ff774d236e64f95f"
+    )
+
+
+def test_data_hash_does_not_depend_on_how_arrays_lie_in_memory_or_in_files() -> None:
+    base = [example(row, pairs) for row, several in ROWS for pairs in several]
+    for tokens, mask in ((">i4", ">u1"), (">i8", ">i4"), ("<i8", "<i8"), ("<u4", "?")):
+        stored = [
+            Example(
+                one.row,
+                np.repeat(one.tokens, 2).astype(tokens)[::2],
+                one.assistant_mask.astype(mask),
+            )
+            for one in base
+        ]
+        assert Corpus.of(stored).data_hash() == Corpus.of(base).data_hash()
+    apart = Corpus([in_memory(ROWS[:1]), in_memory(ROWS[1:])])
+    assert apart.data_hash() == Corpus.of(base).data_hash()
+
+
+def test_data_hash_does_not_depend_on_line_numbers() -> None:
+    moved = [(row + 7, several) for row, several in ROWS]
+
+    assert Corpus([in_memory(moved)]).data_hash() == Corpus([in_memory(ROWS)]).data_hash()
+
+
+def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends() -> None:
+    base = [(1, [[(1, 0), (2, 0), (3, 1)]]), (2, [[(4, 0), (5, 1)]])]
+    others: list[list[PlainRow]] = [
+        [(1, [[(1, 0), (2, 0), (4, 1)]]), (2, [[(4, 0), (5, 1)]])],
+        [(1, [[(1, 0), (2, 1), (3, 1)]]), (2, [[(4, 0), (5, 1)]])],
+        [(1, [[(1, 0), (2, 0), (3, 1)], [(4, 0), (5, 1)]])],
+        [(2, [[(4, 0), (5, 1)]]), (1, [[(1, 0), (2, 0), (3, 1)]])],
+        [(1, [[(1, 0), (2, 0), (3, 1)]])],
+        [(1, [[(1, 0), (2, 0)]]), (2, [[(3, 1), (4, 0), (5, 1)]])],
+    ]
+
+    hashes = {Corpus([in_memory(rows)]).data_hash() for rows in [base, *others]}
+
+    assert len(hashes) == 1 + len(others)
+
+
+def test_data_hash_goes_on_in_the_next_file_where_the_last_one_ended() -> None:
+    # What is left out of the second file is as long as the first.
+    files: list[list[PlainRow]] = [
+        [(1, [[(1, 0), (2, 1)]])],
+        [(1, [[(3, 0), (4, 0)]]), (2, [[(5, 0), (6, 1)]])],
+    ]
+
+    corpus = Corpus([in_memory(rows) for rows in files])
+
+    kept: list[PlainRow] = [files[0][0], files[1][1]]
+    assert corpus.data_hash() == Corpus([in_memory(kept)]).data_hash()
+
+
+def test_example_longer_than_is_looked_at_at_once_is_counted_and_hashed_whole() -> None:
+    tokens = np.arange((1 << 20) + 7, dtype=np.int32)
+    mask = (tokens % 3 == 0).astype(np.uint8)
+    content = struct.pack("<qq", 1, len(tokens)) + tokens.tobytes() + mask.tobytes()
+
+    corpus = Corpus.of([Example(1, tokens, mask)])
+
+    assert corpus.data_hash() == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert corpus.supervised.tolist() == [-(-len(tokens) // 3)]
+
+
+def test_examples_that_are_a_corpus_stay_what_they_are() -> None:
+    corpus = Corpus([in_memory(ROWS)], 2)
+
+    assert Corpus.of(corpus) is corpus
+
+
+def test_examples_of_several_files_keep_their_rows_apart() -> None:
+    files = [in_memory([(1, [[(1, 1)]])]), in_memory([(1, [[(2, 1)], [(3, 1)]])])]
+    corpus = Corpus(files)
+
+    again = Corpus.of(list(corpus))
+
+    assert [len(again.row(i)) for i in range(again.num_rows)] == [1, 2]
+    assert again.place_of(1) == (1, 1)
+    assert again.data_hash() == corpus.data_hash()
+
+
+@pytest.mark.parametrize("corpus", [Corpus([]), Corpus.of([]), Corpus([in_memory(ROWS)], 1)])
+def test_corpus_may_be_empty(corpus: Corpus) -> None:
+    assert not corpus
+    assert corpus.num_rows == len(corpus.select()) == 0
+    assert list(corpus) == corpus[:] == []
+    assert corpus.supervised.tolist() == corpus.identities.tolist() == []
+    assert corpus.data_hash() == f"sha256:{hashlib.sha256().hexdigest()}"
+
+
+def test_selected_rows_are_made_when_asked_for_in_the_order_given() -> None:
+    corpus = Corpus([in_memory([(row, [[(row, 1)]]) for row in range(1, 8)])])
+
+    rows = corpus.select([5, 0, 3])
+
+    assert len(rows) == 3
+    assert [one.row for row in rows for one in row] == [6, 1, 4]
+    assert [row[0].row for row in rows[1:]] == [1, 4]
+    assert rows[1:].indices == [0, 3]
+    assert [row[0].row for row in corpus.select()] == list(range(1, 8))
+    assert [e.row for e in corpus[-2:]] == [6, 7]
+    with pytest.raises(IndexError):
+        corpus[7]
+
+
+def test_identity_tells_where_examples_part_and_tokens_from_masks() -> None:
+    def of(*examples: tuple[list[int], list[int]]) -> int:
+        return identity(
+            (np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.uint8))
+            for tokens, mask in examples
+        )
+
+    different = [
+        of(([1, 2], [0, 1])),
+        of(([1, 2], [1, 1])),
+        of(([1, 3], [0, 1])),
+        of(([1], [0]), ([2], [1])),
+        of(([1, 2], [0, 1]), ([1, 2], [0, 1])),
+        of(),
+        # The same bytes, but for the lengths.
+        of(([5], [1]), ([0], [1])),
+        of(([5, 1], [0, 1])),
+    ]
+    assert len(set(different)) == len(different)
+    assert of(([1, 2], [0, 1])) == different[0] < 2**64
+
+
+@pytest.mark.parametrize("column", ["tokens", "mask", "ends", "rows", "identities"])
+def test_columns_that_are_cut_or_missing_are_not_opened(column: str, tmp_path: Path) -> None:
+    written(tmp_path, ROWS)
+    path = tmp_path / column
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[: -len(content) // 2], b"", content + content[-8:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"differ in length|size|multiple"):
+            ExampleArrays.open(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        ExampleArrays.open(tmp_path)
+
+
+def test_columns_are_little_endian_as_the_picture_shows(tmp_path: Path) -> None:
+    rows: list[PlainRow] = [
+        (1, [[(1, 0), (2, 0), (3, 1), (4, 1)], [(5, 0), (6, 1)]]),
+        (2, [[(7, 0), (8, 0), (9, 1)]]),
+    ]
+    arrays = written(tmp_path, rows, at_once=1)
+
+    assert (tmp_path / "tokens").read_bytes() == struct.pack("<9i", *range(1, 10))
+    assert (tmp_path / "mask").read_bytes() == bytes([0, 0, 1, 1, 0, 1, 0, 0, 1])
+    assert (tmp_path / "ends").read_bytes() == struct.pack("<3q", 4, 6, 9)
+    assert (tmp_path / "rows").read_bytes() == struct.pack("<3q", 1, 1, 2)
+    assert arrays.starts.tolist() == [0, 4, 6]
+    assert arrays.per_row(np.array([5, 7, 11])).tolist() == [12, 11]
+    assert arrays.supervised_within(None).tolist() == [2, 1, 1]
+    assert arrays.supervised_within(3).tolist() == [1, 1, 1]

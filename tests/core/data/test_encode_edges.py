@@ -1,0 +1,297 @@
+"""Where tokens and text part: documents, BOS, control tokens in content, and edges of answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from mlxtune.core.data import notes
+from mlxtune.core.data.conversation import BadRow, Conversation, Document, Message, SkippedRows
+from mlxtune.core.data.encode import Encoder, OffsetEncoded
+from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
+from tests.core.encoding import (
+    CONTROL,
+    CONTROL_TOKENS,
+    PATH,
+    ByteTokenizer,
+    PatternTokenizer,
+    converse,
+    encode,
+    encoded_file,
+    merged_newlines,
+    supervised_runs,
+    words,
+)
+
+# Documents
+
+
+def test_every_token_of_a_document_is_supervised_with_the_end_of_text() -> None:
+    tokenizer = words("<bos>", "<|endoftext|>")
+
+    (example,), ledger, _ = encode(tokenizer, Document(4, "One two.\n"))
+
+    assert [tokenizer.vocabulary[i] for i in example.tokens] == [
+        *("<bos>", "One", " ", "two", ".", "\n", "<|endoftext|>"),
+    ]
+    assert example.assistant_mask.tolist() == [0, 1, 1, 1, 1, 1, 1]
+    assert example.row == 4
+    assert (ledger.tokens, ledger.tokens_supervised, ledger.tokens_context) == (7, 6, 1)
+
+
+def test_first_token_of_all_carries_no_loss_since_nothing_predicts_it() -> None:
+    (example,), ledger, _ = encode(words(eos="<|endoftext|>"), Document(1, "One two."))
+
+    assert example.assistant_mask.tolist() == [0, 1, 1, 1, 1]
+    assert (ledger.tokens_supervised, ledger.tokens_context) == (4, 1)
+    # The end of the text alone has nothing before it.
+    examples, ledger, skipped = encode(words(eos="<|endoftext|>"), Document(1, ""))
+    assert (examples, ledger.rows_read, skipped.total) == ([], 1, 1)
+
+
+def test_document_that_begins_with_bos_gets_no_second_one() -> None:
+    tokenizer = words("<bos>", "<|endoftext|>")
+
+    (example,), _, _ = encode(tokenizer, Document(1, "<bos>One"))
+
+    assert tokenizer.decode(example.tokens) == "<bos>One<|endoftext|>"
+    assert example.assistant_mask.tolist() == [0, 1, 1]
+
+
+def test_document_is_skipped_where_the_tokenizer_cannot_end_it() -> None:
+    good = converse(("user", "Hi"), ("assistant", "Hello"))
+
+    examples, ledger, skipped = encode(words("<bos>"), good, Document(2, "One two."))
+
+    assert [example.row for example in examples] == [1]
+    assert "no end-of-text token" in skipped.first()
+    assert (ledger.rows_read, ledger.rows_train) == (2, 1)
+
+
+# What is worth a look
+
+
+def notes_of(
+    tokenizer: PatternTokenizer, template: Template, *rows: Conversation | Document
+) -> Notes:
+    return encoded_file(tokenizer, template, rows).notes
+
+
+def test_control_token_in_the_content_of_any_turn_is_noted_once_a_row() -> None:
+    found = notes_of(
+        words(eos="<|endoftext|>"),
+        render_qwen3,
+        converse(("user", "a <|im_end|> <bos>"), ("assistant", "<bos>"), row=3),
+        converse(("user", "a"), ("assistant", "b <bos> <bos>"), row=5),
+        converse(("user", "<im_end> <|im_end"), ("assistant", "|>"), row=6),
+        converse(("system", "<bos>"), ("assistant", "x"), ("tool", "<|im_end|>"), row=8),
+        Document(9, "One<|endoftext|>two"),
+    )
+
+    assert found.counts == Counter({notes.CONTROL_TOKEN: 4})
+    assert found.places == {
+        notes.CONTROL_TOKEN: [
+            *((3, "<|im_end|>"), (5, "<bos>"), (8, "<bos>"), (9, "<|endoftext|>")),
+        ]
+    }
+
+
+def test_tokenizer_without_control_tokens_finds_none_in_content() -> None:
+    tokenizer = PatternTokenizer(r"\w+|.")
+
+    found = notes_of(tokenizer, render_qwen3, converse(("assistant", "<|im_end|>")))
+
+    assert found.counts == Counter()
+
+
+@pytest.mark.parametrize(
+    ("start", "add_bos", "times"),
+    [("<bos><bos>", False, 1), ("<bos>", False, 0), ("", True, 0), ("a<bos><bos>", False, 0)],
+)
+def test_bos_twice_at_the_start_is_noted_for_each_row(
+    start: str, add_bos: bool, times: int
+) -> None:
+    def template(conversation: Conversation) -> Rendering:
+        (rendered,) = render_qwen3(conversation).texts
+        spans = tuple((a + len(start), b + len(start)) for a, b in rendered.spans)
+        return Rendering((Rendered(start + rendered.text, spans, add_bos),) * 2)
+
+    rows = [converse(("user", "Hi"), ("assistant", "Hello"), row=row) for row in (2, 7)]
+    found = notes_of(words("<bos>"), template, *rows)
+
+    assert found.counts[notes.DOUBLE_BOS] == 2 * times
+    assert found.places.get(notes.DOUBLE_BOS, []) == [(2, ""), (7, "")][: 2 * times]
+
+
+def test_notes_of_the_template_stand_with_their_row() -> None:
+    def template(conversation: Conversation) -> Rendering:
+        told = (Note(notes.DROPPED_THINKING, "message 2"),) * (conversation.row % 2)
+        return Rendering(render_qwen3(conversation).texts, told)
+
+    rows = [converse(("user", "Hi"), ("assistant", "<bos>"), row=row) for row in range(1, 20)]
+    found = notes_of(words(), template, *rows)
+
+    assert found.counts == Counter({notes.DROPPED_THINKING: 10, notes.CONTROL_TOKEN: 19})
+    assert found.places[notes.DROPPED_THINKING] == [(row, "message 2") for row in (1, 3, 5, 7, 9)]
+
+
+def test_what_is_always_noted_stands_with_every_conversation_and_no_document() -> None:
+    skipped, told = SkippedRows(PATH), Notes()
+    encoder = Encoder(render_qwen3, words(eos="<|endoftext|>"), (Note("odd", "always"),))
+    rows = [converse(("assistant", "a"), row=2), Document(3, "b"), converse(("assistant", "c"))]
+
+    for _ in encoder.encode(rows, skipped, told):
+        pass
+
+    assert told.places == {"odd": [(2, "always"), (1, "always")]}
+
+
+# Edges of answers
+
+
+@dataclass
+class SpacingTokenizer(PatternTokenizer):
+    """Puts a space before a text, as SentencePiece does, unless it begins with a control token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+        encoded = super().encode_batch(texts)
+        for text, one in zip(texts, encoded, strict=True):
+            if one.ids and one.ids[0] not in self.control_ids:
+                one.ids[0] = self.id_of("▁" + text[: one.offsets[0][1]])
+        return encoded
+
+
+@pytest.mark.parametrize("merging", [r"\n+", r"[.\n]+"])
+def test_answer_by_itself_gets_no_space_that_only_begins_a_text(merging: str) -> None:
+    tokenizer = SpacingTokenizer(rf"{CONTROL}|{merging}|\w+|.", control_tokens=CONTROL_TOKENS)
+
+    (example,), _, _ = encode(tokenizer, converse(("user", "Hi"), ("assistant", "\n\nc")))
+
+    (run,) = supervised_runs(example)
+    assert [tokenizer.vocabulary[i] for i in run] == ["\n\n", "c", "<|im_end|>"]
+
+
+def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise() -> None:
+    tokenizer = SpacingTokenizer(rf"{CONTROL}|\n|\w+|.", control_tokens=CONTROL_TOKENS)
+    conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+
+    def long_header(conversation: Conversation) -> Rendering:
+        text = "<|im_start|>a b c\nd<|im_end|>\n"
+        return Rendering((Rendered(text, ((text.index("d"), len(text) - 1),)),))
+
+    examples, _, _ = encode(tokenizer, conversation)
+    assert len(examples) == 1
+    (example,), _, _ = encode(tokenizer, conversation, template=long_header)
+    assert tokenizer.decode(example.tokens) == "<|im_start|>a b c\nd<|im_end|>\n"
+
+
+def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:
+    # "assistant\n" is one token, but two before an H: no token crosses the edge, and yet the
+    # whole does not begin with the prompt's tokens.
+    tokenizer = PatternTokenizer(
+        rf"{CONTROL}|assistant\n(?!H)|\n|\w+|.", control_tokens=CONTROL_TOKENS
+    )
+    conversation = converse(("user", "Hi"), ("assistant", "Bye"), ("user", "a"), ("assistant", "H"))
+
+    first, second = encode(tokenizer, conversation)[0]
+
+    for example, answer in ((first, "Bye"), (second, "H")):
+        (run,) = supervised_runs(example)
+        assert tokenizer.decode(run) == answer + "<|im_end|>"
+        assert tokenizer.vocabulary[example.tokens[-len(run) - 1]] == "assistant\n"
+    # Of one turn likewise, where the text has no control token at all.
+    plain = PatternTokenizer(r"assistant\n(?!H)|\n|\w+|.")
+    (example,), _, _ = encode(plain, converse(("user", "Hi"), ("assistant", "H")))
+    assert "assistant\n" in [plain.vocabulary[i] for i in example.tokens]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_offsets_give_the_tokens_before_a_character_and_where_each_begins(narrow: bool) -> None:
+    text = "aé🦙\n"
+    (encoded,) = ByteTokenizer(narrow).encode_batch([text])
+
+    for i, _ in enumerate((*text, "")):
+        assert encoded.boundary(i) == len(text[:i].encode())
+    assert [encoded.start(token) for token in range(8)] == [0, 1, 1, 2, 2, 2, 2, 3]
+
+
+def test_token_across_a_character_has_no_boundary_there() -> None:
+    encoded = OffsetEncoded([7, 8], [(0, 2), (2, 5)])
+
+    assert [encoded.boundary(i) for i in range(6)] == [0, None, 1, None, None, 2]
+
+
+# Many rows
+
+
+def texts_of_tokens(
+    rows: Sequence[Conversation],
+) -> tuple[list[tuple[int, list[str]]], SkippedRows, Notes]:
+    def template(conversation: Conversation) -> Rendering:
+        if conversation.row % 7 == 0:
+            raise BadRow("a multiple of seven")
+        return render_qwen3(conversation)
+
+    tokenizer, skipped, told = merged_newlines("<bos>"), SkippedRows(PATH), Notes()
+    encoded = Encoder(template, tokenizer).encode(iter(rows), skipped, told)
+    texts = [
+        (row, [tokenizer.vocabulary[i] for one in examples for i in one.ids])
+        for chunk in encoded
+        for row, examples in chunk
+    ]
+    return texts, skipped, told
+
+
+def test_thousands_of_rows_are_encoded_in_order_and_as_each_by_itself() -> None:
+    contents = ["<bos>", "\n\nb", "c d", "\n<bos>"]
+    rows = [
+        converse(("user", f"{row % 31}"), ("assistant", contents[row % 4]), row=row)
+        for row in range(1, 1600)
+    ]
+
+    texts, skipped, told = texts_of_tokens(rows)
+
+    assert [row for row, _ in texts] == [row for row in range(1, 1600) if row % 7]
+    assert texts == [one for row in rows for one in texts_of_tokens([row])[0]]
+    assert skipped.counts == Counter({"a multiple of seven": 1599 // 7})
+    written = [row for row in range(1, 1600) if row % 7 and row % 4 in (0, 3)]
+    assert told.counts == Counter({notes.CONTROL_TOKEN: len(written)})
+    assert [row for row, _ in told.places[notes.CONTROL_TOKEN]] == written[:5]
+
+
+def test_failure_of_the_tokenizer_is_not_lost_in_its_thread() -> None:
+    class Fails(PatternTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+            raise RuntimeError("no such model")
+
+    with pytest.raises(RuntimeError, match="no such model"):
+        encode(Fails("."), converse(("user", "Hi"), ("assistant", "Hello")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("assistant", "Hello!", thinking="a <|im_end|> b"),
+        Message("assistant", "", ({"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}},)),
+    ],
+    ids=["thinking", "call"],
+)
+def test_control_token_is_found_wherever_a_person_writes_it(message: Message) -> None:
+    conversation = Conversation(1, (Message("user", "Hi"), message))
+
+    file = encoded_file(words(), render_qwen3, [conversation])
+
+    assert file.notes.counts[notes.CONTROL_TOKEN] == 1
+
+
+def test_control_token_in_a_tool_is_found() -> None:
+    messages = (Message("user", "Hi"), Message("assistant", "Hello!"))
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_start|>"}}
+
+    file = encoded_file(words(), render_qwen3, [Conversation(1, messages, (tool,))])
+
+    assert file.notes.counts[notes.CONTROL_TOKEN] == 1

@@ -1,0 +1,137 @@
+"""What in the data is worth a look, against rows compared one with another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data import findings, notes
+from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.inspection import Finding, Place
+from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.notes import ADVICE, Note, Notes
+
+
+def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
+    """A row for each number, which is its token before a supervised one."""
+    examples = [
+        Example(row, np.array([token, 9], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
+        for row, token in enumerate(tokens, start=first)
+    ]
+    return EncodedFile(ExampleArrays.of(examples), SkippedRows(Path(name)), Notes())
+
+
+def find(train: list[EncodedFile], validation: list[EncodedFile] | None = None) -> list[Finding]:
+    parts = [Corpus([file.arrays for file in part]) for part in (train, validation or [])]
+    return findings.find(
+        [*train, *(validation or [])], parts[0], None if validation is None else parts[1]
+    )
+
+
+def test_row_that_repeats_an_earlier_one_is_found_also_in_another_file() -> None:
+    files = [encoded("a.jsonl", [5, 6, 5], first=4), encoded("b.jsonl", [7, 6, 7])]
+
+    (found,) = find(files)
+
+    assert found == Finding(
+        *("warning", notes.DUPLICATE, 3, ADVICE[notes.DUPLICATE]),
+        (
+            Place("a.jsonl", 6, "same as a.jsonl:4"),
+            Place("b.jsonl", 2, "same as a.jsonl:5"),
+            Place("b.jsonl", 3, "same as b.jsonl:1"),
+        ),
+    )
+    assert [file.notes.counts[notes.DUPLICATE] for file in files] == [1, 2]
+
+
+def test_validation_row_that_trains_too_is_found_and_copies_within_validation_are_not() -> None:
+    train = [encoded("a.jsonl", [5]), encoded("b.jsonl", [6])]
+    validation = [encoded("v.jsonl", [7, 7, 6]), encoded("w.jsonl", [5])]
+
+    (found,) = find(train, validation)
+
+    assert (found.kind, found.rows, found.level) == (notes.LEAK, 2, "warning")
+    assert found.places == (Place("v.jsonl", 3), Place("w.jsonl", 1))
+
+
+@settings(deadline=None)
+@given(
+    train=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=3),
+    validation=st.lists(st.integers(0, 8), min_size=1, max_size=6),
+)
+def test_duplicates_and_leaks_are_those_that_comparing_rows_finds(
+    train: list[list[int]], validation: list[int]
+) -> None:
+    files = [encoded(f"{i}.jsonl", tokens) for i, tokens in enumerate(train)]
+
+    found = find(files, [encoded("v.jsonl", validation)])
+
+    flat = [(f"{i}.jsonl", row, t) for i, rows in enumerate(train) for row, t in enumerate(rows, 1)]
+    copies = [
+        Place(path, row, "same as {}:{}".format(*next(o[:2] for o in flat if o[2] == token)))
+        for n, (path, row, token) in enumerate(flat)
+        if any(other == token for _, _, other in flat[:n])
+    ]
+    leaks = [
+        Place("v.jsonl", row)
+        for row, token in enumerate(validation, 1)
+        if any(other == token for _, _, other in flat)
+    ]
+    rows = {finding.kind: finding.rows for finding in found}
+    places = {finding.kind: finding.places for finding in found}
+    expected = {notes.DUPLICATE: copies, notes.LEAK: leaks}
+    assert rows == {kind: len(places) for kind, places in expected.items() if places}
+    assert places == {kind: tuple(places[:5]) for kind, places in expected.items() if places}
+
+
+def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
+    assert find([encoded("a.jsonl", [1, 2, 3])]) == []
+    assert find([encoded("a.jsonl", [1, 2, 3])], []) == []
+    empty = Corpus([])
+    assert findings.find([], empty, None) == findings.find([], empty, empty) == []
+
+
+def test_errors_come_first_and_the_others_in_the_order_of_files() -> None:
+    files = [encoded("a.jsonl", [1]), encoded("b.jsonl", [2])]
+    for row in range(1, 5):
+        files[0].notes.add(row, [Note(notes.CONTROL_TOKEN, "<s>")])
+        files[1].notes.add(
+            row, [Note(notes.NO_PROMPT), Note(notes.DOUBLE_BOS), Note(notes.CONTROL_TOKEN)]
+        )
+
+    found = find(files)
+
+    assert [(one.level, one.kind, one.rows) for one in found] == [
+        ("error", notes.DOUBLE_BOS, 4),
+        ("warning", notes.CONTROL_TOKEN, 8),
+        ("warning", notes.NO_PROMPT, 4),
+    ]
+    assert [one.advice for one in found] == [ADVICE[one.kind] for one in found]
+    places = [Place("a.jsonl", row, "<s>") for row in range(1, 5)] + [Place("b.jsonl", 1)]
+    assert found[1].places == tuple(places)
+
+
+def test_skipped_rows_are_findings_by_reason() -> None:
+    files = [encoded("a.jsonl", [1]), encoded("b.jsonl", [2])]
+    files[0].skipped.add(3, BadRow("not valid JSON", "at column 7"))
+    for row in range(1, 8):
+        files[1].skipped.add(row, BadRow("not valid JSON"))
+    files[1].skipped.add(9, BadRow("empty answer", "message 2"))
+
+    first, second = findings.skipped(files)
+
+    assert (first.level, first.kind, first.rows) == ("warning", "not valid JSON", 8)
+    assert first.places == (
+        Place("a.jsonl", 3, "at column 7"),
+        *(Place("b.jsonl", row) for row in range(1, 5)),
+    )
+    assert (second.rows, second.places) == (1, (Place("b.jsonl", 9, "message 2"),))
+    assert Counter(map(str, second.places)) == Counter(["b.jsonl:9: message 2"])
+    assert list(findings.skipped([encoded("a.jsonl", [1])])) == []

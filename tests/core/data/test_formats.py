@@ -1,0 +1,376 @@
+"""Formats to conversations, held against what the tools that they come from do with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.config.row_fields import FIELD_NAMES, parse_fields
+from mlxtune.core.data.conversation import Conversation, Document, Message, SkippedRows
+from mlxtune.core.data.formats import (
+    FORMAT_CHOICES,
+    FORMATS,
+    read_rows,
+    recognise,
+)
+from mlxtune.errors import DataError
+from tests.core.rows import (
+    ALPACA,
+    ANSWER,
+    CHAT,
+    PROMPT,
+    ROWS,
+    SHAREGPT,
+    TEXT,
+    TOOL,
+    USER,
+    converted,
+    read,
+    reason,
+)
+
+# Recognition
+
+
+def test_formats_have_one_order() -> None:
+    assert FORMAT_CHOICES == ("auto", "chat", "prompt", "alpaca", "sharegpt", "text")
+    assert tuple(FORMATS) == FORMAT_CHOICES[1:]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_format_is_recognised_by_its_keys(tmp_path: Path, name: str) -> None:
+    assert recognise(ROWS[name]) == name
+    assert recognise(ROWS[name] | {"id": 1}) == name
+    for key in FORMATS[name].keys:
+        assert recognise({k: v for k, v in ROWS[name].items() if k != key}) is None
+        assert recognise(ROWS[name] | {key: None}) is None
+    (one,), _ = read(tmp_path, ROWS[name])
+    assert read(tmp_path, ROWS[name], format=name)[0] == [one]
+
+
+def test_row_with_the_keys_of_several_formats_has_the_first_of_them() -> None:
+    order = ["text", "alpaca", "prompt", "sharegpt", "chat"]
+    row: dict[str, Any] = {}
+    for name in order:
+        row |= ROWS[name]
+        assert recognise(row) == name
+
+
+@pytest.mark.parametrize("row", [{}, {"prompt": "a"}, {"completion": "a"}, {"input": "a"}])
+def test_row_without_known_keys_is_recognised_as_nothing(row: dict[str, Any]) -> None:
+    assert recognise(row) is None
+
+
+def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
+    rows = [3, {"id": 1}, {"messages": []}, CHAT, {"prompt": 1}, CHAT | TEXT]
+
+    good, skipped = read(tmp_path, *rows)
+
+    assert [one.row for one in good] == [4, 6]
+    assert list(skipped.warnings()) == [
+        f"{skipped.path}:{line}; row skipped"
+        for line in (
+            "1: not a JSON object (a number)",
+            "2: no known format (its keys: 'id'; looked for: messages, conversations, "
+            "prompt + completion, instruction + output, text)",
+            "3: no assistant turn",
+            "5: no 'messages' (its keys: 'prompt')",
+        )
+    ]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_row_of_another_format_is_an_error_that_names_both(tmp_path: Path, zipped: bool) -> None:
+    content = "\n".join(["# mixed", json.dumps(CHAT), json.dumps(ALPACA)]).encode()
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    rows = read_rows(path, SkippedRows(path))
+
+    assert next(rows).row == 2
+    with pytest.raises(DataError) as raised:
+        next(rows)
+    assert str(raised.value) == (
+        f"{path}:3: is in the alpaca format, but the file is in chat since line 2: give each "
+        "format a file of its own, or name one with --format to skip others"
+    )
+
+
+def test_rows_of_an_array_are_not_called_lines(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([TEXT, PROMPT], indent=2))
+
+    with pytest.raises(DataError, match=r"json:2: is in the prompt .* in text since row 1: "):
+        list(read_rows(path, SkippedRows(path)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: str) -> None:
+    good, skipped = read(tmp_path, *ROWS.values(), format=name)
+
+    assert [one.row for one in good] == [list(ROWS).index(name) + 1]
+    assert skipped.counts == {f"no '{FORMATS[name].keys[0]}'": 4}
+
+
+def test_null_is_absent_and_said_so(tmp_path: Path) -> None:
+    assert reason(tmp_path, {"messages": None}).startswith(
+        "no known format (its keys: 'messages' (null); "
+    )
+    nulls = dict.fromkeys(["messages", "conversations", "text", "system", "tools", "history"])
+    assert converted(tmp_path, ALPACA | {"input": None} | nulls) == converted(tmp_path, ALPACA)
+    assert converted(tmp_path, PROMPT | nulls) == converted(tmp_path, PROMPT)
+
+
+def test_reason_is_one_short_line_whatever_the_keys(tmp_path: Path) -> None:
+    said = reason(tmp_path, {"\x07\n" + "k" * 10_000: 1} | dict.fromkeys("abcdefghij"))
+
+    assert said.isprintable()
+    assert len(said) < 400
+
+
+# Names of fields
+
+
+@pytest.mark.parametrize(
+    ("row", "pairs", "same"),
+    [
+        ({"question": "Hi", "answer": "Hello!"}, "prompt=question completion=answer", PROMPT),
+        ({"prompt": "Hi", "reply": "Hello!"}, "instruction=prompt output=reply", ALPACA),
+        ({"input": "Hi", "output": "Hello!"}, "prompt=input completion=output", PROMPT),
+        (
+            {"completion": "Hi", "prompt": "Hello!"},
+            "prompt=completion completion=prompt",
+            PROMPT,
+        ),
+        (PROMPT | {"question": "Hi", "prompt": "?"}, "prompt=question", PROMPT),
+        (
+            {"chat": [{"who": "user", "said": "Hi"}, {"who": "assistant", "said": "Hello!"}]},
+            "messages=chat role=who content=said",
+            CHAT,
+        ),
+        (
+            {"conversations": [{"who": "human", "text": "Hi"}, {"who": "bot", "text": "Hello!"}]},
+            "from=who value=text",
+            SHAREGPT,
+        ),
+        (
+            {"prompt": [{"who": "user", "content": "Hi"}], "completion": "Hello!"},
+            "role=who",
+            PROMPT,
+        ),
+        (CHAT, "prompt=question", CHAT),
+    ],
+)
+def test_renamed_keys_are_read_as_ours(
+    tmp_path: Path, row: dict[str, Any], pairs: str, same: dict[str, Any]
+) -> None:
+    assert converted(tmp_path, row, fields=parse_fields(pairs.split())) == converted(tmp_path, same)
+
+
+def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
+    fields = {"prompt": "question", "completion": "answer"}
+
+    # What was renamed is not read under our name.
+    assert reason(tmp_path, PROMPT, fields=fields, format="prompt") == (
+        "no 'question' (its keys: 'prompt', 'completion')"
+    )
+    assert "looked for: messages, conversations, question + answer, " in reason(
+        tmp_path, PROMPT, fields=fields
+    )
+
+
+def test_pairs_of_fields_are_parsed() -> None:
+    assert parse_fields(()) == {}
+    assert parse_fields(["prompt=a=b", "from= who"]) == {"prompt": "a=b", "from": " who"}
+    for name in FIELD_NAMES:
+        assert parse_fields([f"{name}=x"]) == {name: "x"}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        (["prompt"], "'prompt' is no pair such as prompt=question"),
+        (["prompt="], "'prompt=' is no pair such as prompt=question"),
+        (["=x"], "'' is no field"),
+        (["promt=x"], "'promt' is no field, did you mean prompt?"),
+        (["xyz=x"], f"'xyz' is no field (known: {', '.join(FIELD_NAMES)})"),
+        (["prompt=a", "prompt=b"], "prompt is given twice, as 'a' and 'b'"),
+    ],
+)
+def test_wrong_pair_is_one_sentence(pairs: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        parse_fields(pairs)
+    assert str(raised.value).startswith(said)
+    assert str(raised.value).isprintable()
+
+
+# Real data, every kind of file, any value
+
+
+def test_real_chat_data_is_read_whole(shared: Path) -> None:
+    read_in_all = 0
+    for path in sorted((shared / "chat").glob("*.jsonl")):
+        skipped = SkippedRows(path)
+        conversations = list(read_rows(path, skipped))
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        assert skipped.total == 0
+        for number, (one, row) in enumerate(zip(conversations, rows, strict=True), start=1):
+            assert isinstance(one, Conversation)
+            assert one.row == number
+            assert [dict(message.fields) for message in one.messages] == row["messages"]
+            assert list(one.tools) == row.get("tools", [])
+        read_in_all += len(conversations)
+    assert read_in_all == 10_463
+
+
+def test_real_conversations_are_the_same_in_every_format(shared: Path, tmp_path: Path) -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+    path = shared / "chat" / "lf_glaive_toolcall_en.jsonl"
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    rewritten = []
+    for row in rows:
+        entries: list[dict[str, Any]] = []
+        for message in row["messages"]:
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            if calls:
+                entries.append({"from": "function_call", "value": json.dumps(calls)})
+            else:
+                entries.append({"from": names[message["role"]], "value": message["content"]})
+        tools = json.dumps([tool["function"] for tool in row.get("tools", ())])
+        rewritten.append({"conversations": entries, "tools": tools})
+
+    good, skipped = read(tmp_path, *rewritten)
+
+    assert skipped.total == 0
+    assert good == list(read_rows(path, SkippedRows(path)))
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool", "human"]), "content": TEXTS},
+        optional={
+            "weight": st.sampled_from([0, 1]),
+            "thinking": TEXTS,
+            "tool_calls": st.lists(
+                st.fixed_dictionaries({"name": TEXTS, "arguments": st.just('{"a": [1.5]}')}),
+                max_size=2,
+            ),
+        },
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.lists(
+        st.fixed_dictionaries({"messages": MESSAGES}, optional={"tools": st.just([TOOL])})
+        | st.fixed_dictionaries({"messages": st.just([USER, ANSWER]), "n": st.integers(0, 9)}),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_rows_are_the_same_from_every_kind_of_file(rows: list[dict[str, Any]]) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    from pyarrow import parquet
+
+    lines = "\n".join(map(json.dumps, rows)).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"data.{kind}" for kind in ("jsonl", "gz", "json", "parquet")]
+        paths[0].write_bytes(lines)
+        paths[1].write_bytes(gzip.compress(lines))
+        paths[2].write_text(json.dumps(rows, indent=1))
+        columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
+        parquet.write_table(pa.table(columns), paths[3])
+        ledgers = [SkippedRows(path) for path in paths]
+        found = [
+            list(read_rows(path, skipped)) for path, skipped in zip(paths, ledgers, strict=True)
+        ]
+
+    assert found[1:] == [found[0]] * 3
+    assert [skipped.counts for skipped in ledgers[1:]] == [ledgers[0].counts] * 3
+    assert len(found[0]) + ledgers[0].total == len(rows)
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(), max_size=5)
+    | st.sampled_from(["[]", '{"name": "f"}', "gpt", "\ud800"]),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "name", "weight"]) | st.text(),
+            children,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+ENTRIES = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "from": st.sampled_from(["human", "gpt", "function_call"]) | JSON_VALUES,
+            "role": st.sampled_from(["user", "assistant"]) | JSON_VALUES,
+            "value": JSON_VALUES,
+            "content": JSON_VALUES,
+            "tool_calls": JSON_VALUES,
+        },
+    ),
+    max_size=3,
+)
+ANY_ROW = (
+    st.dictionaries(
+        st.sampled_from(FIELD_NAMES), ENTRIES | st.lists(JSON_VALUES) | JSON_VALUES, max_size=6
+    )
+    | st.sampled_from(list(ROWS.values()))
+    | JSON_VALUES
+)
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(ANY_ROW, max_size=4),
+    format=st.sampled_from(FORMAT_CHOICES),
+    fields=st.dictionaries(
+        st.sampled_from(FIELD_NAMES), st.sampled_from([*FIELD_NAMES, "other"]), max_size=3
+    ),
+)
+def test_each_row_is_yielded_or_skipped_whatever_it_holds(
+    rows: list[Any], format: str, fields: dict[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.jsonl"
+        path.write_text("# any\n" + "\n".join(map(json.dumps, rows)))
+        skipped = SkippedRows(path)
+        good: list[Conversation | Document] = []
+        try:
+            good += read_rows(path, skipped, format=format, fields=fields)
+        except DataError as error:
+            # Two formats in one file; whatever came before is accounted for.
+            assert format == "auto"
+            assert ", but the file is in " in str(error)
+            stopped = int(str(error).removeprefix(f"{path}:").partition(":")[0]) - 1
+        else:
+            stopped = len(rows) + 1
+
+    assert len(good) + skipped.total == stopped - 1
+    for one in good:
+        if isinstance(one, Conversation):
+            assert any(m.role == "assistant" and m.trained for m in one.messages)
+            assert all(isinstance(m, Message) and m.fields for m in one.messages)
+        else:
+            one.text.encode()
+    for warning in skipped.warnings():
+        assert warning.isprintable()

@@ -1,0 +1,344 @@
+"""The numbers of an inspection against loops over rows, and rows as the model sees them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data.conversation import SkippedRows
+from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.encode import Example, Tokenized
+from mlxtune.core.data.inspection import (
+    Cost,
+    Distribution,
+    Examples,
+    Finding,
+    LengthLimit,
+    Piece,
+    Place,
+    limits,
+    pieces,
+)
+from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.notes import Notes
+from tests.core.encoding import ByteTokenizer, converse, encode, words
+from tests.inspections import INSPECTION
+
+Rows = Sequence[tuple[int, Sequence[Sequence[int]]]]
+
+
+def example(row: int, mask: Sequence[int]) -> Example:
+    spans = [(i, i + one) for i, one in enumerate(mask)]
+    return Example(row, *Tokenized(range(len(mask)), spans).arrays())
+
+
+def encoded(rows: Rows, name: str = "a.jsonl") -> EncodedFile:
+    """The rows by their number, each with the masks of its examples."""
+    arrays = ExampleArrays.of([example(row, mask) for row, masks in rows for mask in masks])
+    return EncodedFile(arrays, SkippedRows(Path(name)), Notes())
+
+
+# Distributions
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=300))
+def test_percentile_is_the_least_value_that_so_many_do_not_exceed(values: list[int]) -> None:
+    found = Distribution.of(np.array(values, dtype=np.int64))
+
+    for percent, value in ((50, found.p50), (95, found.p95)):
+        enough = [v for v in values if 100 * sum(o <= v for o in values) >= percent * len(values)]
+        assert value == min(enough)
+    assert (found.max, found.total) == (max(values), sum(values))
+    assert found.mean == pytest.approx(sum(values) / len(values))
+
+
+def test_distribution_of_nothing_is_zero() -> None:
+    assert Distribution.of(np.zeros(0, dtype=np.int64)) == Distribution(0, 0, 0, 0.0, 0)
+
+
+# Limits
+
+MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=9).filter(any)
+ROWS = st.dictionaries(
+    st.integers(1, 9), st.lists(MASKS, min_size=1, max_size=3), min_size=1, max_size=5
+).map(lambda rows: list(rows.items()))
+
+
+@settings(deadline=None)
+@given(files=st.lists(ROWS, max_size=3), current=st.integers(1, 10))
+def test_limit_cuts_what_a_loop_over_rows_would_cut(
+    files: list[list[tuple[int, list[list[int]]]]], current: int
+) -> None:
+    (found,) = limits([encoded(rows) for rows in files], current)
+
+    expected = {"rows_cut": 0, "rows_lost": 0, "tokens_cut": 0, "supervised_cut": 0}
+    for _, masks in (row for rows in files for row in rows):
+        kept = [mask[:current] if any(mask[:current]) else [] for mask in masks]
+        expected["rows_cut"] += kept != masks
+        expected["rows_lost"] += not any(kept)
+        expected["tokens_cut"] += sum(map(len, masks)) - sum(map(len, kept))
+        expected["supervised_cut"] += sum(map(sum, masks)) - sum(map(sum, kept))
+    assert found == LengthLimit(current, **expected)
+    for file, rows in zip([encoded(rows) for rows in files], files, strict=True):
+        ledger = file.account(current)
+        assert ledger.rows_kept == len(rows) - sum(file.skipped.counts.values())
+
+
+@pytest.mark.parametrize(
+    ("longest", "current", "sizes"),
+    [
+        (1, 512, [512]),
+        (64, 512, [512]),
+        (65, 512, [128, 512]),
+        (128, 512, [128, 512]),
+        (129, 256, [128, 256]),
+        (1000, 300, [128, 256, 300, 512, 1024]),
+        (1025, 64, [64, 128, 256, 512, 1024, 2048]),
+    ],
+)
+def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
+    longest: int, current: int, sizes: list[int]
+) -> None:
+    # Each limit cuts other rows than the one before it.
+    lengths = [size + 1 for size in sizes if size < longest]
+    rows = [(i, [[1] * min(length, longest)]) for i, length in enumerate([*lengths, longest], 1)]
+    found = limits([encoded(rows), encoded([(1, [[1]])])], current)
+
+    assert [one.max_seq_len for one in found] == sizes
+    for one in found:
+        assert one.rows_cut == sum(len(mask) > one.max_seq_len for _, (mask,) in rows)
+
+
+def test_of_limits_that_cut_the_same_rows_the_shortest_and_the_current_one_are_told() -> None:
+    found = limits([encoded([(1, [[1] * 5000]), (2, [[1] * 200])])], 1024)
+
+    assert [one.max_seq_len for one in found] == [128, 256, 1024, 8192]
+    assert [one.rows_cut for one in found] == [2, 1, 1, 0]
+
+
+def test_limits_of_no_files_are_the_current_one() -> None:
+    assert limits([], 512) == (LengthLimit(512, 0, 0, 0, 0),)
+
+
+# Examples
+
+TRAIN = [encoded([(1, [[0, 1]]), (4, [[0, 1, 1], [0, 0, 0, 1]])]), encoded([(4, [[1]])], "b.jsonl")]
+VALIDATION = [encoded([(4, [[0, 1] * 3]), (9, [[0, 1]])], "v.jsonl")]
+
+
+def examples(held_out: Sequence[int] = (), *, validates: bool = True) -> Examples:
+    corpus, validation = (
+        Corpus([file.arrays for file in files], 3) for files in (TRAIN, VALIDATION)
+    )
+    files = [*TRAIN, *VALIDATION] if validates else TRAIN
+    return Examples(files, corpus, validation if validates else None, held_out)
+
+
+def test_lengths_and_supervised_tokens_are_before_the_cut() -> None:
+    # The second example of a.jsonl:4 has none within three tokens.
+    found = examples()
+
+    assert len(found) == 5
+    assert found.total == 6
+    assert found.lengths.tolist() == [2, 3, 4, 1, 6, 2]
+    assert found.supervised.tolist() == [1, 2, 1, 1, 3, 1]
+
+
+def test_cost_counts_the_rows_that_train_and_the_tokens_after_the_cut() -> None:
+    assert examples().cost(2) == Cost(2, 6, 4, 5)
+    assert examples([1], validates=False).cost(1) == Cost(2, 3, 2, 3)
+    assert examples([0, 2], validates=False).cost(8) == Cost(1, 3, 2, 3)
+
+
+@settings(deadline=None)
+@given(rows=ROWS, data=st.data(), batch_size=st.integers(1, 4), limit=st.integers(1, 10))
+def test_cost_is_what_a_loop_over_the_rows_that_train_counts(
+    rows: list[tuple[int, list[list[int]]]], data: st.DataObject, batch_size: int, limit: int
+) -> None:
+    file = encoded(rows)
+    corpus = Corpus([file.arrays], limit)
+    held_out = data.draw(st.sets(st.integers(0, max(corpus.num_rows - 1, 0))))
+
+    found = Examples([file], corpus, None, sorted(held_out)).cost(batch_size)
+
+    kept = [[mask[:limit] for mask in masks if any(mask[:limit])] for _, masks in rows]
+    kept = [masks for masks in kept if masks]
+    trains = [masks for i, masks in enumerate(kept) if i not in held_out]
+    held = [masks for i, masks in enumerate(kept) if i in held_out]
+    assert found == Cost(
+        math.ceil(len(trains) / batch_size),
+        sum(len(mask) for masks in trains for mask in masks),
+        sum(sum(mask) for masks in trains for mask in masks),
+        sum(len(mask) for masks in held for mask in masks),
+    )
+
+
+def test_row_is_found_by_its_number_in_every_file() -> None:
+    found = examples()
+
+    assert found.of_row(4) == [1, 2, 3]
+    assert found.of_row(9) == [4]
+    assert found.of_row(5) == []
+    shown = [found.show(i, ByteTokenizer(narrow=False), ()) for i in range(5)]
+    assert [(one.path, one.row, one.split, one.cut, one.part, one.parts) for one in shown] == [
+        ("a.jsonl", 1, "train", 0, 1, 1),
+        # The second part is lost to the cut.
+        ("a.jsonl", 4, "train", 0, 1, 2),
+        ("b.jsonl", 4, "train", 0, 1, 1),
+        ("v.jsonl", 4, "validation", 3, 1, 1),
+        ("v.jsonl", 9, "validation", 0, 1, 1),
+    ]
+    assert [(one.tokens, one.supervised) for one in shown] == [
+        *((2, 1), (3, 2), (1, 1), (3, 1), (2, 1)),
+    ]
+
+
+def test_parts_of_a_row_are_counted_and_held_out_together() -> None:
+    file = encoded([(2, [[1]]), (5, [[1], [1, 1], [1, 1, 1]])])
+    found = Examples([file], Corpus([file.arrays]), None, [1])
+
+    shown = [found.show(i, ByteTokenizer(narrow=False), ()) for i in range(4)]
+
+    assert [(one.part, one.parts, one.split, one.tokens) for one in shown] == [
+        *((1, 1, "train", 1), (1, 3, "validation", 1)),
+        *((2, 3, "validation", 2), (3, 3, "validation", 3)),
+    ]
+
+
+def test_kinds_shown_are_those_of_findings_that_name_the_row_of_that_file() -> None:
+    found = [
+        Finding("warning", "odd", 2, "", (Place("a.jsonl", 4), Place("v.jsonl", 9))),
+        Finding("error", "worse", 1, "", (Place("v.jsonl", 9, "here"),)),
+    ]
+
+    kinds = [examples().show(i, ByteTokenizer(narrow=False), found).kinds for i in range(5)]
+
+    assert kinds == [(), ("odd",), (), (), ("odd", "worse")]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9, 10, 40, 100, 1000])
+def test_chosen_examples_are_a_spread_from_the_first_to_the_last(count: int) -> None:
+    file = encoded([(row, [[1]]) for row in range(1, 101)])
+    found = Examples([file], Corpus([file.arrays]), None, []).choose([], count)
+
+    assert found == sorted(set(found))
+    assert len(found) == min(count, 100)
+    assert found[:1] == [0][:count]
+    assert count < 2 or found[-1] == 99
+    gaps = np.diff(found)
+    assert not len(gaps) or gaps.max() - gaps.min() <= 1
+
+
+def test_rows_that_findings_name_are_chosen_and_the_others_still_spread() -> None:
+    file = encoded([(row, [[1]]) for row in range(1, 101)])
+    named = (Place("a.jsonl", 14), Place("a.jsonl", 15), Place("b.jsonl", 40), Place("a.jsonl", 0))
+    found = Examples([file], Corpus([file.arrays]), None, []).choose(
+        [Finding("warning", "odd", 2, "", named)], 20
+    )
+
+    assert {13, 14} <= set(found)
+    assert 39 not in found
+    assert (found[0], found[-1]) == (0, 99)
+    assert 18 <= len(found) <= 20
+
+
+def test_rows_of_many_findings_are_all_shown_however_few_were_asked_for() -> None:
+    file = encoded([(row, [[1]]) for row in range(1, 101)])
+    named = Finding("warning", "odd", 2, "", tuple(Place("a.jsonl", row) for row in range(20, 50)))
+    found = Examples([file], Corpus([file.arrays]), None, [])
+
+    assert found.choose([named], 10) == found.choose([named], 0) == list(range(19, 49))
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_characters_of_several_tokens_are_one_piece(narrow: bool) -> None:
+    tokenizer = ByteTokenizer(narrow, eos="<end>", control_ids=frozenset([257]))
+    (found,), _, _ = encode(tokenizer, converse(("user", "é"), ("assistant", "🦙b")))
+    example = replace(
+        found,
+        tokens=np.append(found.tokens, 257).astype(np.int32),
+        assistant_mask=np.append(found.assistant_mask, 0).astype(np.uint8),
+    )
+
+    shown = list(pieces(example, tokenizer))
+
+    assert Piece("é", 2, False, False) in shown
+    start = shown.index(Piece("🦙", 4, False, True))
+    assert shown[start + 1] == Piece("b", 1, False, True)
+    assert shown[-1] == Piece("<end>", 1, True, False)
+    assert sum(piece.tokens for piece in shown) == len(example)
+
+
+def test_characters_broken_by_a_control_token_or_the_mask_are_shown_as_such() -> None:
+    tokenizer = ByteTokenizer(narrow=False, eos="<end>", control_ids=frozenset([257]))
+    llama = list("🦙".encode())
+    tokens = [*llama[:2], 257, *llama[2:], *llama, *llama[:1]]
+    mask = [0] * 5 + [0, 0, 1, 1] + [1]
+
+    shown = list(pieces(Example(1, np.array(tokens), np.array(mask)), tokenizer))
+
+    assert [(piece.control, piece.supervised) for piece in shown if piece.control] == [
+        (True, False)
+    ]
+    assert shown[1].text == "<end>"
+    assert "🦙" not in "".join(piece.text for piece in shown)
+    assert {piece.text.strip("�") for piece in shown} == {"", "<end>"}
+    assert sum(piece.tokens for piece in shown) == len(tokens)
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(st.sampled_from("aé日🦙\n"), max_size=12), data=st.data(), use_words=st.booleans()
+)
+def test_pieces_join_to_the_text_and_their_tokens_to_the_mask(
+    text: str, data: st.DataObject, use_words: bool
+) -> None:
+    tokenizer = words() if use_words else ByteTokenizer(narrow=False)
+    (encoded,) = tokenizer.encode_batch([text])
+    characters = data.draw(
+        st.lists(st.integers(0, 1), min_size=len(text), max_size=len(text)), label="mask"
+    )
+    mask = [characters[start] for start, _ in encoded.offsets]
+
+    one = Example(1, np.array(encoded.ids, dtype=np.int32), np.array(mask, dtype=np.uint8))
+    shown = list(pieces(one, tokenizer))
+
+    assert "".join(piece.text for piece in shown) == text
+    assert [piece.supervised for piece in shown for _ in range(piece.tokens)] == list(
+        map(bool, mask)
+    )
+    assert not any(piece.control for piece in shown)
+    assert all(len(piece.text) == 1 for piece in shown) or use_words
+
+
+def test_bytes_that_are_no_text_become_replacement_characters_at_once() -> None:
+    one = Example(1, np.array([0xFF, 0x61, 0xC3]), np.array([0, 0, 0]))
+
+    assert list(pieces(one, ByteTokenizer(narrow=False))) == [
+        *(Piece("�", 1, False, False), Piece("a", 1, False, False), Piece("�", 1, False, False)),
+    ]
+
+
+# The whole
+
+
+def test_inspection_is_json_with_its_version_and_knows_its_errors() -> None:
+    values = json.loads(json.dumps(INSPECTION.as_dict()))
+
+    assert values["schema_version"] == 1
+    assert values["cost"]["validation_tokens"] == INSPECTION.cost.validation_tokens
+    assert [finding.kind for finding in INSPECTION.errors] == ["looks wrong"]
+    assert str(Place("a.jsonl", 7)) == "a.jsonl:7"
+    assert str(Place("a.jsonl", 7, "odd")) == "a.jsonl:7: odd"

@@ -1,0 +1,164 @@
+"""Where every row and token went, against a loop over rows and tokens."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data import notes
+from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.corpus import ExampleArrays
+from mlxtune.core.data.encode import Example, Tokenized
+from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.template import render_qwen3
+from tests.core.encoding import converse, encode, encoded_file, words
+
+Mask = list[int]
+
+
+def encoded(rows: Sequence[tuple[int, list[Mask]]], path: str = "chat.jsonl") -> EncodedFile:
+    examples = []
+    for row, masks in rows:
+        for mask in masks:
+            spans = [(i, i + one) for i, one in enumerate(mask)]
+            examples.append(Example(row, *Tokenized(range(len(mask)), spans).arrays()))
+    arrays = (
+        ExampleArrays.of(examples) if examples else encoded_file(words(), render_qwen3, []).arrays
+    )
+    return EncodedFile(arrays, SkippedRows(Path(path)), Notes())
+
+
+def test_held_out_rows_move_within_the_ledger() -> None:
+    ledger = Ledger(rows_read=5, rows_train=5)
+    ledger.hold_out(2)
+
+    assert (ledger.rows_train, ledger.rows_validation, ledger.rows_kept) == (3, 2, 5)
+    assert ledger.adds_up()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("rows_read", "rows_train", "rows_validation"),
+        *("tokens", "tokens_supervised", "tokens_context", "tokens_truncated"),
+    ],
+)
+def test_ledger_with_an_unaccounted_row_or_token_does_not_add_up(change: str) -> None:
+    _, ledger, _ = encode(words(), converse(("user", "Hi"), ("assistant", "Hello")))
+    assert ledger.adds_up()
+
+    setattr(ledger, change, getattr(ledger, change) + 1)
+    assert not ledger.adds_up()
+
+
+def test_ledger_does_not_add_up_with_a_row_skipped_that_was_never_read() -> None:
+    assert not Ledger(rows_read=1, rows_train=1, rows_skipped=Counter({"odd": 1})).adds_up()
+
+
+def test_ledger_is_ready_for_json_with_reasons_in_order() -> None:
+    ledger = Ledger("a.jsonl", 3, 1, rows_skipped=Counter(b=1, a=1), notes=Counter(z=1, y=2))
+
+    assert json.loads(json.dumps(ledger.as_dict())) == {
+        "path": "a.jsonl",
+        "rows_read": 3,
+        "rows_train": 1,
+        "rows_validation": 0,
+        "rows_skipped": {"a": 1, "b": 1},
+        "rows_truncated": 0,
+        "examples": 0,
+        "tokens": 0,
+        "tokens_supervised": 0,
+        "tokens_context": 0,
+        "tokens_truncated": 0,
+        "notes": {"y": 2, "z": 1},
+    }
+    assert list(ledger.as_dict()["rows_skipped"]) == ["a", "b"]
+
+
+# Each example has a supervised token, as those have that the encoder keeps.
+MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=6).filter(any)
+ROWS = st.dictionaries(st.integers(1, 20), st.lists(MASKS, min_size=1, max_size=3), max_size=6)
+
+
+@settings(deadline=None)
+@given(rows=ROWS, limit=st.integers(1, 8), unread=st.integers(0, 3))
+def test_ledger_counts_what_a_loop_over_rows_counts(
+    rows: dict[int, list[Mask]], limit: int, unread: int
+) -> None:
+    file = encoded(list(rows.items()))
+    for row in range(unread):
+        file.skipped.add(100 + row, BadRow("not valid JSON"))
+
+    ledger = file.account(limit)
+
+    kept, truncated, cut_answers, lost = [], [], [], {}
+    counts = Counter({"tokens": 0, "supervised": 0, "context": 0, "examples": 0})
+    for row, masks in rows.items():
+        of_row = [mask[:limit] for mask in masks if any(mask[:limit])]
+        counts["tokens"] += sum(map(len, masks))
+        counts["supervised"] += sum(map(sum, of_row))
+        counts["context"] += sum(map(len, of_row)) - sum(map(sum, of_row))
+        counts["examples"] += len(of_row)
+        if any(len(mask) > limit for mask in masks):
+            truncated.append(row)
+        if not of_row:
+            lost[row] = masks[0].index(1) + 1
+            continue
+        kept.append(row)
+        if sum(map(sum, of_row)) < sum(map(sum, masks)):
+            cut_answers.append(row)
+    reason = f"no supervised token within --max-seq-len {limit}"
+    assert ledger == Ledger(
+        path="chat.jsonl",
+        rows_read=len(rows) + unread,
+        rows_train=len(kept),
+        rows_skipped=Counter({reason: len(lost), "not valid JSON": unread}),
+        rows_truncated=len(truncated),
+        examples=counts["examples"],
+        tokens=counts["tokens"],
+        tokens_supervised=counts["supervised"],
+        tokens_context=counts["context"],
+        tokens_truncated=counts["tokens"] - counts["supervised"] - counts["context"],
+        notes=Counter({notes.TRUNCATED_ANSWER: len(cut_answers)}),
+    )
+    assert ledger.adds_up()
+    assert [row for row, _ in file.notes.places.get(notes.TRUNCATED_ANSWER, [])] == cut_answers[:5]
+    assert [(row, problem.detail) for row, problem in file.skipped.shown.get(reason, [])] == [
+        (row, f"the answer begins at token {first}: raise it") for row, first in lost.items()
+    ][:5]
+
+
+def test_ledger_hears_of_notes_that_are_added_later() -> None:
+    file = encoded([(1, [[0, 1]])])
+    ledger = file.account(10)
+
+    file.notes.add(1, [Note(notes.DUPLICATE)])
+
+    assert ledger.as_dict()["notes"] == {notes.DUPLICATE: 1}
+
+
+def test_note_of_a_kind_counts_once_for_a_row_and_the_first_rows_are_kept() -> None:
+    found = Notes()
+    for row in range(1, 9):
+        found.add(row, [Note("odd", "a"), Note("even"), Note("odd", f"b{row}")])
+    found.add(9, [])
+
+    assert found.counts == Counter(odd=8, even=8)
+    assert found.places == {
+        "odd": [(row, f"b{row}") for row in range(1, 6)],
+        "even": [(row, "") for row in range(1, 6)],
+    }
+
+
+def test_every_kind_of_note_has_its_advice_and_errors_are_among_them() -> None:
+    kinds = {value for name, value in vars(notes).items() if name.isupper() and type(value) is str}
+
+    assert set(notes.ADVICE) == kinds
+    assert set(notes.ERRORS) <= kinds

@@ -1,0 +1,141 @@
+"""A model's own template: where an answer ends, whatever stands in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from tests.core.renderers import (
+    END,
+    END_TOKENS,
+    QWEN3_SOURCE,
+    RENDERERS,
+    TWO_TURNS,
+    Messages,
+    answers,
+    assistant,
+    bracketed,
+    chatml,
+    converse,
+    ends_twice,
+    prompts,
+    prompts_otherwise,
+    qwen3_like,
+    render,
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["end", "|", "<", ">", "e", "a" + END + "b", END + "\n" + END, " padded\n", "4", "endoftext"],
+)
+@pytest.mark.parametrize("template", [chatml, ends_twice])
+def test_answer_ends_at_the_end_of_its_turn_whatever_its_content(
+    template: RenderChat, content: str
+) -> None:
+    rendering = render(template, converse(("user", "4?"), ("assistant", content)))
+
+    assert answers(rendering) == [content + END]
+
+
+def test_answer_that_is_itself_an_end_token_keeps_its_own_end() -> None:
+    rendering = render(chatml, converse(("user", "?"), ("assistant", END)))
+
+    assert answers(rendering) == [END + END]
+
+
+@pytest.mark.parametrize("content", ["a" + END + "b", "a" + END])
+def test_end_token_in_the_content_is_not_taken_for_that_of_the_turn(content: str) -> None:
+    with pytest.raises(BadRow, match="no end-of-turn token"):
+        render(bracketed, converse(("user", "?"), ("assistant", content)))
+
+
+def test_longest_end_token_is_taken_where_one_begins_another() -> None:
+    def template(messages: Messages, **options: Any) -> str:
+        return chatml(messages, **options).replace(END, "<end><end>2")
+
+    end_tokens = ("<end>", "", "<end><end>2", "2")
+    rendering = ModelTemplate(template, end_tokens)(converse(("user", "?"), ("assistant", "a")))
+
+    assert answers(rendering) == ["a<end><end>2"]
+
+
+def test_answer_that_the_thinking_repeats_is_supervised_with_its_thinking() -> None:
+    message = assistant("4", reasoning_content="4, and 4 again")
+    template = ModelTemplate(qwen3_like, (END, "</think>"), QWEN3_SOURCE)
+
+    rendering = template(converse(("user", "2 + 2"), message))
+
+    assert answers(rendering) == ["<think>\n4, and 4 again\n</think>\n\n4<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "end_tokens", "kind", "detail"),
+    [
+        (bracketed, END_TOKENS, "no end-of-turn token", f"looked for {END}, <|endoftext|>"),
+        (chatml, (), "no end-of-turn token", "looked for none"),
+        (chatml, ("",), "no end-of-turn token", ""),
+        (
+            *(prompts_otherwise, END_TOKENS),
+            *("the template's generation prompt is not how it begins the turn", ""),
+        ),
+    ],
+)
+def test_row_whose_answer_cannot_be_found_is_a_bad_row(
+    template: RenderChat, end_tokens: tuple[str, ...], kind: str, detail: str
+) -> None:
+    with pytest.raises(BadRow) as raised:
+        ModelTemplate(template, end_tokens)(TWO_TURNS)
+    assert raised.value.kind == kind
+    assert detail in raised.value.detail
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from(["system", "user", "assistant"]),
+        st.text(st.sampled_from("end|<>im_ \n4"), max_size=6),
+        st.sampled_from(["", "Hm.", "4"]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from(["chatml", "qwen3_like", "r1_like", "ends_twice"]), turns=TURNS)
+def test_every_span_stands_behind_the_prompt_of_its_turn_for_any_conversation(
+    name: str, turns: list[tuple[str, str, str]]
+) -> None:
+    template, _ = RENDERERS[name]
+    fields = [{"role": "user", "content": "4?"}]
+    fields += [
+        {"role": role, "content": content}
+        | ({"reasoning_content": thought} if role == "assistant" and thought else {})
+        for role, content, thought in [*turns, ("assistant", "end", "")]
+    ]
+    try:
+        conversation = converse(*fields)
+    except BadRow:  # an empty answer
+        return
+    told = any(m.thinking for m in conversation.messages) if template is qwen3_like else None
+
+    rendering = render(template, conversation)
+
+    asked = [
+        template(fields[:i], tools=None, add_generation_prompt=True, enable_thinking=told)
+        for i, message in enumerate(fields)
+        if message["role"] == "assistant"
+    ]
+    said = [message["content"].strip() for message in fields if message["role"] == "assistant"]
+    assert prompts(rendering) == asked
+    for answer, content in zip(answers(rendering), said, strict=True):
+        # Of an answer that is thinking alone, the last control token is taken for the end.
+        assert answer.rstrip().endswith(END) or (name == "ends_twice" and not content)
+        assert content in answer
+        assert answer.count(END) == 1 + content.count(END)
+    assert len(rendering.texts) in (1, len(asked))

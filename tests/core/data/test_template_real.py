@@ -1,0 +1,127 @@
+"""The built-in templates against the models' own Jinja templates, on real conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data.conversation import Conversation, Message, parse_messages
+from mlxtune.core.data.template import TEMPLATES, render_gemma, render_qwen3
+from tests.core.conversations import EMPTY_THINKING, MESSAGES, TOOL, converse, text_of
+
+
+def jinja(path: Path) -> Callable[[Conversation], str]:
+    """The renderer that transformers uses: jinja2 with these options and this `tojson`."""
+    jinja2 = pytest.importorskip("jinja2", reason="needs jinja2 to render the models' templates")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    template = environment.from_string(path.read_text(encoding="utf-8"))
+
+    def render(conversation: Conversation) -> str:
+        messages = [
+            {"role": message.role, "content": message.content}
+            | ({"tool_calls": list(message.tool_calls)} if message.tool_calls else {})
+            for message in conversation.messages
+        ]
+        tools = list(conversation.tools) or None
+        return str(template.render(messages=messages, tools=tools, bos_token=""))
+
+    return render
+
+
+def with_a_question_after(conversation: Conversation) -> Conversation:
+    """No assistant turn is the last one, so Qwen3's template adds no thinking to any."""
+    messages = (*conversation.messages, Message("user", "And then?"))
+    return Conversation(conversation.row, messages, conversation.tools)
+
+
+def without_last_empty_thinking(text: str) -> str:
+    before, _, after = text.rpartition(EMPTY_THINKING)
+    return before + after
+
+
+def chat(path: Path) -> list[Conversation]:
+    rows = map(json.loads, path.read_text(encoding="utf-8").rstrip("\n").split("\n"))
+    return [
+        Conversation(i, parse_messages(row["messages"]), tuple(row.get("tools") or ()))
+        for i, row in enumerate(rows, start=1)
+    ]
+
+
+def test_qwen3_equals_its_own_template_for_any_messages(shared: Path) -> None:
+    reference = jinja(shared / "templates" / "qwen3.jinja")
+
+    @settings(deadline=None)
+    @given(messages=MESSAGES, tools=st.sampled_from([(), (TOOL,), (TOOL, {"é": [1.5, None]})]))
+    def check(messages: list[Message], tools: tuple[Any, ...]) -> None:
+        conversation = with_a_question_after(converse(*messages, tools=tools))
+        assert text_of(render_qwen3(conversation)) == reference(conversation)
+
+    check()
+
+
+def test_qwen3_equals_its_own_template_on_all_chat_data(shared: Path) -> None:
+    reference = jinja(shared / "templates" / "qwen3.jinja")
+    compared = 0
+    for path in sorted((shared / "chat").glob("*.jsonl")):
+        for conversation in chat(path):
+            asked = with_a_question_after(conversation)
+            assert text_of(render_qwen3(asked)) == reference(asked), f"{path}:{conversation.row}"
+            rendered = without_last_empty_thinking(reference(conversation))
+            assert text_of(render_qwen3(conversation)) == rendered, f"{path}:{conversation.row}"
+            compared += 1
+
+    assert compared == 10_463
+
+
+def test_gemma_equals_its_own_template_on_chat_data_without_tools(shared: Path) -> None:
+    reference = jinja(shared / "templates" / "gemma.jinja")
+    compared = 0
+    for path in sorted((shared / "chat").glob("*.jsonl")):
+        for conversation in chat(path):
+            roles = [message.role for message in conversation.messages]
+            # Its template refuses any other order of turns, and trims what ours keeps.
+            if conversation.tools or roles != ["user", "assistant"] * (len(roles) // 2):
+                continue
+            trimmed = converse(*((m.role, m.content.strip()) for m in conversation.messages))
+            text = text_of(render_gemma(trimmed))
+            assert text == reference(trimmed), f"{path}:{conversation.row}"
+            compared += 1
+
+    assert compared == 10_272
+
+
+def test_templates_equal_the_golden_renders(shared: Path) -> None:
+    goldens = json.loads((shared / "templates" / "goldens.json").read_text(encoding="utf-8"))
+    compared = []
+    for golden in goldens["goldens"]:
+        name = {"qwen3.jinja": "qwen3", "gemma.jinja": "gemma"}.get(golden["template_file"])
+        turns = json.dumps(golden["messages"])
+        if name is None or golden["add_generation_prompt"] or "error" in golden:
+            continue
+        if name == "qwen3" and ("think" in turns or "reasoning" in turns):
+            continue  # Thinking is kept as it stands in the data, which its template is not.
+        messages = [
+            Message(m["role"], m.get("content") or "", tuple(m.get("tool_calls") or ()))
+            for m in golden["messages"]
+        ]
+        expected = golden["rendered"].removeprefix(golden.get("bos_token") or "")
+        if all(message.role != "assistant" for message in messages):
+            messages.append(Message("assistant", "Hm."))
+            expected += {
+                "qwen3": "<|im_start|>assistant\nHm.<|im_end|>\n",
+                "gemma": "<start_of_turn>model\nHm.<end_of_turn>\n",
+            }[name]
+        elif name == "qwen3" and messages[-1].role == "assistant":
+            expected = without_last_empty_thinking(expected)
+        conversation = converse(*messages, tools=tuple(golden.get("tools") or ()))
+        assert text_of(TEMPLATES[name](conversation)) == expected, golden["conversation"]
+        compared.append((name, golden["conversation"]))
+
+    assert len(compared) == len(set(compared)) == 18

@@ -1,0 +1,78 @@
+"""What the tools of a system print, read; their words are those of real machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxtune.core.machine import facts
+from mlxtune.core.machine.facts import Memory, Power
+
+VM_STAT = """\
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                4000.
+Pages active:                            400000.
+Pages inactive:                          300000.
+Pages speculative:                         1000.
+Pages throttled:                              0.
+Pages wired down:                        150000.
+"""
+MEMINFO = """\
+MemTotal:       24737000 kB
+MemFree:        19000000 kB
+MemAvailable:   23000000 kB
+SwapTotal:       2000000 kB
+SwapFree:        1500000 kB
+"""
+BATTERY = """\
+Now drawing from 'Battery Power'
+ -InternalBattery-0 (id=4653155)\t85%; discharging; 5:31 remaining present: true
+"""
+SETTINGS = """\
+System-wide power settings:
+Currently in use:
+ standby              1
+ lowpowermode         {}
+ displaysleep         10
+"""
+
+
+def test_sysctl_is_read_by_name_with_what_it_does_not_know_left_out() -> None:
+    text = "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2: Pro\n\nnonsense\n"
+    assert facts.read_pairs(text) == {
+        "hw.memsize": "17179869184",
+        "machdep.cpu.brand_string": "Apple M2: Pro",
+    }
+
+
+def test_swap_of_a_mac_is_in_mebibytes() -> None:
+    text = "total = 2048.00M  used = 1033.75M  free = 1014.25M  (encrypted)"
+    assert facts.read_swap(text) == int(1033.75 * 2**20)
+    assert facts.read_swap("") is None
+
+
+def test_available_memory_of_a_mac_is_what_it_would_give() -> None:
+    assert facts.read_vm_stat(VM_STAT) == (4000 + 300000 + 1000) * 16384
+    assert facts.read_vm_stat("") is None
+
+
+def test_memory_of_linux_is_in_kibibytes() -> None:
+    assert facts.read_meminfo(MEMINFO) == Memory(24737000 * 1024, 23000000 * 1024, 500000 * 1024)
+    assert facts.read_meminfo("") == Memory()
+
+
+@pytest.mark.parametrize(
+    ("limit", "total", "available"),
+    [(None, 100, 80), (2**62, 100, 80), (90, 90, 80), (50, 50, 50)],
+)
+def test_container_has_no_more_memory_than_its_limit(
+    limit: int | None, total: int, available: int
+) -> None:
+    assert facts.within(Memory(100, 80, 0), limit) == Memory(total, available, 0)
+
+
+def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:
+    assert facts.read_pmset(BATTERY, SETTINGS.format(1)) == Power(True, True)
+    mains = BATTERY.replace("Battery Power", "AC Power")
+    assert facts.read_pmset(mains, SETTINGS.format(0)) == Power(False, False)
+    assert facts.read_pmset(mains, " powermode   2\n").saving is False
+    assert facts.read_pmset("", "") == Power(None, None)

@@ -1,0 +1,215 @@
+"""Files are put in place whole or not at all, whichever step of it fails."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.machine.files import (
+    MAX_OWN_BYTES,
+    check_writable,
+    file_hash,
+    make_folder,
+    read_json,
+    write_file,
+    write_json,
+)
+from mlxtune.core.training.checkpoint import write_checkpoint
+from mlxtune.errors import OutputError
+from tests.faults import FaultyDisk
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_is_put_in_place_and_nothing_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "adapters.safetensors"
+    write_file(target, [b"old"])
+    write_file(target, [b"n", b"ew"])
+
+    assert target.read_bytes() == b"new"
+    assert names_in(tmp_path) == ["adapters.safetensors"]
+
+
+def test_who_reads_the_old_file_goes_on_reading_it_whole(tmp_path: Path) -> None:
+    target = tmp_path / "adapters.safetensors"
+    write_file(target, [b"old"])
+
+    with target.open("rb") as reader:
+        write_file(target, [b"new and longer"])
+        assert reader.read() == b"old"
+
+
+def test_file_stays_old_when_its_content_fails_midway(tmp_path: Path) -> None:
+    def content() -> Iterator[bytes]:
+        yield b"new"
+        raise ValueError("no more")
+
+    target = tmp_path / "dump.jsonl"
+    write_file(target, [b"old"])
+
+    with pytest.raises(ValueError, match="no more"):
+        write_file(target, content())
+    assert target.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["dump.jsonl"]
+
+
+@pytest.mark.parametrize("before", [None, b"old"], ids=["none_before", "one_before"])
+def test_file_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fails(
+    tmp_path: Path, before: bytes | None
+) -> None:
+    for fails_at in range(1, 20):
+        folder = tmp_path / str(fails_at)
+        folder.mkdir()
+        target = folder / "adapters.safetensors"
+        if before is not None:
+            target.write_bytes(before)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            disk = FaultyDisk(monkeypatch, fails_at)
+            if fails_at <= 6:
+                with pytest.raises(OutputError) as raised:
+                    write_file(target, [b"n", b"ew"])
+                assert str(raised.value).startswith(f"{target}: cannot be written: ")
+                assert os.strerror(errno.ENOSPC) in str(raised.value)
+            else:
+                write_file(target, [b"n", b"ew"])
+        if not disk.failed:
+            break
+        # Open, write twice, flush, rename; then the folder is flushed.
+        found = target.read_bytes() if target.exists() else None
+        assert found == (before if fails_at <= 5 else b"new")
+        assert set(names_in(folder)) <= {"adapters.safetensors"}
+
+    assert disk.calls == 6
+    assert target.read_bytes() == b"new"
+
+
+def test_json_is_written_for_people_and_refuses_what_json_has_not(tmp_path: Path) -> None:
+    target = tmp_path / "metadata.json"
+    write_json(target, {"train_loss": 1.5, "val_loss": None, "model": "Köln"})
+    assert json.loads(target.read_text()) == {"train_loss": 1.5, "val_loss": None, "model": "Köln"}
+    assert target.read_text().count("\n") == 5
+
+    with pytest.raises(ValueError, match="float"):
+        write_json(target, {"train_loss": float("nan")})
+    assert json.loads(target.read_text())["train_loss"] == 1.5
+    assert names_in(tmp_path) == ["metadata.json"]
+
+
+def below_a_file(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_file(folder / "adapters.safetensors", [b""]),
+        lambda folder: write_checkpoint(folder / "best", lambda _: None, {}),
+        lambda folder: check_writable(folder, "--output"),
+        make_folder,
+    ],
+    ids=["file", "checkpoint", "check", "make"],
+)
+def test_path_below_a_file_is_an_error_that_names_it(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    folder = below_a_file(tmp_path)
+
+    with pytest.raises(OutputError) as raised:
+        write(folder)
+    assert str(raised.value).startswith(str(folder))
+    assert "\n" not in str(raised.value)
+    assert names_in(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where none can write")
+def test_folder_that_takes_no_files_is_an_error_that_names_it() -> None:
+    with pytest.raises(OutputError, match=r"^/proc/self: cannot be written"):
+        check_writable(Path("/proc/self"), "--output")
+    with pytest.raises(OutputError, match=r"^/proc/mlxtune: cannot be written"):
+        check_writable(Path("/proc/mlxtune"), "--output")
+
+
+def test_file_in_place_of_a_folder_to_write_into_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+
+    with pytest.raises(OutputError, match=r"file is a file, .*choose another --output"):
+        check_writable(tmp_path / "file", "--output")
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_file(tmp_path, [b""])
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_checking_leaves_nothing_behind_whether_the_folder_exists_or_not(tmp_path: Path) -> None:
+    check_writable(tmp_path / "runs" / "checkpoints", "--checkpoint-dir")
+    check_writable(tmp_path, "--checkpoint-dir")
+
+    assert names_in(tmp_path) == []
+
+
+def test_folder_is_made_with_those_above_it_and_may_be_there_already(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "checkpoints"
+    make_folder(folder)
+    make_folder(folder)
+
+    assert names_in(folder) == []
+
+
+def test_file_hash_is_of_all_of_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"ab" * (1 << 20) + b"c")
+
+    assert file_hash(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(FileNotFoundError):
+        file_hash(tmp_path / "none")
+
+
+def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    assert read_json(path) == {"step": 1}
+
+    with path.open("wb") as file:
+        file.truncate(MAX_OWN_BYTES + 1)
+    with pytest.raises(ValueError, match="too large"):
+        read_json(path)
+    for content, why in (
+        ("[" * 100_000, "too deep"),
+        ("{", "not valid"),
+        ("[1]", "no JSON object"),
+        ("\udc80", "not valid"),
+    ):
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match=why):
+            read_json(path)
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link"):
+        with pytest.raises(ValueError, match="no regular file"):
+            read_json(tmp_path / name)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_folder_on_a_file_system_that_flushes_none_takes_files_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112
+            raise OSError(code, os.strerror(code))
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_file(tmp_path / "a", [b"new"])
+    assert (tmp_path / "a").read_bytes() == b"new"

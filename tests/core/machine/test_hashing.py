@@ -1,0 +1,93 @@
+"""The hash that tells one base model from another, and how it is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.machine import hashing
+from mlxtune.core.machine.hashing import ModelHash, model_hash
+from mlxtune.errors import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "model-1.safetensors").write_bytes(b"one" * 1000)
+    (made / "model-2.safetensors").write_bytes(b"two" * 1000)
+    (made / "README.md").write_text("says nothing of what it computes")
+    return made
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that have been read."""
+    names: list[str] = []
+    whole = hashing.file_hash
+
+    def file_hash(path: Path) -> str:
+        names.append(path.name)
+        return whole(path)
+
+    monkeypatch.setattr(hashing, "file_hash", file_hash)
+    return names
+
+
+def test_hash_is_over_names_and_contents_of_config_and_weights(folder: Path) -> None:
+    digest = hashlib.sha256()
+    for name in ("config.json", "model-1.safetensors", "model-2.safetensors"):
+        content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        digest.update(f"{name} {content}\n".encode())
+    expected = f"sha256:{digest.hexdigest()}"
+    assert model_hash(folder, None) == expected
+    assert ModelHash(folder, None).result() == expected
+
+    (folder / "README.md").write_text("something else")
+    assert model_hash(folder, None) == expected
+    (folder / "model-1.safetensors").rename(folder / "model-3.safetensors")
+    assert model_hash(folder, None) != expected
+
+
+def test_file_that_has_not_changed_is_read_once(
+    folder: Path, tmp_path: Path, read: list[str]
+) -> None:
+    cache = tmp_path / "cache"
+    first = model_hash(folder, cache)
+    assert len(read) == 3
+    assert model_hash(folder, cache) == first
+    assert len(read) == 3
+
+    # Of the same size and time, by someone who puts the time back.
+    weights = folder / "model-1.safetensors"
+    times = weights.stat()
+    weights.write_bytes(b"ONE" * 1000)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert model_hash(folder, cache) != first
+    assert read[3:] == ["model-1.safetensors"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "[" * 100_000])
+def test_cache_that_is_damaged_is_made_anew(folder: Path, tmp_path: Path, content: str) -> None:
+    expected = model_hash(folder, None)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "hashes.json").write_text(content)
+    assert model_hash(folder, cache) == expected
+    assert model_hash(folder, cache) == expected
+
+
+def test_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert model_hash(folder, tmp_path / "file" / "cache") == model_hash(folder, None)
+
+
+def test_file_that_cannot_be_read_is_an_error_when_the_hash_is_asked_for(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    computing = ModelHash(folder, None)
+    with pytest.raises(ModelError, match="cannot be read"):
+        computing.result()

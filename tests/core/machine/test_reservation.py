@@ -1,0 +1,102 @@
+"""Runs on one machine share its memory, and one that is too many is told by whom it is taken."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.machine import reservation
+from mlxtune.core.machine.reservation import reserve, reserve_when_free
+from mlxtune.errors import MemoryLimitError
+from tests.holders import hold_elsewhere
+
+GB = 10**9
+HOLDER = """
+import sys
+from pathlib import Path
+from mlxtune.core.machine.reservation import reserve
+lock = reserve(Path(sys.argv[1]), int(sys.argv[2]), 10**18, "their run")
+"""
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_runs_that_fit_together_are_let_in_and_one_more_is_told_who_holds_what(
+    tmp_path: Path,
+) -> None:
+    theirs = hold_elsewhere(HOLDER, tmp_path / "new" / "folder", 6 * GB)
+    try:
+        mine = reserve(tmp_path / "new" / "folder", 4 * GB, 10 * GB, "mine")
+        with pytest.raises(MemoryLimitError) as refused:
+            reserve(tmp_path / "new" / "folder", GB, 10 * GB, "another")
+        for said in (
+            "needs 1.0 GB of 10.0",
+            f"process {theirs.pid} holds 6.0 GB for their run",
+            f"process {os.getpid()} holds 4.0 GB for mine",
+            "--wait",
+            "--ignore-ledger",
+        ):
+            assert said in str(refused.value)
+        mine.release()
+        reserve(tmp_path / "new" / "folder", 4 * GB, 10 * GB, "another").release()
+    finally:
+        kill(theirs)
+
+
+def test_what_a_dead_process_held_is_free_and_its_file_removed(tmp_path: Path) -> None:
+    kill(hold_elsewhere(HOLDER, tmp_path, 10 * GB))
+    assert len(list(tmp_path.glob("*.run"))) == 1
+    lock = reserve(tmp_path, 10 * GB, 10 * GB, "mine")
+    assert list(tmp_path.glob("*.run")) == [lock.path]
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_by_itself_is_let_in_whatever_it_takes(tmp_path: Path) -> None:
+    # Whether it fits is for the plan to say.
+    reserve(tmp_path, 20 * GB, 10 * GB, "mine").release()
+
+
+def test_whoever_waits_is_let_in_when_the_other_ends(tmp_path: Path) -> None:
+    theirs = hold_elsewhere(HOLDER, tmp_path, 10 * GB)
+    told: list[str] = []
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            kill(theirs)
+
+    lock = reserve_when_free(tmp_path, GB, 10 * GB, "mine", told.append, sleep)
+    assert len(slept) == 3
+    (line,) = told
+    assert line.startswith("waiting: ")
+    assert f"process {theirs.pid} holds 10.0 GB" in line
+    lock.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', '{"pid": 1, "bytes": -5, "run": ""}'])
+def test_file_that_says_nonsense_counts_for_nothing(tmp_path: Path, content: str) -> None:
+    lock = reserve(tmp_path, GB, 10 * GB, "mine")
+    lock.path.write_text(content)
+    reserve(tmp_path, 10 * GB, 10 * GB, "another").release()
+    lock.release()
+
+
+def test_door_that_another_process_holds_is_an_error_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.core.machine.lock import Lock
+
+    monkeypatch.setattr(reservation, "_DOOR_SECONDS", 0.05)
+    door = Lock(tmp_path / "door.lock")
+    with pytest.raises(TimeoutError):
+        reserve(tmp_path, GB, 10 * GB, "mine")
+    door.release()

@@ -1,0 +1,291 @@
+"""What a person reads of a run, word for word."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.config import InstructTrainingConfig, TrainConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.inspection import Finding, Place
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.reports import messages
+from mlxtune.core.text import count, duration, short_number
+from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
+from mlxtune.core.training.trainer import InstructTrainer
+from tests.core.records import epoch_metrics, step_record
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 rows"),
+        (1, "1 row"),
+        (2, "2 rows"),
+        (1000, "1,000 rows"),
+        (1_234_567, "1,234,567 rows"),
+    ],
+)
+def test_count_has_its_noun_and_thousands_apart(number: int, text: str) -> None:
+    assert count(number, "row") == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1k"),
+        (260_032, "260k"),
+        (999_499, "999k"),
+        (999_999, "1M"),
+        (1_000_000, "1M"),
+        (596_049_920, "596M"),
+        (999_999_999, "1B"),
+        (1_720_574_976, "1.72B"),
+        (70_553_706_496, "70.6B"),
+    ],
+)
+def test_short_number_has_three_digits_and_a_suffix(number: int, text: str) -> None:
+    assert short_number(number) == text
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**12 - 10**9))
+def test_short_number_is_within_half_a_percent_and_never_in_powers(number: int) -> None:
+    text = short_number(number)
+    sizes = {"k": 1e3, "M": 1e6, "B": 1e9}
+
+    assert "e" not in text
+    value = float(text.rstrip("kMB")) * sizes.get(text[-1], 1)
+    assert value == pytest.approx(number, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0s"),
+        (12.34, "12.3s"),
+        (59.9, "59.9s"),
+        (59.97, "1m 00s"),
+        (60, "1m 00s"),
+        (245.4, "4m 05s"),
+        (3599.7, "1h 00m"),
+        (7500, "2h 05m"),
+        (360_000, "100h 00m"),
+    ],
+)
+def test_duration_is_in_the_units_one_would_say(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_loss_stands_with_its_perplexity() -> None:
+    assert messages.loss(2.0) == "2.0000 (perplexity 7.389)"
+    assert messages.loss(100.0) == "100.0000 (perplexity 1e+06)"
+
+
+def test_rows_and_tokens_of_a_file_are_all_accounted_for() -> None:
+    ledger = Ledger(
+        path="chat.jsonl",
+        rows_read=1010,
+        rows_train=800,
+        rows_validation=200,
+        rows_skipped=Counter({"no assistant turn": 7, "not valid JSON": 3}),
+        rows_truncated=1,
+        tokens=50_000,
+        tokens_supervised=20_000,
+        tokens_context=29_000,
+        tokens_truncated=1000,
+    )
+    assert ledger.adds_up()
+
+    assert messages.rows_line(ledger) == (
+        "chat.jsonl: 1,010 rows read, 800 train, 200 validate, "
+        "10 skipped (no assistant turn: 7, not valid JSON: 3)"
+    )
+    assert messages.tokens_line(ledger) == (
+        "50,000 tokens = 20,000 supervised + 29,000 context + 1,000 truncated from 1 row"
+    )
+
+
+def test_what_did_not_happen_to_rows_is_not_said() -> None:
+    ledger = Ledger("chat.jsonl", 1, 1, tokens=9, tokens_supervised=3, tokens_context=6)
+
+    assert messages.rows_line(ledger) == "chat.jsonl: 1 row read, 1 train"
+    assert messages.tokens_line(ledger) == "9 tokens = 3 supervised + 6 context + 0 truncated"
+
+
+def test_examples_are_counted_where_rows_became_several() -> None:
+    several = Ledger("chat.jsonl", 3, 1, 1, examples=3, tokens=9)
+    assert messages.tokens_line(several).startswith("9 tokens in 3 examples = 0 supervised + ")
+    one_each = Ledger("chat.jsonl", 3, 2, 1, examples=3, tokens=9)
+    assert messages.tokens_line(one_each).startswith("9 tokens = ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "detail", "text"),
+    [
+        (1, "", "a.jsonl:7: looks odd: mend it"),
+        (2, "message 3", "a.jsonl:7: looks odd (message 3), and 1 more: mend it"),
+        (1235, "", "a.jsonl:7: looks odd, and 1,234 more: mend it"),
+    ],
+)
+def test_finding_names_the_first_row_and_how_many_more_there_are(
+    rows: int, detail: str, text: str
+) -> None:
+    places = (Place("a.jsonl", 7, detail), Place("b.jsonl", 1))[:rows]
+    assert messages.finding_line(Finding("warning", "looks odd", rows, "mend it", places)) == text
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values = {"loss": 2.34567, "grad_norm": 0.98765, "tokens": 3000, "supervised_tokens": 1000}
+    return step_record(step, **values | {"seconds": 0.5} | changes)
+
+
+def test_smoothed_loss_is_an_exponential_moving_average_from_the_first_loss() -> None:
+    smoothed = messages.SmoothedLoss(keep=0.5)
+
+    assert [smoothed.add(loss) for loss in (4.0, 2.0, 8.0)] == [4.0, 3.0, 5.5]
+
+
+def test_memory_is_in_megabytes_below_one_gigabyte() -> None:
+    assert [messages.memory(gb) for gb in (0.0, 0.31, 1.0, 8.254)] == [
+        *("0 MB", "310 MB", "1.00 GB", "8.25 GB"),
+    ]
+
+
+def test_state_of_a_step_is_cut_between_its_parts_to_the_room_there_is() -> None:
+    whole = "loss 2.346  average 2.500  lr 0.0001  6,000 tok/s  3.46 GB"
+
+    for room in range(len(whole) + 2):
+        state = messages.step_state(record(10), average=2.5, peak_gb=3.456, room=room)
+        assert whole.startswith(state)
+        assert len(state) <= max(room, len("loss 2.346"))
+        assert whole[len(state) :][:2] in ("  ", "")
+        # No part is left out that would fit.
+        missing = whole[len(state) :].split("  ")[1:2]
+        assert not missing or len(state) + 2 + len(missing[0]) > room
+    assert state == whole
+
+
+def test_step_line_has_loss_rate_norm_speed_and_memory() -> None:
+    assert messages.step_line(record(10), total_steps=100, average=2.5, peak_gb=3.456) == (
+        "step 10/100  loss 2.3457  average 2.5000  lr 0.0001  grad norm 0.988  "
+        "6,000 tokens/s  peak 3.46 GB"
+    )
+    # A clock may not have moved during a step.
+    assert "tokens/s" in messages.step_line(record(1, seconds=0.0), 1, 2.5, 0.0)
+
+
+def epoch(number: int, val_loss: float | None) -> InstructEpochMetrics:
+    return epoch_metrics(number, val_loss, epoch_time_ms=65_000, samples_per_sec=12.34)
+
+
+def test_epoch_line_tells_a_best_epoch_from_another_and_from_one_without_validation() -> None:
+    assert messages.epoch_line(epoch(2, val_loss=1.0), best=True) == (
+        "epoch 2: train 2.0000, validation 1.0000 (perplexity 2.718), best so far; "
+        "12.3 rows/s, 1m 05s"
+    )
+    assert "best" not in messages.epoch_line(epoch(2, val_loss=1.0), best=False)
+    assert messages.epoch_line(epoch(2, val_loss=None), best=False) == (
+        "epoch 2: train 2.0000; 12.3 rows/s, 1m 05s"
+    )
+
+
+def test_plan_says_how_much_will_be_trained_and_how() -> None:
+    class Pipeline:
+        learning_rate = 2e-4
+
+    tokens, mask = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.uint8)
+    corpus = [Example(row, tokens, mask) for row in range(1, 11)]
+    config = InstructTrainingConfig(epochs=2, batch_size=3, seed=7)
+
+    def plan(validation: list[Example]) -> str:
+        pipeline: Any = Pipeline()
+        trainer = InstructTrainer(pipeline, corpus, config, validation=validation)
+        return messages.plan_line(trainer)
+
+    assert plan([]) == (
+        "8 steps of 3 rows, 2 epochs; 10 rows train, no validation; learning rate 0.0002, "
+        "warmup-cosine; seed 7"
+    )
+    assert "10 rows train, 3 validate;" in plan(corpus[:3])
+
+
+def result(*val_losses: float | None, **changes: Any) -> InstructTrainResult:
+    losses = [loss for loss in val_losses if loss is not None]
+    values: dict[str, Any] = {
+        "epoch_metrics": [epoch(i, loss) for i, loss in enumerate(val_losses, start=1)],
+        "best_epoch": val_losses.index(min(losses)) + 1 if losses else None,
+        "best_val_loss": min(losses) if losses else None,
+        "stopped_early": False,
+        "total_time_ms": 130_000,
+        "initial_val_loss": 3.0 if losses else None,
+        "steps": [record(1), record(2, tokens=1000, rows=2, seconds=1.5)],
+    }
+    return InstructTrainResult(**values | changes)
+
+
+def summary(found: InstructTrainResult, folder: Path, **changes: Any) -> list[str]:
+    values = {"model_path": "data/my model", "data": "chat.jsonl"}
+    values["output"] = str(folder / "adapters.safetensors")
+    return list(messages.summary_lines(found, TrainConfig(**values | changes), peak_gb=1.234))
+
+
+def test_summary_tells_speed_losses_and_what_was_written(tmp_path: Path) -> None:
+    found = summary(result(2.0, 1.0, 1.5), tmp_path)
+
+    assert found == [
+        "2 steps in 2m 10s, 3.0 rows/s, 2,000 tokens/s, peak memory 1.23 GB",
+        "training loss 2.0000 (perplexity 7.389) in the last epoch",
+        "validation loss 3.0000 (perplexity 20.09) before, 1.5000 (perplexity 4.482) at the end, "
+        "1.0000 (perplexity 2.718) at best, in epoch 2",
+        f"adapter of the best epoch, 2: {tmp_path / 'adapters.safetensors'}",
+        f"checkpoints, metrics and ledger: {tmp_path / 'checkpoints'}",
+    ]
+
+
+def test_summary_of_a_run_without_validation_names_the_last_epoch(tmp_path: Path) -> None:
+    found = summary(result(None, None), tmp_path)
+
+    assert not any("validation" in line for line in found)
+    assert found[2].startswith("adapter of the last epoch: ")
+
+
+def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_path: Path) -> None:
+    found = summary(result(3.0, 4.0, stopped_early=True), tmp_path)
+
+    assert "stopped early after epoch 2" in found
+    assert any(line.startswith("no epoch was better than the base model") for line in found)
+    assert not any("better than the base" in line for line in summary(result(2.9), tmp_path))
+
+
+def usage(found: InstructTrainResult, **changes: Any) -> str:
+    return messages.usage_line(found, TrainConfig(model_path="data/my model", data="d", **changes))
+
+
+def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:
+    folder = tmp_path / "it's mine"
+    line = usage(result(1.0), output=str(folder / "adapters.safetensors"))
+
+    assert shlex.split(line) == [
+        *("mlx_lm.generate", "--model", "data/my model"),
+        *("--adapter-path", str(folder), "--prompt", "…"),
+    ]
+
+
+def test_adapter_of_another_name_is_used_from_where_mlx_lm_finds_it(tmp_path: Path) -> None:
+    output = str(tmp_path / "people.safetensors")
+
+    best = usage(result(1.0), output=output, checkpoint_dir=str(tmp_path / "runs"))
+    assert shlex.split(best)[4] == str(tmp_path / "runs" / "best")
+
+    last = usage(result(None), output=output)
+    assert last == "mlx-lm loads a folder whose adapter file is named adapters.safetensors"

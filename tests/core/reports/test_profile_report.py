@@ -1,0 +1,82 @@
+"""What a person reads of a profile."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxtune.core.reports.profile_report import ProfileSummary, seconds, size, step_line, table
+from mlxtune.core.training.profile import LayerProfile, Phase, SaveProfile, StepProfile
+
+STEP = StepProfile(
+    10,
+    2.0,
+    {
+        "data": Phase(0.1, 2_000, 1_000_000),
+        "forward": Phase(0.5, 3_000_000, 4_000_000),
+        "backward": Phase(1.3, 5_000_000, 9_000_000),
+        "other": Phase(0.1, 0, 1_000_000),
+    },
+    [LayerProfile("layers.0", 0.25, 0.5, 700, 900), LayerProfile("head", 0.1, 0.2, 10, 20)],
+    1.5,
+)
+
+
+def summary(*records: StepProfile | SaveProfile) -> ProfileSummary:
+    made = ProfileSummary()
+    for record in records:
+        made.add(record)
+    return made
+
+
+def test_step_is_one_line_of_shares_and_its_peak() -> None:
+    assert step_line(STEP) == (
+        "step 10: 2.00 s: data 5%, forward 25%, backward 65%, other 5%; peak 9 MB in backward"
+    )
+
+
+def test_table_has_a_mean_for_each_phase_and_layer() -> None:
+    slower = StepProfile(20, 4.0, {"forward": Phase(3.5, 1, 6_000_000), "other": Phase(0.5, 0, 0)})
+    rows = [line.split() for line in table(summary(STEP, slower, SaveProfile(20, "x", 0.5, 4000)))]
+    assert rows == [
+        ["2", "steps", "profiled,", "3.00", "s", "a", "step"],
+        ["phase", "time", "share", "takes", "peak"],
+        ["data", "50", "ms", "1.7%", "2", "kB", "1", "MB"],
+        ["forward", "2.00", "s", "66.7%", "3", "MB", "6", "MB"],
+        ["backward", "650", "ms", "21.7%", "5", "MB", "9", "MB"],
+        ["other", "300", "ms", "10.0%", "0", "B", "1", "MB"],
+        ["save", "500", "ms", "4", "kB", "written,", "1", "time"],
+        ["layer", "forward", "backward", "keeps", "takes"],
+        # Of the one step whose layers were measured.
+        ["layers.0", "250", "ms", "500", "ms", "700", "B", "900", "B"],
+        ["head", "100", "ms", "200", "ms", "10", "B", "20", "B"],
+    ]
+
+
+def test_layers_of_a_deep_model_are_shown_several_at_a_time() -> None:
+    layers = [LayerProfile(f"layers.{i}", float(i), 1.0, i, i) for i in range(25)]
+    head = LayerProfile("head", 1.0, 1.0, 1, 1)
+    deep = StepProfile(1, 1.0, {"other": Phase(1.0, 0, 0)}, [*layers, head])
+    lines = [line for line in table(summary(deep)) if line.startswith(("layers", "head"))]
+    assert len(lines) == 10
+    assert lines[0].split() == [
+        "layers.0-2,",
+        "each",
+        *["1.00", "s", "1.00", "s", "2", "B", "2", "B"],
+    ]
+    assert lines[-2].split() == ["layers.24", "24.00", "s", "1.00", "s", "24", "B", "24", "B"]
+    assert lines[-1].startswith("head")
+
+
+def test_run_without_a_profile_has_no_table() -> None:
+    assert list(table(summary())) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1_200, "1.2 kB"), (34_600_000, "34.6 MB")]
+)
+def test_sizes_are_in_three_digits(value: int, text: str) -> None:
+    assert size(value) == text
+
+
+def test_times_are_in_the_unit_that_reads_best() -> None:
+    assert [seconds(0.00012), seconds(0.0123), seconds(1.234)] == ["0.12 ms", "12.3 ms", "1.23 s"]

@@ -1,0 +1,77 @@
+"""What a plan says to a person and to a program."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from mlxtune.core.reports.run_plan import RunPlan, micro_batches_line, peak_line, plan_lines
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.memory_prediction import Prediction, Way
+from mlxtune.core.training.speed import Speed
+from tests.core.shapes import shapes
+
+MEMORY = MemoryPlan(
+    shapes=shapes(),
+    way=Way(256),
+    peak=Prediction(1_200_000_000, 20_000_000, 400_000_000, 80_000_000),
+    limit=24_000_000_000,
+    time=1.0,
+    steps=10,
+    micro_batches=21,
+    tokens=1000,
+    padding=30,
+    real_tokens=1250,
+)
+RUN = RunPlan(
+    *("qwen3, 28 layers", "float32", "AMD EPYC (cpu)", 512, MEMORY),
+    **{"rows": 80, "steps_per_epoch": 20, "steps": 60, "tokens": 9000, "supervised": 2000},
+    all_tokens=27_000,
+)
+
+
+def text(plan: RunPlan) -> str:
+    return "\n".join(f"{name}: {line}" for name, line in plan_lines(plan))
+
+
+def test_way_and_peak_in_a_line_each() -> None:
+    assert micro_batches_line(MEMORY) == (
+        "micro-batches of up to 256 tokens, 2.1 a step with 3.0% padding; activations kept"
+    )
+    alone = replace(MEMORY, way=Way(1))
+    assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
+    again = replace(MEMORY, way=Way(256, recompute=True))
+    assert "computed again" in micro_batches_line(again)
+    assert peak_line(MEMORY) == "predicted peak memory 1.70 GB of 24.00 GB"
+
+
+def test_lines_say_parts_steps_and_shares() -> None:
+    lines = text(RUN)
+    for part in ("weights       1.20 GB", "optimizer       20 MB", "head            80 MB"):
+        assert part in lines
+    assert "80 rows train: 9,000 tokens, 2,000 of them supervised" in lines
+    assert "80% of them run with padding" in lines
+    assert "60 steps, 20 in an epoch" in lines
+
+
+def test_time_is_said_once_a_speed_is_known() -> None:
+    assert "Time: unknown until a first run" in text(RUN)
+    timed = replace(RUN, speed=Speed(37.5, "2026-03-04"))
+    assert timed.seconds == 720.0
+    assert "about 12m 00s at 38 tokens/s measured on 2026-03-04" in text(timed)
+
+
+def test_without_data_only_memory_is_said() -> None:
+    bare = RunPlan("qwen3", "float32", "cpu", 2048, replace(MEMORY, steps=0))
+    assert "for one example of 2,048 tokens" in text(bare)
+    assert "Time" not in text(bare)
+    assert bare.as_dict()["data"] is None
+
+
+def test_program_reads_what_a_person_does() -> None:
+    found = json.loads(json.dumps(RUN.as_dict()))
+    assert found["memory"]["peak"] == 1_700_000_000
+    assert found["memory"]["activations"] == 400_000_000
+    assert found["data"]["steps"] == 60
+    assert found["data"]["padding_share"] == 0.03
+    assert found["seconds"] is None

@@ -1,0 +1,190 @@
+"""A run in few numbers and one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.machine.lock import Lock
+from mlxtune.core.runs.run_record import Run, read_run
+from mlxtune.core.runs.run_summary import (
+    RunSummary,
+    differing_options,
+    loss_text,
+    option_text,
+    options_of,
+    summarize,
+    tokens_run,
+)
+from tests.runs import as_lines, metrics, step_line, write_run
+
+
+def summary(folder: Path, **changes: Any) -> RunSummary:
+    return summarize(read_run(write_run(folder / "out", **changes)))
+
+
+def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = summary(Path())
+
+    assert (found.name, found.model, found.data) == ("out", "tiny", ("chat.jsonl",))
+    assert (found.status, found.finished) == ("finished", True)
+    assert (found.step, found.total_steps, found.epoch, found.epochs) == (80, 80, 2, 2)
+    losses = (found.initial_val_loss, found.best_val_loss, found.best_epoch, found.train_loss)
+    assert losses == (4.0, 1.0, 2, 1.5)
+    assert found.tokens_per_second == pytest.approx(400 / 0.2)
+    assert (found.peak_memory, found.predicted_memory) == (27 * 10**6, 26 * 10**6)
+    assert found.seconds == 16
+    assert found.started == "2026-03-04T05:06:07+00:00"
+    assert found.adapter == "out/adapters.safetensors"
+    assert found.resume == ""
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        ({}, "2 epochs on chat.jsonl took tiny’s validation loss from 4.00 to 1.00"),
+        ({"validation": False}, "2 epochs on chat.jsonl brought tiny to a training loss of 1.50"),
+        (
+            {"finished": False},
+            "tiny on chat.jsonl stands at step 60 of 80, its validation loss at 2.00 from 4.00",
+        ),
+        (
+            {"finished": False, "validation": False},
+            "tiny on chat.jsonl stands at step 60 of 80",
+        ),
+    ],
+)
+def test_headline_says_what_came_of_it(
+    tmp_path: Path, changes: dict[str, Any], headline: str
+) -> None:
+    assert summary(tmp_path, **changes).headline == headline
+
+
+def test_headline_of_a_run_that_made_nothing_better_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out")
+    records = metrics(2, 40)
+    for record in records:
+        if record["kind"] in ("validation", "epoch"):
+            record["val_loss"] = 4.0 + record.get("step", 0) / 100 + record.get("epoch", 0)
+    (folder / "metrics.jsonl").write_bytes(as_lines(records))
+    headline = summarize(read_run(folder)).headline
+    assert headline.startswith("2 epochs on chat.jsonl made tiny no better: ")
+    assert "4.00 before, 5.00 at best" in headline
+
+
+def test_unfinished_run_says_how_to_go_on_and_one_under_way_that_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_run(Path("my run"), finished=False)
+    found = summarize(read_run(folder))
+    assert (found.status, found.finished) == ("unfinished", False)
+    assert found.resume == "mlxtune train --resume 'my run'"
+
+    lock = Lock(folder / ".lock")
+    try:
+        going = summarize(read_run(folder))
+    finally:
+        lock.release()
+    assert (going.status, going.resume) == ("running", "")
+    assert "is at step 60" in going.headline
+
+
+def test_peak_is_the_highest_of_the_steps_and_of_the_result(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out")
+    lines = [step_line(1, 9, memory=0), step_line(2, 9, memory=90 * 10**6)]
+    (folder / "metrics.jsonl").write_bytes(as_lines(lines))
+    assert summarize(read_run(folder)).peak_memory == 90 * 10**6
+
+
+def test_training_loss_before_an_epoch_ends_is_that_over_all_supervised_tokens(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(tmp_path / "out", finished=False)
+    lines = [
+        step_line(1, 9, loss=4.0, supervised_tokens=30),
+        step_line(2, 9, loss=1.0, supervised_tokens=10),
+    ]
+    (folder / "metrics.jsonl").write_bytes(as_lines(lines))
+    assert summarize(read_run(folder)).train_loss == pytest.approx((4 * 30 + 1 * 10) / 40)
+
+
+def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out")
+    lines = [
+        step_line(1, 9, tokens=100, run_tokens=120, padding=30, micro_batches=1),
+        step_line(2, 9, tokens=300, run_tokens=280, padding=10, micro_batches=4),
+        # One of an earlier version, which did not measure it.
+        {**step_line(3, 9, tokens=0), "run_tokens": 0, "padding": 0, "micro_batches": 0},
+    ]
+    (folder / "metrics.jsonl").write_bytes(as_lines(lines))
+    assert tokens_run(read_run(folder)) == {
+        "micro_batches_per_step": 2.5,
+        "padding_share": 0.1,
+        "run_share": 1.0,
+    }
+
+
+# Options
+
+
+def test_options_that_are_not_the_default_come_first(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "out", options={"lr": 5e-3, "targets": ("all",)}))
+    options = options_of(run)
+    differ = {name: both for name, (*both, differs) in options.items() if differs}
+
+    assert differ == {
+        "--model-path": ["models/tiny", "–"],
+        "--data": ["data/chat.jsonl", "–"],
+        "--epochs": ["2", "1"],
+        "--lr": ["0.005", "0.0001"],
+        "--targets": ["all", "q_proj, v_proj"],
+    }
+    assert list(options)[: len(differ)] == list(differ)
+    assert options["--rank"] == ("8", "8", False)
+
+
+def test_option_of_another_version_is_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path, about={"config": {"new_option": 7}})
+    assert options_of(run) == {"--new-option": ("7", "–", True)}
+
+
+def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: Path) -> None:
+    first = read_run(write_run(tmp_path / "a", options={"output": "a/adapters.safetensors"}))
+    other = {"output": "b/adapters.safetensors", "rank": 4, "lr": 2e-4}
+    second = read_run(write_run(tmp_path / "b", options=other))
+    assert differing_options([first, second]) == {
+        "--rank": ["8", "4"],
+        "--lr": ["0.0001", "0.0002"],
+    }
+    assert differing_options([first, first]) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        ("", "–"),
+        ([], "–"),
+        (True, "on"),
+        (False, "off"),
+        (1e-4, "0.0001"),
+        (2.0, "2"),
+        (["q_proj", "v_proj"], "q_proj, v_proj"),
+    ],
+)
+def test_value_of_an_option_is_as_one_would_type_it(value: Any, text: str) -> None:
+    assert option_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4.6897, "4.69"), (0.003356, "0.00336"), (5.0, "5.00"), (12.34, "12.3"), (None, "–")],
+)
+def test_loss_has_three_digits(value: float | None, text: str) -> None:
+    assert loss_text(value) == text

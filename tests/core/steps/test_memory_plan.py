@@ -1,0 +1,171 @@
+"""The choice of how to run: what fits, what is fast, and what is said where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.groups import StepCost
+from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Work, choose, planned, why_not
+from mlxtune.core.steps.memory_prediction import Load, ModelShapes, Way
+from tests.core.shapes import shapes
+
+AMPLE = 10**12
+
+
+def example(length: int, row: int = 1) -> Example:
+    mask = np.zeros(length, dtype=np.uint8)
+    mask[-2:] = 1
+    return Example(row, (np.arange(length) + row).astype(np.int32), mask)
+
+
+def work(*lengths: int, steps: int = 2, fixed: int = 32) -> Work:
+    """Steps of examples of these lengths, which share nothing."""
+    every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
+    longest = max(lengths)
+    return Work(every, (Load(1, longest, 2),), StepCost(fixed))
+
+
+def chosen(
+    given: Work,
+    limit: int = AMPLE,
+    *,
+    way: Way | None = None,
+    checkpointing: tuple[bool, ...] = (False, True),
+    tolerance: float = 0.1,
+    of: ModelShapes | None = None,
+) -> MemoryPlan | None:
+    return choose(
+        of or shapes(),
+        given,
+        way or Way(0, kernels=True),
+        limit=limit,
+        checkpointing=checkpointing,
+        tolerance=tolerance,
+    )
+
+
+def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
+    given = work(*[64] * 8, fixed=1)
+    narrow, wide = chosen(given), chosen(given, tolerance=0.0)
+    assert narrow
+    assert wide
+    assert narrow.way.micro_batch_tokens < wide.way.micro_batch_tokens
+    assert narrow.peak.total < wide.peak.total
+    assert narrow.time <= 1.1 * wide.time
+
+
+def test_checkpointing_is_for_what_does_not_fit_without() -> None:
+    given = work(400, 400)
+    free = chosen(given)
+    assert free
+    assert not free.way.recompute
+    tight = chosen(given, int(chosen_least(given, False).peak.total) - 1)
+    assert tight
+    assert tight.way.recompute
+    assert chosen(given, tight.limit, checkpointing=(False,)) is None
+
+
+def chosen_least(given: Work, recompute: bool) -> MemoryPlan:
+    found = chosen(given, tolerance=100.0, checkpointing=(recompute,))
+    assert found
+    return found
+
+
+def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
+    mask = np.array([0] + [1] * 299, dtype=np.uint8)
+    one = Example(1, np.arange(300, dtype=np.int32), mask)
+    given = Work([[one]], (Load(1, 300, 299),), StepCost())
+    large = shapes(vocab=100_000)
+    free = chosen(given, way=Way(0), of=large)
+    tight = chosen(given, 60_000_000, way=Way(0), of=large)
+    assert free
+    assert tight
+    assert free.way.loss_chunk == 256
+    assert tight.way.loss_chunk < 64
+
+
+def test_longest_example_of_the_data_has_to_fit_too() -> None:
+    given = work(40, 40)
+    plan = chosen(given)
+    assert plan
+    rare = replace(given, alone=(Load(1, 4000, 2),))
+    longer = chosen(rare)
+    assert longer
+    assert longer.peak.total > plan.peak.total
+    assert chosen(rare, plan.limit and plan.peak.total) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(3, 200), min_size=1, max_size=6), st.integers(55_000, 800_000))
+def test_what_is_chosen_fits_and_leaves_a_margin_where_anything_does(
+    lengths: list[int], limit: int
+) -> None:
+    given = work(*lengths)
+    found, roomy = chosen(given, limit), chosen(given, int(limit / (1 + MARGIN)))
+    assert found == chosen(given, limit)
+    if found is not None:
+        assert found.peak.total <= limit
+    if roomy is not None:
+        assert found is not None
+        assert found.peak.total <= limit / (1 + MARGIN)
+
+
+def test_counts_are_those_of_the_steps() -> None:
+    plan = chosen(work(50, 50, 30, steps=3), tolerance=0.0)
+    assert plan
+    assert (plan.steps, plan.real_tokens) == (3, 3 * 130)
+    # What follows the last supervised token is not run; here, the last token alone.
+    assert plan.tokens - plan.padding == 3 * 127
+    assert plan.micro_batches_per_step == plan.micro_batches / 3
+    assert plan.padding_share == pytest.approx(plan.padding / plan.tokens)
+
+
+def test_without_data_one_example_is_planned_for() -> None:
+    plan = chosen(Work([], (Load(1, 512, 512),), StepCost()))
+    assert plan
+    assert plan.way.micro_batch_tokens == 512
+    assert not plan.way.recompute
+
+
+def test_only_the_first_steps_are_planned() -> None:
+    steps = [[example(9)] * 100] * 50
+    assert planned(iter(steps)) == steps[:3]
+    assert list(map(len, planned([[example(9)] * 4000] * 2))) == [256]
+
+
+def test_what_would_help_is_said_with_numbers_that_help() -> None:
+    given, way = work(400), Way(0, kernels=True)
+    limit = 300_000
+    message = why_not(shapes(), given, way, limit, False)
+    assert "one example of 400 tokens needs about 0.00 GB" in message
+    assert "raise --memory-limit" in message
+    tokens = int(message.split("--max-seq-len ")[1].split(",")[0])
+
+    def fits(n: int) -> bool:
+        shorter = replace(given, steps=[], alone=(Load(1, n, max(2 * n // 400, 1)),))
+        return chosen(shorter, limit, checkpointing=(False,)) is not None
+
+    assert fits(tokens)
+    assert not fits(tokens + 1)
+
+
+def test_checkpointing_is_advised_where_it_was_off_and_would_do() -> None:
+    given, way = work(400), Way(0, kernels=True)
+    limit = chosen_least(given, True).peak.total
+    assert "--grad-checkpoint on" in why_not(shapes(), given, way, limit, False)
+    assert "--grad-checkpoint" not in why_not(shapes(), given, way, limit - 1, True)
+
+
+def test_quantised_base_is_advised_to_those_who_have_none() -> None:
+    given, way = work(40), Way(0, kernels=True)
+    heavy = shapes(weights=10**9)
+    assert "--quantize 4 (about 0.16 GB)" in why_not(heavy, given, way, 2 * 10**8, True)
+    assert "still too much" in why_not(heavy, given, way, 10**8, True)
+    quantised = replace(heavy, stored_itemsize=0)
+    assert "quantised" not in why_not(quantised, given, way, 2 * 10**8, True)

@@ -1,0 +1,239 @@
+"""Which rows train, and in which order: laws over any rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlxtune
+from mlxtune.core.steps.order import (
+    epoch_order,
+    shuffled_steps,
+    split_rows,
+    steps_by_length,
+)
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(2, 200),
+    share=st.integers(1, 32),
+    seed=st.integers(0, 2**70),
+    val_rows=st.integers(1, 300),
+)
+def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
+    count: int, share: int, seed: int, val_rows: int
+) -> None:
+    # In 64ths, which floats hold exactly, so that whole numbers give the ceiling too.
+    training, validation = split_rows(range(count), share / 64, seed, val_rows)
+
+    assert len(validation) == min(-(-count * share // 64), val_rows, count - 1)
+    assert len(validation) >= 1
+    assert len(training) >= 1
+    assert sorted(training + validation) == list(range(count))
+    assert training == sorted(training)
+    assert validation == sorted(validation)
+    # Which numbers the identities are does not matter, only which are equal.
+    others = [(i * 7919 + seed) % 2**64 for i in range(count)]
+    assert split_rows(others, share / 64, seed, val_rows) == (training, validation)
+
+
+@pytest.mark.parametrize(
+    ("count", "val_split", "held_out"),
+    [(2, 0.2, 1), (5, 0.2, 1), (6, 0.2, 2), (10, 0.2, 2), (2, 0.5, 1), (3, 0.5, 2), (100, 0.01, 1)],
+)
+def test_split_of_a_few_rows_is_what_one_counts_by_hand(
+    count: int, val_split: float, held_out: int
+) -> None:
+    training, validation = split_rows(range(count), val_split, seed=42, val_rows=1000)
+
+    assert (len(training), len(validation)) == (count - held_out, held_out)
+
+
+@pytest.mark.parametrize("identities", [[], [5], [5, 5, 5]])
+def test_split_needs_a_row_for_each_side(identities: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least two rows that differ"):
+        split_rows(identities, 0.2, seed=42, val_rows=1000)
+
+
+@settings(deadline=None)
+@given(
+    identities=st.lists(st.integers(0, 12), min_size=2, max_size=60).filter(
+        lambda found: len(set(found)) > 1
+    ),
+    share=st.integers(1, 32),
+    seed=st.integers(0, 2**70),
+    val_rows=st.integers(1, 60),
+)
+def test_split_keeps_identical_rows_on_one_side_and_holds_out_no_more_than_asked(
+    identities: list[int], share: int, seed: int, val_rows: int
+) -> None:
+    training, validation = split_rows(identities, share / 64, seed, val_rows)
+
+    assert training
+    assert validation
+    assert sorted(training + validation) == list(range(len(identities)))
+    assert (training, validation) == (sorted(training), sorted(validation))
+    assert not {identities[i] for i in training} & {identities[i] for i in validation}
+    wanted = min(-(-len(identities) * share // 64), val_rows, len(identities) - 1)
+    copies = sorted(map(identities.count, set(identities)))
+    # Where even the rarest has too many copies, it is held out alone.
+    assert len(validation) <= max(wanted, copies[0])
+    if copies[0] > wanted:
+        assert len(validation) == copies[0]
+    # No identity that would still have fitted was left out.
+    left = [identities.count(identities[i]) for i in training]
+    assert min(left) + len(validation) > wanted
+
+
+def test_row_with_the_fewest_copies_is_held_out_where_all_have_more_than_asked_for() -> None:
+    assert split_rows([1, 1, 1, 9, 5, 5, 9, 9], 0.1, 42, 1000) == ([0, 1, 2, 3, 6, 7], [4, 5])
+
+
+def test_split_with_copies_holds_out_the_share_and_each_row_at_times() -> None:
+    identities = [i // 2 if i < 40 else i for i in range(100)]
+    counts = np.zeros(100)
+    for seed in range(500):
+        validation = split_rows(identities, 0.2, seed, 1000)[1]
+        assert len(validation) == 20
+        counts[validation] += 1
+
+    # 500 draws at a fifth: each 100 times, standard deviation 9.
+    assert np.abs(counts - 100).max() < 6 * 9
+
+
+def test_split_differs_by_seed_and_keeps_the_first_choice_when_capped() -> None:
+    splits = [split_rows(range(100), 0.2, seed, 1000)[1] for seed in range(20)]
+    assert len({tuple(split) for split in splits}) == 20
+
+    capped = split_rows(range(100), 0.2, 7, val_rows=5)[1]
+    assert len(capped) == 5
+    assert set(capped) <= set(splits[7])
+
+
+def test_split_holds_out_every_row_about_equally_often() -> None:
+    # 2,000 draws at a fifth: each row 400 times, standard deviation 18.
+    counts = np.zeros(50)
+    for seed in range(2000):
+        counts[split_rows(range(50), 0.2, seed, 1000)[1]] += 1
+
+    assert counts.sum() == 2000 * 10
+    assert np.abs(counts - 400).max() < 6 * 18
+
+
+@settings(deadline=None)
+@given(rows=st.integers(0, 100), seed=st.integers(0, 2**70), epoch=st.integers(1, 1000))
+def test_epoch_order_is_a_permutation_that_depends_on_seed_and_epoch_alone(
+    rows: int, seed: int, epoch: int
+) -> None:
+    order = epoch_order(rows, seed, epoch)
+
+    assert sorted(order) == list(range(rows))
+    assert epoch_order(rows, seed, epoch) == order
+
+
+def test_epoch_order_differs_by_epoch_by_seed_and_from_the_file() -> None:
+    orders = [tuple(epoch_order(30, seed, epoch)) for seed in range(10) for epoch in range(1, 11)]
+
+    assert len(set(orders)) == 100
+    assert tuple(range(30)) not in orders
+
+
+LENGTHS = [i * 7 % 20 + 1 for i in range(20)]
+
+
+def test_orders_and_split_are_the_same_in_another_process() -> None:
+    program = (
+        "from mlxtune.core.steps import order\n"
+        "print(order.epoch_order(20, 42, 3))\n"
+        "print(order.steps_by_length([i * 7 % 20 + 1 for i in range(20)], 3, 42, 3))\n"
+        "print(order.split_rows([i // 3 for i in range(20)], 0.25, 42, 1000))\n"
+    )
+    package = str(Path(mlxtune.__file__).parents[1])
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": package},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1", "12345")
+    }
+
+    split = split_rows([i // 3 for i in range(20)], 0.25, 42, 1000)
+    steps = steps_by_length(LENGTHS, 3, 42, 3)
+    assert outputs == {f"{epoch_order(20, 42, 3)}\n{steps}\n{split}\n"}
+
+
+def test_orders_and_split_are_those_of_earlier_versions() -> None:
+    # Written down when they were made: a change here changes every run that anyone has made.
+    assert epoch_order(10, 42, 1) == [0, 1, 4, 7, 3, 2, 9, 8, 6, 5]
+    assert epoch_order(10, 42, 2) == [8, 5, 4, 9, 3, 6, 0, 7, 1, 2]
+    assert shuffled_steps(10, 4, 42, 1) == [[0, 1, 4, 7], [3, 2, 9, 8], [6, 5]]
+    assert steps_by_length(LENGTHS[:10], 4, 42, 1) == [[5, 8], [1, 4, 7, 2], [0, 3, 6, 9]]
+    assert steps_by_length(LENGTHS[:10], 4, 42, 2) == [[0, 3, 6, 9], [1, 4], [7, 2, 5, 8]]
+    # As indices; the rows of these were the 3rd, 5th and 7th.
+    assert split_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
+
+
+# Steps by length
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 600), max_size=60),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**70),
+    epoch=st.integers(1, 1000),
+)
+def test_steps_by_length_hold_each_row_once_and_are_all_full_but_one(
+    lengths: list[int], batch_size: int, seed: int, epoch: int
+) -> None:
+    steps = steps_by_length(lengths, batch_size, seed, epoch)
+
+    assert sorted(row for step in steps for row in step) == list(range(len(lengths)))
+    left = len(lengths) % batch_size
+    sizes = [batch_size] * (len(lengths) // batch_size) + [left] * (left > 0)
+    assert sorted(map(len, steps), reverse=True) == sizes
+    assert steps_by_length(np.array(lengths, dtype=np.int64), batch_size, seed, epoch) == steps
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=60),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_steps_by_length_hold_neighbours_but_for_a_tenth(
+    lengths: list[int], batch_size: int, seed: int
+) -> None:
+    steps = [[lengths[i] for i in s] for s in steps_by_length(lengths, batch_size, seed, 1)]
+
+    for shorter, longer in pairwise(sorted(steps, key=lambda step: sum(step) / len(step))):
+        assert max(shorter) <= 1.1 * min(longer)
+
+
+def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> None:
+    lengths = [100 + i % 50 for i in range(402)]
+    epochs = [steps_by_length(lengths, 4, 42, epoch) for epoch in range(1, 21)]
+
+    met = [{frozenset(step) for step in steps} for steps in epochs]
+    assert all(len(a & b) < 10 for a, b in combinations(met, 2))
+    # The step that is not full comes anywhere, and of any length.
+    places = [next(i for i, step in enumerate(steps) if len(step) == 2) for steps in epochs]
+    assert len(set(places)) > 10
+    short = [lengths[steps[at][0]] for steps, at in zip(epochs, places, strict=True)]
+    assert min(short) < 115 < 135 < max(short)
+    # Long and short steps come in turn.
+    for steps in epochs:
+        tokens = [sum(lengths[row] for row in step) / len(step) for step in steps]
+        assert abs(float(np.corrcoef(tokens, range(len(tokens)))[0, 1])) < 0.4

@@ -1,0 +1,170 @@
+"""Examples in one line: laws over any examples, and the pictures of the docs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.pack import Pack, Segment, pack, plan_packs
+from tests.core.steps.test_groups import example, of_lengths, steps
+
+BOUNDS = st.sampled_from([1, 30, 90, 1000])
+
+
+def chains(line: Pack) -> list[list[int]]:
+    """Return what each place of a line sees, itself last, from the segments alone."""
+    seen: list[list[int]] = []
+    ends: list[list[int]] = []
+    for segment in line.segments:
+        before = ends[segment.parent] if segment.parent >= 0 else []
+        assert len(before) == segment.position
+        for place in range(segment.start, segment.end):
+            seen.append([*before, *range(segment.start, place + 1)])
+        ends.append(seen[-1])
+    return seen
+
+
+def taught_by(line: Pack) -> Iterator[tuple[int, ...]]:
+    """Yield each target of a line, after the tokens that it is predicted from."""
+    tokens, seen = line.inputs[0], chains(line)
+    for place, target in zip(line.places.tolist(), line.targets.tolist(), strict=True):
+        yield (*tokens[seen[place]].tolist(), target)
+
+
+def taught(examples: Sequence[Example]) -> Iterator[tuple[int, ...]]:
+    """Yield each supervised token of examples, after those before it."""
+    for one in examples:
+        for i in np.flatnonzero(one.assistant_mask[1:]).tolist():
+            yield tuple(one.tokens[: i + 2].tolist())
+
+
+@given(steps(), st.booleans(), st.booleans())
+def test_a_line_teaches_what_each_example_by_itself_would(
+    examples: list[Example], share: bool, keyed: bool
+) -> None:
+    line = pack(examples, share=share, keyed=keyed)
+    assert Counter(taught_by(line)) == Counter(taught(examples))
+    assert line.supervised == len(line.targets)
+    assert sum(tokens for tokens, _ in line.stretches) == line.inputs.size
+
+
+@given(steps(), st.booleans())
+def test_segments_cover_a_line_in_order(examples: list[Example], share: bool) -> None:
+    line = pack(examples, share=share)
+    edges = [edge for segment in line.segments for edge in (segment.start, segment.end)]
+    assert edges[0] == 0
+    assert edges[-1] == line.inputs.size
+    assert edges[1:-1:2] == edges[2::2]
+    assert all(len(segment) > 0 for segment in line.segments)
+    assert all(segment.parent < i for i, segment in enumerate(line.segments))
+
+
+@given(steps())
+def test_a_token_is_run_once_for_all_that_continue_it(examples: list[Example]) -> None:
+    (planned,) = plan_packs(examples, 100_000, 0)
+    line = pack([examples[i] for i in planned.examples])
+    beginnings = {
+        tuple(one.tokens[: i + 1].tolist()) for one in examples for i in range(run_length(one))
+    }
+    assert line.inputs.size == planned.tokens == len(beginnings)
+
+
+@given(steps())
+def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
+    (planned,) = plan_packs(examples, 100_000, 0, keyed=True)
+    line = pack([examples[i] for i in planned.examples], keyed=True)
+    beginnings = {
+        (one.key, *one.tokens[: i + 1].tolist()) for one in examples for i in range(run_length(one))
+    }
+    assert line.inputs.size == planned.tokens == len(beginnings)
+    owners = [line.rows[owner] for owner in line.owners.tolist()]
+    for segment in line.segments:
+        above = line.segments[segment.parent] if segment.parent >= 0 else segment
+        assert len({*owners[segment.start : segment.end], owners[above.start]}) == 1
+
+
+@given(steps(), BOUNDS, st.integers(0, 100), st.booleans(), st.booleans())
+def test_each_example_stands_in_one_line_that_is_short_enough(
+    examples: list[Example], bound: int, fixed: int, share: bool, keyed: bool
+) -> None:
+    planned = plan_packs(examples, bound, fixed, share=share, keyed=keyed)
+    assert sorted(i for one in planned for i in one.examples) == list(range(len(examples)))
+    for one in planned:
+        line = pack([examples[i] for i in one.examples], share=share, keyed=keyed)
+        assert line.inputs.size == one.tokens
+        assert one.tokens <= bound or len(one.examples) == 1
+    assert planned == plan_packs(examples, bound, fixed, share=share, keyed=keyed)
+    assert [one.tokens for one in planned] == sorted((p.tokens for p in planned), reverse=True)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
+def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
+    planned = plan_packs(of_lengths(*runs), 100, 50)
+    # A line that is followed by another is, with it, longer than allowed: at least half are full.
+    assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
+
+
+def test_the_picture_of_the_module() -> None:
+    a, b, c, d, e, x, y, p, q, r = range(10)
+    first, second, third = (
+        example([], each) for each in ([a, b, c, d, e], [a, b, x, y], [p, q, r])
+    )
+    line = pack([first, second, third])
+    assert line.inputs.tolist() == [[a, b, c, d, x, p, q]]
+    assert line.segments == (
+        Segment(0, 2, 0, -1),
+        Segment(2, 4, 2, 0),
+        Segment(4, 5, 2, 0),
+        Segment(5, 7, 0, -1),
+    )
+    assert chains(line)[4] == [0, 1, 4]
+    assert line.targets.tolist() == [b, c, d, e, b, x, y, q, r]
+    assert line.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6]
+    assert line.owners.tolist() == [0, 0, 0, 0, 1, 2, 2]
+
+
+def test_an_example_that_stands_twice_is_run_once() -> None:
+    one = example([1, 2], [3, 4])
+    line = pack([one, one])
+    assert line.inputs.tolist() == [[1, 2, 3]]
+    assert line.targets.tolist() == [3, 4, 3, 4]
+
+
+def test_examples_that_share_much_stand_in_one_line() -> None:
+    system, other = list(range(100, 300)), list(range(400, 600))
+    families = [example(context, [i], row=i) for i in range(6) for context in (system, other)]
+    planned = plan_packs(families, 210, 50)
+    assert [one.tokens for one in planned] == [200, 200]
+
+
+def test_families_stay_together_where_they_fit() -> None:
+    system, other = list(range(100, 150)), list(range(400, 450))
+    rests = [range(1000 + 20 * i, 1010 + 20 * i) for i in range(6)]
+    examples = [example(other if i % 2 else system, rest, i) for i, rest in enumerate(rests)]
+    planned = plan_packs(examples, 100, 10)
+    assert sorted(sorted(one.examples) for one in planned) == [[0, 2, 4], [1, 3, 5]]
+    assert [one.tokens for one in planned] == [50 + 3 * 9] * 2
+
+
+def test_a_long_example_stands_alone() -> None:
+    planned = plan_packs(of_lengths(10, 300, 20), 100, 50)
+    assert [(sorted(one.examples), one.tokens) for one in planned] == [([1], 300), ([0, 2], 30)]
+
+
+def test_more_examples_than_are_planned_at_once() -> None:
+    planned = plan_packs(of_lengths(*[30] * 600), 1000, 50)
+    assert sorted(i for one in planned for i in one.examples) == list(range(600))
+    assert len(planned) <= 21
+
+
+def test_nothing_to_pack() -> None:
+    assert plan_packs([], 100, 50) == []
+    with pytest.raises(ValueError):
+        pack([])

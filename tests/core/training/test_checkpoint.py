@@ -1,0 +1,182 @@
+"""Checkpoint folders are old or new, checked before use, and removed when they are many."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxtune
+from mlxtune.core.machine.files import write_file, write_json
+from mlxtune.core.training.checkpoint import find_checkpoints, write_checkpoint
+from mlxtune.errors import OutputError
+from tests.faults import FaultyDisk
+
+
+def adapter(content: str) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        write_file(folder / "adapters.safetensors", [content.encode()])
+        write_json(folder / "adapter_config.json", {"content": content})
+
+    return save
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    return {
+        "adapter": (folder / "adapters.safetensors").read_text(),
+        "config": json.loads((folder / "adapter_config.json").read_text())["content"],
+        "metadata": json.loads((folder / "metadata.json").read_text())["content"],
+        "files": sorted(path.name for path in folder.iterdir()),
+    }
+
+
+def whole(content: str) -> dict[str, Any]:
+    files = ["adapter_config.json", "adapters.safetensors"]
+    files += ["manifest.json", "metadata.json", "metrics.jsonl"]
+    return {"adapter": content, "config": content, "metadata": content, "files": files}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_checkpoint_replaces_a_folder_of_its_name_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "best"
+    for content in ("old", "new"):
+        write_checkpoint(target, adapter(content), {"content": content})
+        assert content_of(target) == whole(content)
+        assert names_in(tmp_path) == ["best"]
+        (target / "stray").write_text("")
+
+
+def test_checkpoint_makes_the_folders_above_it(tmp_path: Path) -> None:
+    target = tmp_path / "runs" / "1" / "best"
+    write_checkpoint(target, adapter("new"), {"content": "new"})
+
+    assert content_of(target) == whole("new")
+
+
+@pytest.mark.parametrize("before", [None, "old"], ids=["none_before", "one_before"])
+def test_checkpoint_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fails(
+    tmp_path: Path, before: str | None
+) -> None:
+    outcomes = []
+    for fails_at in range(1, 100):
+        folder = tmp_path / str(fails_at)
+        folder.mkdir()
+        target = folder / "best"
+        if before is not None:
+            write_checkpoint(target, adapter(before), {"content": before})
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            disk = FaultyDisk(monkeypatch, fails_at)
+            try:
+                write_checkpoint(target, adapter("new"), {"content": "new"})
+            except OutputError as error:
+                assert str(folder) in str(error)
+                assert os.strerror(errno.ENOSPC) in str(error)
+            else:
+                assert not disk.failed
+        if not disk.failed:
+            break
+        found = content_of(target)["adapter"] if target.exists() else None
+        assert found in (before, "new")
+        if found is not None:
+            assert content_of(target) == whole(found)
+        assert names_in(folder) == ["best"] * (found is not None)
+        outcomes.append(found)
+
+    # Once it is new it stays new; before that, every failure left what was there.
+    assert len(outcomes) > 15
+    assert outcomes == sorted(outcomes, key=lambda found: found == "new")
+    assert outcomes[0] == before
+    assert content_of(target) == whole("new")
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("no adapter"), KeyboardInterrupt()])
+def test_checkpoint_whose_save_fails_otherwise_leaves_the_old_one_and_says_what_failed(
+    tmp_path: Path, raised: BaseException
+) -> None:
+    target = tmp_path / "best"
+    write_checkpoint(target, adapter("old"), {"content": "old"})
+
+    def save(folder: Path) -> None:
+        adapter("new")(folder)
+        raise raised
+
+    with pytest.raises(type(raised)) as caught:
+        write_checkpoint(target, save, {})
+    assert caught.value is raised
+    assert content_of(target) == whole("old")
+    assert names_in(tmp_path) == ["best"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from mlxtune.core.machine import files
+from mlxtune.core.training import checkpoint
+
+calls = 0
+def watch(operation):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            os._exit(9)
+        return operation(*args, **kwargs)
+    return call
+
+for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "replace"), (os, "fsync")):
+    setattr(owner, name, watch(getattr(owner, name)))
+os.getpid = lambda: 1
+save = lambda folder: files.write_file(folder / "adapters.safetensors", [b"new"])
+checkpoint.write_checkpoint(Path(sys.argv[1]), save, {"content": "new"})
+"""
+
+
+def test_checkpoint_killed_at_any_step_does_not_stop_the_next_run_from_writing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a container each run has the same process id, here 1.
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    environment = os.environ | {"PYTHONPATH": str(Path(mlxtune.__file__).parents[1])}
+    for killed_at in range(1, 100):
+        target = tmp_path / str(killed_at) / "best"
+        write_checkpoint(target, adapter("old"), {"content": "old"})
+        ended = subprocess.run(
+            [sys.executable, "-c", KILLED, str(target), str(killed_at)],
+            env=environment,
+            check=False,
+        )
+        assert ended.returncode in (0, 9)
+        # What was whole is still there, under its name or, between the two renames, beside it.
+        adapters = target.parent.glob("*best*/adapters.safetensors")
+        assert {path.read_bytes() for path in adapters} & {b"old", b"new"}
+
+        write_checkpoint(target, adapter("newer"), {"content": "newer"})
+        assert content_of(target) == whole("newer")
+        assert names_in(target.parent) == ["best"]
+        if ended.returncode == 0:
+            break
+
+    assert killed_at > 8
+
+
+def test_checkpoint_that_had_stepped_aside_for_one_that_never_came_is_put_back(
+    tmp_path: Path,
+) -> None:
+    write_checkpoint(tmp_path / "best", adapter("old"), {"content": "old", "step": 3})
+    # Killed between the two renames.
+    (tmp_path / "best").rename(tmp_path / ".best.old")
+    good, bad = find_checkpoints(tmp_path)
+    assert [each.folder for each in good] == [tmp_path / "best"]
+    assert bad == {}
+    assert content_of(tmp_path / "best") == whole("old")
+    assert names_in(tmp_path) == ["best"]

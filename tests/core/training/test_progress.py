@@ -1,0 +1,203 @@
+"""How far a run has come, read back from what it wrote, and metrics.jsonl on a disk that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.training.metrics import SkippedStep, StepRecord, ValidationRecord
+from mlxtune.core.training.progress import MetricsLog, Progress, Record, same_but_for_times
+from mlxtune.errors import OutputError
+from tests.core.records import epoch_metrics, step_record
+
+
+def step(number: int, epoch: int = 1) -> StepRecord:
+    # Its gradient's norm is a number whose shortest form has 17 digits.
+    return step_record(number, epoch=epoch, loss=2.0 / number, grad_norm=0.1 + 0.2)
+
+
+def skipped(number: int, epoch: int = 1) -> SkippedStep:
+    return SkippedStep(number, epoch, 1e-4, "the loss is nan", ["chat.jsonl:4", "chat.jsonl:9"])
+
+
+def validation(number: int, loss: float) -> ValidationRecord:
+    return ValidationRecord(number, loss, 3.0)
+
+
+def whole() -> list[Record]:
+    """Two epochs of two steps, of which one was skipped."""
+    return [
+        validation(0, 4.0),
+        *(step(1), skipped(2), validation(2, 3.0), epoch_metrics(1, 3.0)),
+        *(step(3, 2), step(4, 2), validation(4, 3.5), epoch_metrics(2, 3.5)),
+    ]
+
+
+def test_records_are_read_back_as_they_were_to_the_last_digit() -> None:
+    content = Progress(whole()).as_jsonl()
+    assert list(Progress.from_jsonl(content).records) == whole()
+    kinds = [json.loads(line)["kind"] for line in content.splitlines()]
+    assert kinds == [
+        "validation",
+        *("step", "skipped", "validation", "epoch"),
+        *("step", "step", "validation", "epoch"),
+    ]
+
+
+def test_steps_of_earlier_versions_which_measured_less_are_read() -> None:
+    older = {"kind": "step", **vars(step(1))}
+    for name in ("memory", "micro_batches", "run_tokens", "padding"):
+        assert older.pop(name) == 0
+    assert list(Progress.from_jsonl(json.dumps(older).encode()).records) == [step(1)]
+
+
+def test_what_follows_from_the_records() -> None:
+    progress = Progress(whole())
+    assert progress.step == 4
+    assert [metrics.epoch for metrics in progress.epochs] == [1, 2]
+    assert progress.best == epoch_metrics(1, 3.0)
+    assert progress.initial_val_loss == 4.0
+    assert progress.skipped_in_a_row == []
+
+    early = Progress(whole()[:3])
+    assert (early.step, early.best, early.epochs) == (2, None, [])
+    assert early.skipped_in_a_row == [skipped(2)]
+    none = Progress()
+    assert (none.step, none.best, none.initial_val_loss) == (0, None, None)
+
+
+def test_first_of_two_epochs_that_are_as_good_is_the_best() -> None:
+    records: list[Record] = [epoch_metrics(1, 3.0), epoch_metrics(2, 3.0), epoch_metrics(3, None)]
+    assert Progress(records).best == epoch_metrics(1, 3.0)
+    assert Progress([epoch_metrics(1, None)]).best is None
+
+
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "total", "left"),
+    # After step 4: the end of an epoch, the end of the run, and neither.
+    [(2, 10, 9), (4, 10, 9), (3, 4, 9), (3, 5, 7)],
+)
+def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow(
+    steps_per_epoch: int, total: int, left: int
+) -> None:
+    progress = Progress(whole())
+    progress.reopen(steps_per_epoch, total)
+    assert list(progress.records) == whole()[:left]
+    assert progress.records[-1] == whole()[left - 1]
+    assert progress.records[1:3] == whole()[1:3]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "no record"),
+        ("[]", "no record"),
+        ("{", "no record"),
+        ("[" * 100_000, "no record"),
+        ('{"kind": "other"}', "no record"),
+        ('{"kind": "step", "step": 5}', "no record"),
+        (
+            json.dumps({"kind": "validation", "step": "5", "val_loss": 1, "val_perplexity": 1}),
+            "step",
+        ),
+        (
+            json.dumps({"kind": "validation", "step": 5, "val_loss": None, "val_perplexity": 1}),
+            "val_loss",
+        ),
+        (
+            json.dumps({"kind": "validation", "step": True, "val_loss": 1, "val_perplexity": 1}),
+            "step",
+        ),
+        (json.dumps({"kind": "skipped", **vars(skipped(5)), "rows": [[[]]]}), "rows"),
+        (json.dumps({"kind": "step", **vars(step(5)), "tokens": 10**30}), "too large"),
+        (json.dumps({"kind": "step", **vars(step(5)), "loss": 10**400}), "too large"),
+        (Progress([step(6)]).as_jsonl().decode().strip(), "is step 6, not 5"),
+        (Progress([step(4)]).as_jsonl().decode().strip(), "is step 4, not 5"),
+    ],
+)
+def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: str) -> None:
+    content = Progress(whole()).as_jsonl() + line.encode() + b"\n"
+    with pytest.raises(ValueError, match=problem) as raised:
+        Progress.from_jsonl(content)
+    assert "line 10" in str(raised.value)
+    with pytest.raises(ValueError, match="utf-8"):
+        Progress.from_jsonl(b"\xff")
+
+
+def test_runs_are_the_same_whatever_time_they_took() -> None:
+    slower = [replace(step(1), seconds=9.0), replace(epoch_metrics(1, 3.0), epoch_time_ms=99)]
+    assert same_but_for_times(slower, [step(1), epoch_metrics(1, 3.0)])
+    otherwise = replace(step(1), memory=10**9, micro_batches=4, run_tokens=120, padding=20)
+    assert same_but_for_times([otherwise], [step(1)])
+    assert not same_but_for_times([step(1)], [replace(step(1), loss=2.1)])
+    assert not same_but_for_times([step(1)], [step(1), step(2)])
+
+
+# The file
+
+
+def log_in(folder: Path) -> tuple[Progress, MetricsLog]:
+    progress = Progress()
+    return progress, MetricsLog(folder, progress)
+
+
+def test_log_appends_a_line_for_each_record_and_replaces_what_is_not_its_own(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("of an earlier run\n")
+    progress, log = log_in(tmp_path)
+    inodes = set()
+    for record in whole():
+        progress.records.append(record)
+        log.write()
+        assert path.read_bytes() == progress.as_jsonl()
+        inodes.add(path.stat().st_ino)
+    assert len(inodes) == 1, "the file is appended to, and not written anew each time"
+    # Someone writes into it, or takes it away.
+    path.write_bytes(path.read_bytes() + b"x")
+    progress.records.append(step(5, 3))
+    log.write()
+    assert path.read_bytes() == progress.as_jsonl()
+    path.unlink()
+    log.write()
+    assert path.read_bytes() == progress.as_jsonl()
+
+
+def test_log_that_could_not_be_written_is_whole_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, log = log_in(tmp_path)
+    progress.records.append(step(1))
+    log.write()
+    opened = Path.open
+
+    def fails(self: Path, mode: str = "r", **options: object) -> object:
+        file = opened(self, mode, **options)  # type: ignore[call-overload]
+        if "a" in mode:
+            file.write(b'{"kind": "st')
+        file.close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        for number in (2, 3):
+            progress.records.append(step(number))
+            with pytest.raises(OutputError, match="metrics"):
+                log.write()
+    progress.records.append(step(4))
+    log.write()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == progress.as_jsonl()
+
+
+def test_log_below_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    progress, log = log_in(tmp_path / "file" / "run")
+    progress.records.append(step(1))
+    with pytest.raises(OutputError, match="file"):
+        log.write()

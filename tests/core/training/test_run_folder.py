@@ -1,0 +1,100 @@
+"""The folder of a run: how it gives way to the next, and what can be gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.training.run_folder import reopen, set_previous_aside
+from mlxtune.errors import OutputError
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_in(folder: Path, text: str) -> None:
+    for name in ("epoch-1", "epoch-12", "best", "step-7"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "metadata.json").write_text(text)
+    for name in FILES:
+        (folder / name).write_text(text)
+
+
+FILES = (
+    *("metrics.jsonl", "ledger.json", "run.json", "result.json"),
+    *("evaluation.json", "report.html"),
+)
+RUN = sorted(["best", "epoch-1", "epoch-12", "step-7", *FILES])
+
+
+def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run_in(folder, "first")
+    (folder / "notes.txt").write_text("mine")
+
+    assert set_previous_aside(folder) == folder / "previous"
+
+    assert names_in(folder) == ["notes.txt", "previous"]
+    assert names_in(folder / "previous") == RUN
+    assert (folder / "previous" / "best" / "metadata.json").read_text() == "first"
+
+
+def test_only_the_latest_earlier_run_is_kept(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    set_previous_aside(tmp_path)
+    run_in(tmp_path, "second")
+    set_previous_aside(tmp_path)
+
+    assert names_in(tmp_path) == ["previous"]
+    assert names_in(tmp_path / "previous") == RUN
+    assert (tmp_path / "previous" / "metrics.jsonl").read_text() == "second"
+
+
+def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    set_previous_aside(tmp_path)
+
+    assert set_previous_aside(tmp_path) is None
+    assert set_previous_aside(tmp_path / "none") is None
+    assert names_in(tmp_path / "previous") == RUN
+
+
+def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    (tmp_path / "previous").write_text("mine")
+
+    with pytest.raises(OutputError) as raised:
+        set_previous_aside(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / 'previous'}: ")
+    assert (tmp_path / "previous").read_text() == "mine"
+    assert names_in(tmp_path) == sorted([*RUN, "previous"])
+
+
+def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    reopen(tmp_path)
+    assert set(RUN) - set(names_in(tmp_path)) == {"result.json", "evaluation.json", "report.html"}
+    (tmp_path / "report.html").mkdir()
+    reopen(tmp_path)
+    assert "report.html" in names_in(tmp_path)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
+    tmp_path: Path, tracked: bool
+) -> None:
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / "metrics.jsonl").write_text("")
+    if tracked:
+        (tmp_path / "tracking.json").write_text("{}")
+
+    previous = set_previous_aside(tmp_path)
+
+    assert previous is not None
+    ours = {"tensorboard", "wandb", "tracking.json"} if tracked else set()
+    assert {path.name for path in previous.iterdir()} == {"metrics.jsonl"} | ours
+    assert (tmp_path / "wandb").exists() is not tracked

@@ -1,0 +1,8 @@
+"""Where the repository, its data and the shared material are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "data"
+DOCS = ROOT / "docs"
+SHARED = ROOT.parent / "shared"

@@ -1,0 +1,390 @@
+"""The recipe from Python: what it returns, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxtune
+from mlxtune import DataError, ModelError, TrainConfig, TrainingInterrupted, TrainResult, train
+from tests.models import sums, write_chat
+
+ROWS, EPOCHS = 20, 3
+ADAPTER = "adapters.safetensors"
+CHECKPOINT = {
+    *(ADAPTER, "adapter_config.json", "optimizer.safetensors"),
+    *("metadata.json", "metrics.jsonl", "ledger.json", "manifest.json"),
+}
+RUN = {"run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
+VALIDATED = {*RUN, "evaluation.json"}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("data") / "chat.jsonl", sums(ROWS))
+
+
+@pytest.fixture(scope="module")
+def gibberish(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A validation file on which training makes things worse."""
+    rows = [[("user", f"What is {i}?"), ("assistant", "zqxj%~" * 3)] for i in range(3)]
+    return write_chat(tmp_path_factory.mktemp("data") / "gibberish.jsonl", rows)
+
+
+def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig:
+    defaults = {"epochs": EPOCHS, "lr": 1e-2, "targets": ("all",), "quiet": True, "samples": 0}
+    output = {"output": str(folder / ADAPTER)}
+    return TrainConfig(str(model), str(chat), **{**output, **defaults, **options})
+
+
+Run = tuple[Path, TrainResult]
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of three epochs with a held-out fifth, in a folder that did not exist."""
+    folder = tmp_path_factory.mktemp("run") / "new" / "folder"
+    return folder, train(config(model, chat, folder))
+
+
+@pytest.fixture(scope="module")
+def worsening_run(
+    model: Path, chat: Path, gibberish: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """A run whose validation loss rises from the first epoch on, stopped after two more."""
+    folder = tmp_path_factory.mktemp("worsening")
+    options = {"val_data": str(gibberish), "epochs": 8, "patience": 2, "schedule": "constant"}
+    options |= {"keep": 8}
+    return folder, train(config(model, chat, folder, **options))
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The result
+
+
+def test_result_says_where_everything_is(run: Run, chat: Path) -> None:
+    folder, result = run
+    assert result.adapter == folder / ADAPTER
+    assert result.checkpoint_dir == folder / "checkpoints"
+    assert result.peak_memory_gb > 0
+    assert [ledger.path for ledger in result.ledgers] == [str(chat)]
+
+
+def test_result_holds_each_epoch_and_each_step(run: Run) -> None:
+    training = run[1].training
+    assert training is not None
+    assert [metrics.epoch for metrics in training.epoch_metrics] == [1, 2, 3]
+    assert [(step.step, step.epoch) for step in training.steps] == [
+        (step, (step + 3) // 4) for step in range(1, 13)
+    ]
+    assert not training.stopped_early
+    assert training.total_time_ms > 0
+    for metrics in training.epoch_metrics:
+        assert metrics.train_perplexity == pytest.approx(math.exp(metrics.train_loss))
+        assert metrics.val_perplexity == pytest.approx(math.exp(metrics.val_loss or 0))
+        assert metrics.samples_per_sec > 0
+
+
+def test_best_epoch_is_the_one_of_lowest_validation_loss(run: Run) -> None:
+    training = run[1].training
+    assert training is not None
+    losses = {metrics.epoch: metrics.val_loss or 0 for metrics in training.epoch_metrics}
+    assert training.best_epoch == min(losses, key=lambda epoch: losses[epoch])
+    assert training.best_val_loss == min(losses.values())
+    assert training.best_val_loss < (training.initial_val_loss or 0)
+
+
+def test_training_lowers_the_training_loss(run: Run) -> None:
+    training = run[1].training
+    assert training is not None
+    assert training.epoch_metrics[-1].train_loss < training.epoch_metrics[0].train_loss - 0.5
+
+
+def test_ledger_accounts_for_every_row(run: Run) -> None:
+    (ledger,) = run[1].ledgers
+    assert (ledger.rows_read, ledger.rows_train, ledger.rows_validation) == (ROWS, 16, 4)
+    assert ledger.adds_up()
+
+
+# The files
+
+
+def test_run_writes_these_files_and_no_others(run: Run) -> None:
+    folder = run[0]
+    assert names_in(folder) == {ADAPTER, "adapter_config.json", "checkpoints"}
+    checkpoints = folder / "checkpoints"
+    # The two most recent ones are kept.
+    epochs = {"epoch-2", "epoch-3"}
+    assert names_in(checkpoints) == {"best", *epochs, *VALIDATED}
+    for name in ("best", *epochs):
+        assert names_in(checkpoints / name) == CHECKPOINT
+
+
+def test_adapter_config_is_mlx_lms_and_stands_beside_the_output(run: Run, model: Path) -> None:
+    written = json.loads((run[0] / "adapter_config.json").read_text())
+    keys = written["lora_parameters"].pop("keys")
+    assert written == {
+        "fine_tune_type": "lora",
+        "model": str(model),
+        "num_layers": 2,
+        "lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0},
+        "mlxtune": {
+            "rank": 8,
+            "alpha": 16.0,
+            "rslora": False,
+            "init": "lora",
+            "target_ranks": {},
+        },
+    }
+    assert "self_attn.q_proj" in keys
+    assert len(keys) == 7
+
+
+def test_output_is_the_best_epochs_adapter(worsening_run: Run) -> None:
+    folder, result = worsening_run
+    assert result.training is not None
+    last = len(result.training.epoch_metrics)
+    assert result.training.best_epoch is not None
+    assert result.training.best_epoch < last
+    adapter = (folder / ADAPTER).read_bytes()
+    checkpoints = folder / "checkpoints"
+    assert adapter == (checkpoints / "best" / ADAPTER).read_bytes()
+    assert adapter == (checkpoints / f"epoch-{result.training.best_epoch}" / ADAPTER).read_bytes()
+    assert adapter != (checkpoints / f"epoch-{last}" / ADAPTER).read_bytes()
+
+
+def test_run_stops_when_patience_is_over(worsening_run: Run) -> None:
+    training = worsening_run[1].training
+    assert training is not None
+    assert training.stopped_early
+    assert training.best_epoch == len(training.epoch_metrics) - 2
+
+
+def test_adapter_gives_the_best_validation_loss_when_it_is_loaded_by_mlx_lm(
+    worsening_run: Run, model: Path, gibberish: Path
+) -> None:
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.utils import load
+
+    folder, result = worsening_run
+    loaded, tokenizer = load(str(model), adapter_path=str(folder))
+    total, count = 0.0, 0
+    for row in read_lines(gibberish):
+        question, answer = (message["content"] for message in row["messages"])
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer.encode(f"{prompt}{answer}<|im_end|>", add_special_tokens=False)
+        begin = len(tokenizer.encode(prompt, add_special_tokens=False))
+        logits = loaded(mx.array([ids[:-1]]))[0, begin - 1 :]
+        total += float(nn.losses.cross_entropy(logits, mx.array(ids[begin:]), reduction="sum"))
+        count += len(ids) - begin
+    assert result.training is not None
+    assert total / count == pytest.approx(result.training.best_val_loss, rel=1e-4)
+
+
+def test_checkpoint_metadata_tells_how_it_was_made(run: Run, model: Path, chat: Path) -> None:
+    folder, result = run
+    metadata = json.loads((folder / "checkpoints" / "epoch-2" / "metadata.json").read_text())
+    assert result.training is not None
+    metrics = result.training.epoch_metrics[1]
+    assert metadata["task"] == "instruct"
+    assert (metadata["epoch"], metadata["step"], metadata["seed"]) == (2, 8, 42)
+    assert (metadata["lora_rank"], metadata["lora_alpha"]) == (8, 16.0)
+    assert metadata["targets"] == ["all"]
+    for name in ("train_loss", "val_loss", "train_perplexity", "val_perplexity", "learning_rate"):
+        assert metadata[name] == getattr(metrics, name)
+    assert metadata["epoch_time_ms"] == metrics.epoch_time_ms
+    assert metadata["samples_per_sec"] == metrics.samples_per_sec
+    assert metadata["data_hash"].startswith("sha256:")
+    assert {"mlxtune", "mlx", "mlx-lm", "python"} <= metadata["versions"].keys()
+    assert metadata["config"]["data"] == [str(chat)]
+    assert metadata["config"]["model_path"] == str(model)
+
+
+def test_saved_config_is_one_that_can_be_run_again(run: Run) -> None:
+    folder, _ = run
+    metadata = json.loads((folder / "checkpoints" / "best" / "metadata.json").read_text())
+    assert TrainConfig(**metadata["config"]).output_path == folder / ADAPTER
+
+
+def test_metrics_file_holds_steps_validations_and_epochs_in_order(run: Run) -> None:
+    folder, result = run
+    records = read_lines(folder / "checkpoints" / "metrics.jsonl")
+    epoch = ["step"] * 4 + ["validation", "epoch"]
+    assert [record["kind"] for record in records] == ["validation", *epoch * EPOCHS]
+    assert result.training is not None
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
+    assert losses == [step.loss for step in result.training.steps]
+    assert records[0]["step"] == 0
+    assert records[0]["val_loss"] == result.training.initial_val_loss
+
+
+def test_ledger_of_each_data_file_is_saved(worsening_run: Run, chat: Path, gibberish: Path) -> None:
+    folder, result = worsening_run
+    saved = json.loads((folder / "checkpoints" / "ledger.json").read_text())
+    assert saved == [ledger.as_dict() for ledger in result.ledgers]
+    assert [ledger["path"] for ledger in saved] == [str(chat), str(gibberish)]
+
+
+def test_same_run_again_writes_the_same_bytes(
+    run: Run, model: Path, chat: Path, tmp_path: Path
+) -> None:
+    train(config(model, chat, tmp_path))
+    assert (tmp_path / ADAPTER).read_bytes() == (run[0] / ADAPTER).read_bytes()
+
+
+def test_earlier_run_is_set_aside_and_named(
+    model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    train(config(model, chat, tmp_path, epochs=2))
+    first = (checkpoints / "epoch-1" / ADAPTER).read_bytes()
+    (checkpoints / "notes.txt").write_text("mine")
+    train(config(model, chat, tmp_path, epochs=1, lr=1e-3, quiet=False))
+    assert str(checkpoints / "previous") in capsys.readouterr().err
+    assert names_in(checkpoints) == {"best", "epoch-1", *VALIDATED, "notes.txt", "previous"}
+    assert names_in(checkpoints / "previous") == {"best", "epoch-1", "epoch-2", *VALIDATED}
+    assert (checkpoints / "previous" / "epoch-1" / ADAPTER).read_bytes() == first
+    assert (checkpoints / "epoch-1" / ADAPTER).read_bytes() != first
+    records = read_lines(checkpoints / "metrics.jsonl")
+    assert sum(record["kind"] == "step" for record in records) == 4
+
+
+def test_output_may_have_any_name(
+    model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "tuned.safetensors"
+    result = train(config(model, chat, tmp_path, output=str(output), epochs=1, quiet=False))
+    assert result.adapter == output
+    assert names_in(tmp_path) == {"tuned.safetensors", "adapter_config.json", "checkpoints"}
+    # mlx-lm loads folders with a file of one name only, and best/ is such a folder.
+    best = tmp_path / "checkpoints" / "best"
+    assert output.read_bytes() == (best / ADAPTER).read_bytes()
+    assert f"--adapter-path {best}" in capsys.readouterr().err
+
+
+def test_checkpoints_go_where_they_are_asked_to(model: Path, chat: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere" / "ck"
+    result = train(config(model, chat, tmp_path, epochs=1, checkpoint_dir=str(folder)))
+    assert result.checkpoint_dir == folder
+    assert names_in(folder) == {"best", "epoch-1", *VALIDATED}
+    assert names_in(tmp_path) == {ADAPTER, "adapter_config.json", "elsewhere"}
+
+
+def test_epochs_between_checkpoints(model: Path, chat: Path, tmp_path: Path) -> None:
+    train(config(model, chat, tmp_path, epochs=4, save_every=3, val_split=0))
+    names = names_in(tmp_path / "checkpoints")
+    assert {name for name in names if name.startswith("epoch")} == {"epoch-3"}
+
+
+# Validation
+
+
+def test_without_validation_the_output_is_the_last_epochs(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    result = train(config(model, chat, tmp_path, val_split=0, epochs=2))
+    training, checkpoints = result.training, tmp_path / "checkpoints"
+    assert training is not None
+    assert (training.best_epoch, training.best_val_loss, training.initial_val_loss) == (None,) * 3
+    assert all(metrics.val_loss is None for metrics in training.epoch_metrics)
+    assert names_in(checkpoints) == {"epoch-1", "epoch-2", *RUN}
+    adapter = (tmp_path / ADAPTER).read_bytes()
+    assert adapter == (checkpoints / "epoch-2" / ADAPTER).read_bytes()
+    assert adapter != (checkpoints / "epoch-1" / ADAPTER).read_bytes()
+    (ledger,) = result.ledgers
+    assert (ledger.rows_train, ledger.rows_validation) == (ROWS, 0)
+
+
+def test_validation_file_leaves_all_rows_to_training(worsening_run: Run) -> None:
+    trained, validated = worsening_run[1].ledgers
+    assert (trained.rows_train, trained.rows_validation) == (ROWS, 0)
+    assert (validated.rows_train, validated.rows_validation) == (0, 3)
+    assert trained.adds_up()
+    assert validated.adds_up()
+
+
+def test_rows_held_out_are_bounded(model: Path, chat: Path, tmp_path: Path) -> None:
+    result = train(config(model, chat, tmp_path, val_split=0.5, val_rows=3), dry_run=True)
+    (ledger,) = result.ledgers
+    assert (ledger.rows_train, ledger.rows_validation) == (17, 3)
+
+
+# How a run ends otherwise
+
+
+def test_dry_run_returns_the_ledger_and_writes_nothing(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    result = train(config(model, chat, tmp_path / "new"), dry_run=True)
+    assert result.training is None
+    assert result.adapter is None
+    assert all(ledger.adds_up() for ledger in result.ledgers)
+    assert len(result.ledgers) == 1
+    assert names_in(tmp_path) == set()
+
+
+def test_run_stops_at_max_steps_within_an_epoch(model: Path, chat: Path, tmp_path: Path) -> None:
+    training = train(config(model, chat, tmp_path, max_steps=6)).training
+    assert training is not None
+    assert len(training.steps) == 6
+    assert [metrics.epoch for metrics in training.epoch_metrics] == [1, 2]
+    assert names_in(tmp_path / "checkpoints" / "epoch-2") == CHECKPOINT
+
+
+def test_failed_run_leaves_an_earlier_adapter_alone(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    train(config(model, chat, tmp_path, max_steps=1))
+    before = (tmp_path / ADAPTER).read_bytes()
+    with pytest.raises(mlxtune.NonFiniteLossError, match="learning rate 1e\\+30"):
+        train(config(model, chat, tmp_path, lr=1e30, max_grad_norm=0, schedule="constant"))
+    assert (tmp_path / ADAPTER).read_bytes() == before
+
+
+def test_interrupt_is_raised_with_the_checkpoint(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.step.pipeline import InstructPipeline
+
+    whole = InstructPipeline.train_batch
+
+    def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, examples, step=step, **options)
+
+    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+    with pytest.raises(TrainingInterrupted) as interrupt:
+        train(config(model, chat, tmp_path))
+    assert interrupt.value.step == 3
+    assert interrupt.value.checkpoint == tmp_path / "checkpoints" / "step-3"
+    assert names_in(tmp_path / "checkpoints" / "step-3") == CHECKPOINT
+    assert not (tmp_path / ADAPTER).exists()
+
+
+def test_run_outside_the_main_thread_works(model: Path, chat: Path, tmp_path: Path) -> None:
+    thread = threading.Thread(target=train, args=[config(model, chat, tmp_path, max_steps=1)])
+    thread.start()
+    thread.join()
+    assert (tmp_path / ADAPTER).is_file()
+
+
+def test_errors_are_the_packages_own(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        train(config(tmp_path / "missing", tmp_path / "chat.jsonl", tmp_path))
+    with pytest.raises(DataError):
+        train(config(model, tmp_path / "missing.jsonl", tmp_path))
