@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,8 @@ def load_config_file(path: Path, config: type = TrainConfig) -> tuple[dict[str, 
 
 def _parse_config_text(path: Path, text: str) -> Any:
     if path.suffix.lower() == ".toml":
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
+        import tomllib
+
         try:
             return tomllib.loads(text)
         except (ValueError, RecursionError) as error:
