@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
 
 # Before they are imported, so that their failures show the values compared.
-pytest.register_assert_rewrite("tests.command", "tests.core.fake_pipeline")
+pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeline")
 
 from mlxtune.cli import main  # noqa: E402
 from tests.command import ROWS, Cli, Outcome  # noqa: E402

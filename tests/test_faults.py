@@ -1,13 +1,13 @@
 """A run as a person starts it, on a disk that fails or in a process that dies, now and then.
 
-`python -m tests.check_faults --whole` fails every operation.
+`python -m tests.long.check_faults --whole` fails every operation.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.check_faults import check
+from tests.long.check_faults import check
 
 
 def test_run_that_fails_at_some_operations_is_gone_on_with_to_the_same_result(

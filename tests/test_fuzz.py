@@ -1,4 +1,4 @@
-"""Some of the cases of tests/fuzz.py, and that it finds what it looks for."""
+"""Some of the cases of tests/long/fuzz.py, and that it finds what it looks for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from random import Random
 
 import pytest
 
-from tests import fuzz, fuzz_cases, mutations
-from tests.fuzz import names_of, report
-from tests.fuzz_cases import FOLDERS, Place, prepare, run_case
+from tests.long import fuzz, fuzz_cases, mutations
+from tests.long.fuzz import names_of, report
+from tests.long.fuzz_cases import FOLDERS, Place, prepare, run_case
+from tests.long.mutated_folders import mutate_model
 from tests.models import THINKING, write_model
-from tests.mutated_folders import mutate_model
 
 SEED = 2
 

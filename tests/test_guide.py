@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +15,8 @@ import pytest
 
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
-from tests import check_guide
-from tests.check_guide import ROOT, blocks
+from tests.long import check_guide
+from tests.long.check_guide import ROOT, blocks
 
 GUIDE = check_guide.GUIDE.read_text(encoding="utf-8")
 BY_NAME = {str(command.name): command for command in COMMANDS}
@@ -137,20 +135,16 @@ def test_message_of_the_guide_is_one_that_the_code_says(
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("table", ROOT / "docs" / "memory_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    from tests.long import memory_table  # which imports mlx
+
+    return memory_table
 
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_memory_of_a_model_is_what_the_planner_says_now(maker: ModuleType, bits: int) -> None:
     with maker.on_a_gpu():
         found = maker.predicted("Qwen3 0.6B", bits)
-    assert f"| {found.cells()} |" in GUIDE, "out of date: run python docs/memory_table.py"
+    assert f"| {found.cells()} |" in GUIDE, "out of date: run python -m tests.long.memory_table"
     # By the model's own page: 0.6B parameters, of which 0.44B are not embeddings.
     assert found.parameters == 596_049_920 or bits == 4
 

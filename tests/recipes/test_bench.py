@@ -25,7 +25,7 @@ from mlxtune.recipes.bench import first_steps
 from mlxtune.setup import bench_worker
 from mlxtune.setup.dataset import Reader, load_dataset
 from tests.command import Cli, Outcome, finish, read_terminal, read_until, start
-from tests.core.fake_pipeline import FakePipeline
+from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat
 from tests.paths import DOCS
 

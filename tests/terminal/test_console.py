@@ -14,7 +14,7 @@ from mlxtune.core.training.observer import RunStart
 from mlxtune.core.training.progress import Progress
 from mlxtune.errors import printable
 from mlxtune.terminal.console import RunConsole, Surviving
-from tests.core.records import step_record
+from tests.core.training.records import step_record
 
 
 class Gone(io.StringIO):

@@ -132,7 +132,7 @@ def _started(run: Run) -> str:
             stamp = (run.folder / name).stat().st_mtime
         except OSError:
             continue
-        local = datetime.datetime.fromtimestamp(stamp, datetime.timezone.utc).astimezone()
+        local = datetime.datetime.fromtimestamp(stamp, datetime.UTC).astimezone()
         return local.isoformat(timespec="seconds")
     return ""
 

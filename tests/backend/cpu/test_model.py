@@ -14,7 +14,7 @@ from mlxtune.backend.cpu.kept import KeptProducts, Reads
 from mlxtune.backend.cpu.model import make_fast
 from mlxtune.backend.model.loading import load_base
 from tests.backend.cpu.compared import assert_close, random
-from tests.backend.executions import model_folder
+from tests.backend.step.executions import model_folder
 
 TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90, 91, 3]])
 # What a model of the kind is known to be made of.

@@ -12,7 +12,7 @@ from mlxtune.backend.cpu import attention, model, rotary
 from mlxtune.backend.cpu.packed import CannotPackError, Layout, PackedCache, laid_out, layout
 from mlxtune.core.steps.pack import ANY_LENGTH, Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
-from tests.backend.executions import (
+from tests.backend.step.executions import (
     SPLIT,
     WAYS,
     computed,

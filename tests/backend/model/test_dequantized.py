@@ -20,7 +20,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from tests.backend.conftest import fill_lora_b
-from tests.backend.executions import model_folder
+from tests.backend.step.executions import model_folder
 from tests.models import write_model
 
 WAYS = {

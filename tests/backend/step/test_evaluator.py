@@ -16,7 +16,7 @@ from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.step.forward import Execution
 from mlxtune.core.data.encode import Example
-from tests.backend.executions import WAYS, fixed_step, model_folder
+from tests.backend.step.executions import WAYS, fixed_step, model_folder
 from tests.models import sums, write_chat
 
 KERNELS = Execution(cpu_kernels=True, pack=True)

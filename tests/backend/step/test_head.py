@@ -17,7 +17,7 @@ from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import fused_losses, head_loss_sum
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
-from tests.backend.executions import (
+from tests.backend.step.executions import (
     assert_same,
     computed,
     fixed_step,
@@ -147,7 +147,7 @@ def test_model_whose_trunk_is_not_found_runs_whole(
         def __init__(self, folder: Path, dtype: str) -> None:
             self.model = kind(load_base(folder, dtype).model)
 
-    monkeypatch.setattr("tests.backend.executions.load_base", Loaded)
+    monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
     odd = fresh(model_folder("qwen3"), how, 10_000)
     assert not odd.forward.how.split_head
     assert not odd.forward.shares_prefixes

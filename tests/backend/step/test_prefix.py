@@ -15,7 +15,7 @@ from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.prefix import PrefixCache
 from tests.backend.cpu.compared import assert_close, random
-from tests.backend.executions import (
+from tests.backend.step.executions import (
     EAGER,
     assert_same,
     computed,

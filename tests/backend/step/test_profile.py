@@ -15,7 +15,7 @@ from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.profile import PipelineMeter
 from mlxtune.core.training.profile import Laps, LayerProfile, StepProfile
-from tests.backend.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
+from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
 
 
 def profiled_step(pipeline: InstructPipeline, step: int) -> tuple[StepProfile, list[LayerProfile]]:

@@ -17,7 +17,14 @@ from mlxtune.backend.cpu.kept import Reads
 from mlxtune.backend.lora.lora import DropoutKeys
 from mlxtune.backend.step.recompute import Layerwise
 from tests.backend.cpu.compared import assert_close, random
-from tests.backend.executions import SPLIT, assert_same, computed, fixed_step, fresh, model_folder
+from tests.backend.step.executions import (
+    SPLIT,
+    assert_same,
+    computed,
+    fixed_step,
+    fresh,
+    model_folder,
+)
 
 WAYS = [(False, False), (True, False), (True, True)]
 

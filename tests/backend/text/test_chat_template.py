@@ -13,7 +13,7 @@ from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
 from mlxtune.core.data import notes
 from mlxtune.core.data.conversation import BadRow
 from mlxtune.errors import ModelError
-from tests.backend.turns import (
+from tests.backend.text.turns import (
     TEMPLATES,
     Folder,
     Template,
@@ -225,7 +225,7 @@ def some_chat(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_turns_follow_the_prompts_that_transformers_gives(
     folders: dict[str, Folder], some_chat: Path, template: Template
 ) -> None:
-    """As tests/check_templates.py does with all of the data."""
+    """As tests/long/check_templates.py does with all of the data."""
     seen = {mode: compare(folders[template.file], mode, some_chat) for mode in template.modes}
     for counts in seen.values():
         assert counts["rows"] > 230

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlxtune.core.data.conversation import BadRow
 from mlxtune.core.data.datafiles import counts_lines, read_objects
 from mlxtune.errors import DataError
-from tests.core.datafiles import GOOD, ROW, read
+from tests.core.data.datafiles import GOOD, ROW, read
 
 BOM = b"\xef\xbb\xbf"
 NESTED = b"[" * 100_000 + b"]" * 100_000

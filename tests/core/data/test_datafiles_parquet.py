@@ -14,7 +14,7 @@ import pytest
 
 from mlxtune.core.data.datafiles import counts_lines, read_objects
 from mlxtune.errors import DataError
-from tests.core.datafiles import read
+from tests.core.data.datafiles import read
 
 
 def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -27,7 +27,7 @@ def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 def test_rows_of_parquet_are_numbered_and_plain(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
-    moment = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc)
+    moment = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC)
     columns = {
         "text": pa.array(["a", None, "c"], pa.large_string()),
         "category": pa.array(["x", "x", "y"]).dictionary_encode(),

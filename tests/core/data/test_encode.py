@@ -13,7 +13,7 @@ from mlxtune.core.data import notes
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
-from tests.core.encoding import (
+from tests.core.data.encoding import (
     ByteTokenizer,
     PatternTokenizer,
     converse,

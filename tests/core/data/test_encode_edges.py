@@ -13,7 +13,7 @@ from mlxtune.core.data.conversation import BadRow, Conversation, Document, Messa
 from mlxtune.core.data.encode import Encoder, OffsetEncoded
 from mlxtune.core.data.notes import Note, Notes
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
-from tests.core.encoding import (
+from tests.core.data.encoding import (
     CONTROL,
     CONTROL_TOKENS,
     PATH,

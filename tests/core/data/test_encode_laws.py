@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.template import TEMPLATES, Rendered
-from tests.core.encoding import (
+from tests.core.data.encoding import (
     TOKENIZERS,
     ByteTokenizer,
     converse,

@@ -14,7 +14,7 @@ import pytest
 
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.encode import OffsetEncoded
-from tests.core.encoding import converse, encode, supervised_runs
+from tests.core.data.encoding import converse, encode, supervised_runs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mlxtune.core.data.formats import (
     recognise,
 )
 from mlxtune.errors import DataError
-from tests.core.rows import (
+from tests.core.data.rows import (
     ALPACA,
     ANSWER,
     CHAT,

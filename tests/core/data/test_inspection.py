@@ -29,7 +29,7 @@ from mlxtune.core.data.inspection import (
 )
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.notes import Notes
-from tests.core.encoding import ByteTokenizer, converse, encode, words
+from tests.core.data.encoding import ByteTokenizer, converse, encode, words
 from tests.inspections import INSPECTION
 
 Rows = Sequence[tuple[int, Sequence[Sequence[int]]]]

@@ -18,7 +18,7 @@ from mlxtune.core.data.encode import Example, Tokenized
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.notes import Note, Notes
 from mlxtune.core.data.template import render_qwen3
-from tests.core.encoding import converse, encode, encoded_file, words
+from tests.core.data.encoding import converse, encode, encoded_file, words
 
 Mask = list[int]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.conversation import BadRow
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
-from tests.core.renderers import (
+from tests.core.data.renderers import (
     END,
     END_TOKENS,
     QWEN3_SOURCE,

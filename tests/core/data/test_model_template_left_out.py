@@ -7,7 +7,7 @@ import pytest
 from mlxtune.core.data import notes
 from mlxtune.core.data.conversation import BadRow
 from mlxtune.core.data.notes import Note
-from tests.core.renderers import (
+from tests.core.data.renderers import (
     END,
     Messages,
     answers,

@@ -11,7 +11,7 @@ from mlxtune.core.data.conversation import BadRow
 from mlxtune.core.data.model_template import RenderChat
 from mlxtune.core.data.notes import Note
 from mlxtune.core.data.template import Rendering
-from tests.core.renderers import (
+from tests.core.data.renderers import (
     CHANNEL_SOURCE,
     END,
     QWEN3_SOURCE,

@@ -20,7 +20,7 @@ from mlxtune.core.data.template import (
     render_gemma,
     render_qwen3,
 )
-from tests.core.conversations import MESSAGES, TOOL, call, converse, text_of
+from tests.core.data.conversations import MESSAGES, TOOL, call, converse, text_of
 
 
 def supervised(rendered: Rendered) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.conversation import Conversation, Message, parse_messages
 from mlxtune.core.data.template import TEMPLATES, render_gemma, render_qwen3
-from tests.core.conversations import EMPTY_THINKING, MESSAGES, TOOL, converse, text_of
+from tests.core.data.conversations import EMPTY_THINKING, MESSAGES, TOOL, converse, text_of
 
 
 def jinja(path: Path) -> Callable[[Conversation], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxtune.core.reports import benchmark_report
 from mlxtune.core.runs.benchmark import Spread, agreement
-from tests.core.benchmarks import benchmark, run, step
+from tests.core.runs.benchmarks import benchmark, run, step
 
 OURS = run(step(0.5), step(1.5), products=({"head": 0.4}, {"head": 1.0}))
 THEIRS = run(step(3.0), step(5.0), peak_rss=8_000_000_000, loss_function="masked")

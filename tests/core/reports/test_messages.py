@@ -20,7 +20,7 @@ from mlxtune.core.reports import messages
 from mlxtune.core.text import count, duration, short_number
 from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.training.trainer import InstructTrainer
-from tests.core.records import epoch_metrics, step_record
+from tests.core.training.records import epoch_metrics, step_record
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from mlxtune.core.reports.run_plan import RunPlan, micro_batches_line, peak_line
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.memory_prediction import Prediction, Way
 from mlxtune.core.training.speed import Speed
-from tests.core.shapes import shapes
+from tests.core.steps.shapes import shapes
 
 MEMORY = MemoryPlan(
     shapes=shapes(),

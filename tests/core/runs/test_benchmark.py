@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxtune.core.runs.benchmark import Side, Spread, agreement, one_span, read_steps, write_steps
-from tests.core.benchmarks import benchmark, example, run, step
+from tests.core.runs.benchmarks import benchmark, example, run, step
 
 
 def test_tokens_a_second_are_all_tokens_over_the_time_of_all_steps() -> None:

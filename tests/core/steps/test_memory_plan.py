@@ -13,7 +13,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.groups import StepCost
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Work, choose, planned, why_not
 from mlxtune.core.steps.memory_prediction import Load, ModelShapes, Way
-from tests.core.shapes import shapes
+from tests.core.steps.shapes import shapes
 
 AMPLE = 10**12
 

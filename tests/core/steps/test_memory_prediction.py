@@ -11,7 +11,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_prediction import Load, Way, load_of, predict, with_layers
 from mlxtune.core.steps.pack import Packed
-from tests.core.shapes import shapes
+from tests.core.steps.shapes import shapes
 
 KERNELS = Way(64, kernels=True)
 GRAPH = Way(64)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.training.metrics import TrainingMetrics, perplexity
-from tests.core.records import step_record
+from tests.core.training.records import step_record
 
 
 def history(*losses: float, max_steps: int = 10) -> TrainingMetrics:

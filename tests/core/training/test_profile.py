@@ -21,8 +21,8 @@ from mlxtune.core.training.profile import (
 from mlxtune.core.training.run_folder import find_resumable
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError
-from tests.core.fake_pipeline import CORPUS, FakePipeline, options
-from tests.core.profiles import LAYERS, FakeMeter, Ticking
+from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
+from tests.core.training.profiles import LAYERS, FakeMeter, Ticking
 
 
 def test_time_between_borders_belongs_to_the_phase_that_ends() -> None:

@@ -13,7 +13,7 @@ import pytest
 from mlxtune.core.training.metrics import SkippedStep, StepRecord, ValidationRecord
 from mlxtune.core.training.progress import MetricsLog, Progress, Record, same_but_for_times
 from mlxtune.errors import OutputError
-from tests.core.records import epoch_metrics, step_record
+from tests.core.training.records import epoch_metrics, step_record
 
 
 def step(number: int, epoch: int = 1) -> StepRecord:

@@ -18,7 +18,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.training.metrics import InstructBatchResult
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
-from tests.core.fake_pipeline import (
+from tests.core.training.fake_pipeline import (
     CORPUS,
     FakePipeline,
     average,

@@ -17,7 +17,7 @@ from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.run_folder import find_resumable
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError
-from tests.core.fake_pipeline import (
+from tests.core.training.fake_pipeline import (
     CORPUS,
     FakePipeline,
     log_of,

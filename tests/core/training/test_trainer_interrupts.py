@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from mlxtune.errors import OutputError, TrainingInterrupted
-from tests.core.fake_pipeline import FakePipeline, average, log_of, metadata, names_in, rows, train
+from tests.core.training.fake_pipeline import (
+    FakePipeline,
+    average,
+    log_of,
+    metadata,
+    names_in,
+    rows,
+    train,
+)
 
 
 def test_interrupt_at_any_moment_saves_the_last_step_and_goes_no_further(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mlxtune.core.training.metrics import InstructBatchResult, InstructEpochMetr
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
-from tests.core.fake_pipeline import CORPUS, FakePipeline, log_of, options, rows, train
+from tests.core.training.fake_pipeline import CORPUS, FakePipeline, log_of, options, rows, train
 
 
 def test_metrics_file_has_a_line_for_each_step_validation_and_epoch_in_order(

@@ -1,0 +1,150 @@
+"""Each way to compute a step, alone and with the others, against the plain path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxtune.backend.step.forward import Execution
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.groups import StepCost
+from tests.backend.step.executions import (
+    WAYS,
+    assert_same,
+    computed,
+    fixed_step,
+    pipeline,
+    plain_step,
+    steps,
+)
+
+ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
+SHARING = [name for name, how in WAYS.items() if how.share_prefixes]
+ALL = WAYS["all"]
+few = settings(
+    max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_step_equals_the_plain_one(architecture: str, way: str) -> None:
+    fast = pipeline(architecture, WAYS[way], tokens=10_000)
+    assert_same(computed(fast, fixed_step()), plain_step(architecture))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(
+    examples=steps(),
+    way=st.sampled_from(list(WAYS)),
+    tokens=st.sampled_from([1, 40, 10_000]),
+    quantize=st.sampled_from([None, 4]),
+)
+@few
+def test_any_step_equals_the_plain_one(
+    architecture: str, examples: list[Example], way: str, tokens: int, quantize: int | None
+) -> None:
+    fast = pipeline(architecture, WAYS[way], tokens=tokens, quantize=quantize)
+    plain = pipeline(architecture, quantize=quantize)
+    assert_same(computed(fast, examples), computed(plain, examples))
+
+
+@pytest.mark.parametrize("way", ["recompute with shared prefixes", "all"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> None:
+    fast = pipeline(architecture, WAYS[way], tokens=10_000, quantize=4)
+    assert_same(computed(fast, fixed_step()), plain_step(architecture, 4))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_is_that_of_the_plain_step(way: str) -> None:
+    fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, dropout=0.3)
+    found = computed(fast, fixed_step())
+    assert_same(found, plain_step("gemma3_text", dropout=0.3))
+    assert abs(found.loss - plain_step("gemma3_text").loss) > 1e-3
+
+
+@given(examples=steps(), way=st.sampled_from(SHARING), architecture=st.sampled_from(ARCHITECTURES))
+@few
+def test_dropout_of_any_step_with_shared_prefixes(
+    examples: list[Example], way: str, architecture: str
+) -> None:
+    fast = pipeline(architecture, WAYS[way], tokens=10_000, dropout=0.3)
+    plain = pipeline(architecture, dropout=0.3)
+    assert_same(computed(fast, examples), computed(plain, examples))
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"targets": ("q_proj", "v_proj")},
+        {"targets": ("down_proj",)},
+        {"num_layers": 1},
+        {"targets": ("q_proj", "v_proj"), "num_layers": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["recompute with shared prefixes", "cpu kernels"])
+def test_whatever_is_trained(way: str, trained: dict[str, Any]) -> None:
+    fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, **trained)
+    assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
+
+
+NAMED = {"shared": WAYS["shared prefixes"], "all": ALL, "plain": Execution.plain()}
+
+
+@pytest.mark.parametrize("how", NAMED.values(), ids=NAMED)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_micro_batches_of_any_width(how: Execution, tokens: int) -> None:
+    for cost in (StepCost(), StepCost(fixed=4, width_multiple=8)):
+        fast = pipeline("gemma3_text", how, tokens=tokens, cost=cost)
+        assert_same(computed(fast, fixed_step()), plain_step("gemma3_text"))
+
+
+def test_rounded_widths_share_rounded_prefixes() -> None:
+    cost = StepCost(fixed=0, width_multiple=8)
+    fast = pipeline("gemma3_text", ALL, tokens=10_000, cost=cost)
+    assert_same(computed(fast, fixed_step()), plain_step("gemma3_text"))
+    assert fast.tokens_run % 8 == 0
+
+
+def test_shared_prefixes_are_run_once() -> None:
+    together = pipeline("gemma3_text", WAYS["shared prefixes"], tokens=10_000)
+    apart = pipeline("gemma3_text", WAYS["split head"], tokens=1)
+    for each in (together, apart):
+        computed(each, fixed_step())
+    real = sum(len(example) - 1 for example in fixed_step())
+    assert apart.tokens_run == real
+    assert together.tokens_run < 0.75 * real
+
+
+def test_dropout_shares_a_prefix_within_a_row_alone() -> None:
+    way = WAYS["shared prefixes"]
+    rows = [replace(example, row=i) for i, example in enumerate(fixed_step())]
+    fast = pipeline("gemma3_text", way, tokens=10_000, dropout=0.3)
+    computed(fast, fixed_step())
+    shared = fast.tokens_run
+    apart = computed(fast, rows)
+    assert fast.tokens_run >= sum(len(example) - 1 for example in rows) > shared
+    assert_same(apart, computed(pipeline("gemma3_text", dropout=0.3), rows))
+
+
+@pytest.mark.parametrize("way", ["split head", *SHARING])
+def test_evaluation_equals_the_plain_one(way: str) -> None:
+    fast = pipeline("gemma3_text", WAYS[way], tokens=100, dropout=0.3)
+    result = fast.evaluate(fixed_step())
+    expected = pipeline("gemma3_text").evaluate(fixed_step())
+    assert result.avg_loss == pytest.approx(expected.avg_loss, rel=1e-5)
+    assert result.total_response_tokens == expected.total_response_tokens
+    assert result.total_tokens == expected.total_tokens
+
+
+def test_asked_for_is_what_is_used() -> None:
+    for name, how in WAYS.items():
+        forward = pipeline("gemma3_text", how, tokens=10_000).forward
+        assert forward.how == how, name
+        assert forward.shares_prefixes == how.share_prefixes

@@ -1,0 +1,34 @@
+"""Architectures beyond the four, some of which do not allow all; more: check_architectures.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.long.check_architectures import check
+
+# Name, then what it gets of: the head apart, shared prefixes.
+SOME = {
+    "mistral3": (True, True),  # a text model within another
+    "gpt_oss": (True, True),  # attention sinks, experts, a sliding window
+    "cohere": (True, True),  # scaled logits
+    "deepseek_v3": (True, True),  # a mask that carries a gradient
+    "hunyuan": (True, True),  # layers that hand on keys and values
+    "lfm2": (True, False),  # layers without attention
+    "nemotron_h": (False, False),  # a trunk by another name
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
+    result = check(name, tmp_path / "m")
+    assert result.loss <= 1e-5
+    assert result.gradient <= 1e-4
+    assert (result.gets["split"], result.gets["prefixes"]) == SOME[name]
+
+
+def test_layers_in_which_nothing_is_trained(tmp_path: Path) -> None:
+    """q_proj stands in the attention layers of this model, and in no other."""
+    result = check("lfm2 (attention first)", tmp_path / "m", targets=("q_proj",))
+    assert result.same

@@ -1,0 +1,312 @@
+"""A run that is stopped anywhere, by anything, and resumed is the run that nothing stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.steps.order import steps_of
+from mlxtune.core.training.metrics import InstructTrainResult, SkippedStep
+from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.run_folder import find_resumable
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
+from tests.core.training.fake_pipeline import (
+    CORPUS,
+    FakePipeline,
+    log_of,
+    metadata,
+    names_in,
+    options,
+    without_times,
+)
+from tests.faults import KINDS, Crash, FaultyDisk
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_disk() -> Iterator[None]:
+    """Have nothing wait for the disk: runs by the thousand would take minutes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+# Validation losses of a run of four epochs, of which the second is the best.
+LOSSES = [4.0, 3.0, 1.0, 2.0, 2.0]
+
+
+def pipeline() -> FakePipeline:
+    """A pipeline whose validation losses depend on the step alone, not on what it did before."""
+    made = FakePipeline()
+    made._val_loss = lambda v: LOSSES[-(-len(made.batches) // 3)]
+    return made
+
+
+def run(
+    folder: Path,
+    *,
+    resume: bool = False,
+    observer: TrainingObserver | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    **changes: Any,
+) -> tuple[InstructTrainResult, FakePipeline]:
+    """Train, or go on; from the start where there is nothing to go on from."""
+    made = pipeline()
+    config = options(folder, **{"epochs": 4, "save_steps": 2, "keep": 2} | changes)
+    trainer = InstructTrainer(made, CORPUS, config, observer=observer, should_stop=should_stop)
+    found = find_resumable(folder) if resume else None
+    return trainer.train({"ledger.json": {"rows": 10}}, resume=found), made
+
+
+def what_counts(result: InstructTrainResult, made: FakePipeline, folder: Path) -> dict[str, Any]:
+    """All that a run gives, but for times and for which steps were saved."""
+    numbered = {path.name for name in ("step-*", "epoch-*") for path in folder.glob(name)}
+    assert len(numbered) <= 2
+    return {
+        "batches": made.batches,
+        "learning rates": made.learning_rates,
+        "metrics": without_times(log_of(folder)),
+        "best": (result.best_epoch, result.best_val_loss, metadata(folder / "best")["epoch"]),
+        "adapter": (folder / "best" / "adapters.safetensors").read_text(),
+        "initial": result.initial_val_loss,
+        "steps": [(record.step, record.loss) for record in result.steps],
+        "stopped early": result.stopped_early,
+        "files": names_in(folder) - numbered - {"previous"},
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return what_counts(*run(folder), folder)
+
+
+def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    for stop_at in range(1, 100):
+        folder, asked = tmp_path / str(stop_at), 0
+
+        def should_stop(stop_at: int = stop_at) -> bool:
+            nonlocal asked
+            asked += 1
+            return asked == stop_at
+
+        try:
+            run(folder, should_stop=should_stop)
+        except TrainingInterrupted:
+            found = what_counts(*run(folder, resume=True), folder)
+            assert found == uninterrupted
+        else:
+            break
+    assert stop_at > 12
+
+
+# Which operations fail, every one where it matters how: others end in the same lines of code.
+EVERY = {"crash": 1, "ENOSPC": 2, "EIO": 5, "EACCES": 5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_run_whose_disk_fails_at_any_operation_loses_nothing(tmp_path: Path, kind: str) -> None:
+    shorter = {"epochs": 3, "save_steps": 4}
+    expected = what_counts(*run(tmp_path / "whole", **shorter), tmp_path / "whole")
+    ended = []
+    for fails_at in range(1, 2000, EVERY[kind]):
+        folder = tmp_path / str(fails_at)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            disk = FaultyDisk(monkeypatch, fails_at, KINDS[kind])
+            try:
+                run(folder, **shorter)
+            except (Crash, OutputError):
+                ended.append(fails_at)
+        found = what_counts(*run(folder, resume=True, **shorter), folder)
+        assert found == expected, f"operation {fails_at}"
+        shutil.rmtree(folder)
+        if not disk.failed:
+            break
+    assert fails_at > 120
+    # A disk that refuses once ends a run only where there is nothing to lose yet.
+    assert len(ended) == fails_at - 1 if kind == "crash" else max(ended, default=0) < 12
+
+
+def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_from_others(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    def spoil(folder: Path) -> None:
+        path = folder / "adapters.safetensors"
+        path.write_bytes(bytes(len(path.read_bytes())))
+
+    # After the first step of the third epoch: epoch-2 and step-7 are kept.
+    stopped = tmp_path / "stopped"
+    with pytest.raises(TrainingInterrupted):
+        run(stopped, should_stop=stops_after(7))
+    assert {"epoch-2", "step-7", "best"} <= names_in(stopped)
+
+    for spoiled, expected in (
+        ([], "step-7"),
+        (["step-7"], "epoch-2"),
+        (["step-7", "epoch-2"], "best"),
+        # Without the best, what came after it is of no use; what ends with it is.
+        (["best"], "epoch-2"),
+    ):
+        folder = tmp_path / "-".join(["copy", *spoiled])
+        shutil.copytree(stopped, folder)
+        for name in spoiled:
+            spoil(folder / name)
+        found = find_resumable(folder)
+        assert found is not None
+        assert found.checkpoint.folder.name == expected
+        for name in spoiled:
+            assert "SHA-256" in found.skipped[folder / name]
+        assert what_counts(*run(folder, resume=True), folder) == uninterrupted
+
+    for name in ("step-7", "epoch-2", "best"):
+        spoil(stopped / name)
+    with pytest.raises(OutputError, match=r"step-7: adapters\.safetensors is not what was"):
+        find_resumable(stopped)
+
+
+def stops_after(step: int) -> Callable[[], bool]:
+    """Ask to stop after a step, of 10 rows in steps of 3, of which 2 are held out."""
+    asked = 0
+
+    def should_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        # Each validation asks once as well: at the start, and after every third step.
+        return asked == 1 + step + (step - 1) // 3
+
+    return should_stop
+
+
+def test_folder_without_checkpoints_has_nothing_to_resume(tmp_path: Path) -> None:
+    assert find_resumable(tmp_path) is None
+    assert find_resumable(tmp_path / "none") is None
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "adapters.safetensors").write_text("of another tool")
+    assert find_resumable(tmp_path) is None
+
+
+def test_run_with_more_epochs_goes_on_where_the_shorter_one_ended(tmp_path: Path) -> None:
+    whole, grown = tmp_path / "whole", tmp_path / "grown"
+    steady = {"schedule": "constant"}
+    expected = what_counts(*run(whole, epochs=3, **steady), whole)
+    run(grown, epochs=1, **steady)
+    found = what_counts(*run(grown, epochs=3, resume=True, **steady), grown)
+    assert found == expected
+
+
+def test_run_with_more_steps_takes_back_the_end_of_the_epoch_that_was_cut_short(
+    tmp_path: Path,
+) -> None:
+    whole, grown = tmp_path / "whole", tmp_path / "grown"
+    steady = {"schedule": "constant", "epochs": 2}
+    expected = what_counts(*run(whole, **steady), whole)
+    run(grown, max_steps=5, **steady)
+    assert log_of(grown)[-1]["kind"] == "epoch"
+    found = what_counts(*run(grown, resume=True, **steady), grown)
+    assert found == expected
+
+
+def test_finished_run_resumed_is_finished(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    run(tmp_path)
+    result, made = run(tmp_path, resume=True)
+    assert what_counts(result, made, tmp_path) == uninterrupted
+
+
+def test_early_stopping_counts_epochs_from_before_the_pause(tmp_path: Path) -> None:
+    whole, paused = tmp_path / "whole", tmp_path / "paused"
+    patience = {"early_stopping_patience": 1}
+    expected = what_counts(*run(whole, **patience), whole)
+    assert expected["stopped early"]
+    with pytest.raises(TrainingInterrupted):
+        run(paused, should_stop=stops_after(7), **patience)
+    assert what_counts(*run(paused, resume=True, **patience), paused) == expected
+
+
+class Diverging(FakePipeline):
+    """Has no finite loss at some steps."""
+
+    def __init__(self, steps: set[int]) -> None:
+        super().__init__()
+        self.diverges = steps
+        self.taken = 0
+
+    def train_batch(self, examples: Any, *, step: int, learning_rate: float) -> Any:
+        if step in self.diverges:
+            raise NonFiniteLossError(f"step {step}: the loss is nan")
+        self.taken += 1
+        # FakePipeline numbers its batches by the steps that it took.
+        return super().train_batch(examples, step=len(self.batches) + 1, learning_rate=1.0)
+
+
+def test_step_that_is_not_finite_is_skipped_and_told_with_its_rows(tmp_path: Path) -> None:
+    problems: list[str] = []
+
+    class Observer(TrainingObserver):
+        def on_problem(self, message: str) -> None:
+            problems.append(message)
+
+    made = Diverging({2, 3, 5})
+    trainer = InstructTrainer(
+        made, CORPUS, options(tmp_path), observer=Observer(), sources=["chat.jsonl"]
+    )
+    result = trainer.train()
+
+    assert [record.step for record in result.steps] == [1, 4, 6]
+    assert made.taken == 3
+    assert len(problems) == 3
+    skipped = [line for line in log_of(tmp_path) if line["kind"] == "skipped"]
+    assert [line["step"] for line in skipped] == [2, 3, 5]
+    for line, problem in zip(skipped, problems, strict=True):
+        assert all(row.startswith("chat.jsonl:") for row in line["rows"])
+        numbers = [row.removeprefix("chat.jsonl:") for row in line["rows"]]
+        assert f"its rows: chat.jsonl:{', '.join(numbers)};" in problem
+        assert line["reason"] in problem
+    rows = trainer.train_rows
+    second = [f"chat.jsonl:{rows[i][0].row}" for i in steps_of(rows, 3, "shuffle", 42, 1)[1]]
+    assert skipped[0]["rows"] == second
+
+
+@pytest.mark.parametrize(("policy", "steps_taken"), [("skip", 1), ("stop", 1)])
+def test_three_steps_in_a_row_that_are_not_finite_end_a_run_also_over_a_pause(
+    tmp_path: Path, policy: str, steps_taken: int
+) -> None:
+    config = options(tmp_path, on_nonfinite=policy, save_steps=1)
+    first = InstructTrainer(Diverging({2, 3, 4}), CORPUS, config)
+    with pytest.raises(NonFiniteLossError, match=r"the loss is nan; its rows: row ") as end:
+        first.train()
+    assert len(first.metrics.history) == steps_taken
+    assert ("3 steps in a row" in str(end.value)) == (policy == "skip")
+
+    found = find_resumable(tmp_path)
+    assert found is not None
+    skipped_before = len(list(found.progress.of(SkippedStep)))
+    again = InstructTrainer(Diverging({2, 3, 4}), CORPUS, config)
+    with pytest.raises(NonFiniteLossError):
+        again.train(resume=found)
+    assert skipped_before == (2 if policy == "skip" else 0)
+    assert len(again.progress.skipped_in_a_row) == (3 if policy == "skip" else 1)
+
+
+def test_epoch_without_a_finite_step_is_an_error_and_no_epoch_of_loss_zero(tmp_path: Path) -> None:
+    config = options(tmp_path, batch_size=8)
+    with pytest.raises(NonFiniteLossError, match="no step of epoch 1"):
+        InstructTrainer(Diverging({1}), CORPUS, config).train()
+
+
+def test_checkpoint_holds_all_that_a_run_is_made_of(tmp_path: Path) -> None:
+    run(tmp_path)
+    folder = tmp_path / "epoch-4"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"].keys() == names_in(folder) - {"manifest.json"}
+    assert {"adapters.safetensors", "optimizer.json", "metadata.json"} <= names_in(folder)
+    assert json.loads((folder / "ledger.json").read_text()) == {"rows": 10}
+    assert without_times(log_of(folder)) == without_times(log_of(tmp_path))
+    assert log_of(folder)[-1]["kind"] == "epoch"

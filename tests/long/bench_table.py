@@ -1,0 +1,176 @@
+"""Measure the table of docs/performance.md: `mlxtune bench --against mlx-lm` at real sizes.
+
+    python -m tests.long.bench_table [NAME ...] [--out docs/measured]
+
+Makes models of random weights, with the real tokenizer of ../shared, in a temporary folder (1.4
+GB), runs one case after the other, keeps what each measured as JSON, and prints the table. Takes
+about an hour, and 15 GB of memory for mlx-lm; close what else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+from tests.paths import SHARED
+
+import mlx.core as mx  # isort: skip
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+from transformers import AutoTokenizer
+
+COMMON = {
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+SHAPES = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "small": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+# What is said before every question of one case, as often as fills its tokens.
+RULES = (
+    "You translate questions about a table into SQL. Write one statement, and nothing else. Name "
+    "columns as the table names them, quote text, leave numbers bare, and use COUNT, MAX, MIN, SUM "
+    "and AVG where a question asks for them. Never invent a column. When a question names a value, "
+    "compare with it exactly as it is written. "
+)
+SYSTEM_TOKENS = 396  # 400 with the marks of the template around them
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a shape, rows, and how many steps of how many of them."""
+
+    shape: str
+    data: str
+    batch_size: int
+    steps: int
+    repeats: int
+    rows: int | None = None
+    system: bool = False
+
+
+CASES = {
+    "small-wikisql": Case("small", "wikisql_train", 8, 16, 1, rows=128),
+    "small-alpaca": Case("small", "lf_alpaca_en_demo", 4, 6, 1),
+    "wikisql": Case("qwen3-0.6b", "wikisql_train", 4, 6, 1),
+    "wikisql-system": Case("qwen3-0.6b", "wikisql_train", 4, 6, 1, rows=1000, system=True),
+    "tool-calls": Case("qwen3-0.6b", "lf_glaive_toolcall_en", 4, 2, 1),
+    "alpaca": Case("qwen3-0.6b", "lf_alpaca_en_demo", 4, 6, 1),
+}
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """Write a model folder with random weights in bfloat16 and the real tokenizer."""
+    folder.mkdir()
+    options = COMMON | SHAPES[shape]
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs(**options))
+    weights = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    config = options | {"torch_dtype": "bfloat16", "eos_token_id": 151_645}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in (SHARED / "tokenizers" / "qwen3").iterdir():
+        shutil.copy(file, folder)
+
+
+def write_data(path: Path, case: Case) -> None:
+    """Write the rows of a case, each behind the system prompt if it has one."""
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen3")
+    system = tokenizer.decode(tokenizer(RULES * 20)["input_ids"][:SYSTEM_TOKENS])
+    with (SHARED / "chat" / f"{case.data}.jsonl").open() as rows, path.open("w") as out:
+        for number, line in enumerate(rows):
+            if number == case.rows:
+                break
+            row = json.loads(line)
+            if case.system:
+                row["messages"].insert(0, {"role": "system", "content": system})
+            out.write(json.dumps(row) + "\n")
+
+
+def measure(name: str, scratch: Path, out: Path) -> None:
+    """Run the benchmark of a case and keep its JSON."""
+    case = CASES[name]
+    if not (scratch / case.shape).exists():
+        write_model(scratch / case.shape, case.shape)
+    write_data(scratch / f"{name}.jsonl", case)
+    command = [sys.executable, "-m", "mlxtune", "bench", "--against", "mlx-lm"]
+    options = {
+        "--model-path": case.shape,
+        "--data": f"{name}.jsonl",
+        "--dtype": "float32",
+        "--rank": 8,
+        "--max-seq-len": 512,
+        "--batch-size": case.batch_size,
+        "--steps": case.steps,
+        "--repeats": case.repeats,
+        "--json": (out / f"{name}.json").resolve(),
+    }
+    given = [str(part) for option in options.items() for part in option]
+    subprocess.run([*command, *given, "--no-cache"], cwd=scratch, check=True)
+    result = json.loads((out / f"{name}.json").read_text())
+    result["options"]["json"] = f"{name}.json"
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def line(name: str, out: Path) -> str:
+    """Return the row of the table."""
+    result = json.loads((out / f"{name}.json").read_text())
+    if result["ratio"] is None:
+        return f"| {name} | mlx-lm: {result['theirs']['failed']} |"
+    ours, theirs = result["ours"], result["theirs"]
+    seconds = [side["seconds_per_step"]["median"] for side in (ours, theirs)]
+    peaks = [side["peak_memory"]["median"] / 1e9 for side in (ours, theirs)]
+    return (
+        f"| {name} | {ours['real_tokens_per_s']['median']:.0f} | "
+        f"{theirs['real_tokens_per_s']['median']:.0f} | "
+        f"**{result['ratio']['real_tokens_per_s']:.2f}** | {seconds[0]:.1f} | {seconds[1]:.1f} | "
+        f"{peaks[0]:.2f} | {peaks[1]:.2f} | **{result['ratio']['peak_memory']:.2f}** | "
+        f"{result['step_efficiency']:.0%} | {'yes' if result['losses_agree'] else 'NO'} |"
+    )
+
+
+def main() -> None:
+    """Measure the cases that are named, or all, and print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--out", type=Path, default=Path("docs/measured"))
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in CASES]:
+        parser.error(f"no case is named {', '.join(unknown)}: there are {', '.join(CASES)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mlxtune-table-") as scratch:
+        for name in given.names or CASES:
+            measure(name, Path(scratch), given.out)
+    for name in CASES:
+        if (given.out / f"{name}.json").exists():
+            print(line(name, given.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Print how fast mlx multiplies 1024x1024 float32 matrices beside numpy, in one process.
+
+    python -m tests.long.check_blas
+
+A measurement, not a test: run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+from mlxtune.backend import BLAS  # isort: split
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import mlx.core as mx
+import numpy as np
+
+SIZE = 1024
+
+
+def gflops(product: Callable[[], object], repeats: int = 21) -> float:
+    """Return the median speed of a product, in 10^9 operations a second."""
+    product()
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - started)
+    return 2 * SIZE**3 / median(seconds) / 1e9
+
+
+def main() -> None:
+    left = np.random.default_rng(0).random((SIZE, SIZE), dtype=np.float32)
+    right = mx.array(left)
+    mx.eval(right)
+    theirs = gflops(lambda: left @ left)
+    ours = gflops(lambda: mx.eval(right @ right))
+    print(f"BLAS {BLAS}: mlx {ours:.0f} GFLOP/s, numpy {theirs:.0f}, ratio {ours / theirs:.2f}")
+
+
+if __name__ == "__main__":
+    main()

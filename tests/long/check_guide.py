@@ -1,0 +1,125 @@
+"""Take a newcomer's path: run the commands of docs/guide.md, in order, on the demo.
+
+    python -m tests.long.check_guide             with the mlxtune that is installed
+    python -m tests.long.check_guide --install   in an environment that is made as the guide says
+    python -m tests.long.check_guide --short     with runs of a few steps
+
+Blocks of the guide that begin with ```sh install or ```sh demo are run, all in one temporary
+folder beside the demo's data. Each has to end with 0, and to have written what its `writes=` names;
+what `typed=` says is typed into it. Ends with 1 where one fails, and says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.paths import ROOT
+
+GUIDE = ROOT / "docs" / "guide.md"
+# What a new environment is asked for, of ours: not what happens to lie around.
+_OURS = ("PYTHONPATH", "VIRTUAL_ENV")
+SHORT = "--max-steps 6"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of the guide, at a line of it, and what is said of them."""
+
+    line: int
+    kind: str
+    commands: str
+    writes: tuple[str, ...] = ()
+    typed: str = ""
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the blocks that are to be run."""
+    for found in re.finditer(r"(?ms)^```sh (install|demo)([^\n]*)\n(.*?)^```$", text):
+        said = dict(word.partition("=")[::2] for word in shlex.split(found[2]))
+        unknown = said.keys() - {"writes", "typed"}
+        if unknown:
+            raise ValueError(f"a block says {', '.join(sorted(unknown))}, which means nothing")
+        line = text.count("\n", 0, found.start()) + 1
+        writes = tuple(filter(None, said.get("writes", "").split(",")))
+        typed = f"{said['typed']}\n" if "typed" in said else ""
+        yield Block(line, found[1], found[3], writes, typed)
+
+
+def shortened(commands: str) -> str:
+    """Return commands whose training takes a few steps only."""
+    return re.sub(r"(?m)^mlxtune train .*$", lambda m: f"{m[0]} {SHORT}", commands)
+
+
+def run(block: Block, folder: Path, environment: dict[str, str], before: str = "") -> str | None:
+    """Run a block; return what is wrong with how it ended, None where nothing is."""
+    script = f"set -e\n{before}{block.commands}"
+    print(f"guide.md:{block.line}: {block.commands.strip()}", flush=True)
+    started = time.monotonic()
+    process = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        input=block.typed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    print(f"    ended with {process.returncode} after {time.monotonic() - started:.0f} s")
+    if process.returncode:
+        return f"ended with {process.returncode}:\n{process.stdout}"
+    if "Traceback" in process.stdout:
+        return f"showed a traceback:\n{process.stdout}"
+    missing = [name for name in block.writes if not (folder / name).is_file()]
+    return f"did not write {', '.join(missing)}:\n{process.stdout}" if missing else None
+
+
+def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
+    """Take the whole path in a folder; return what went wrong."""
+    environment = {k: v for k, v in os.environ.items() if not (install and k in _OURS)}
+    environment["XDG_CACHE_HOME"] = str(folder / ".cache")
+    before = ""
+    shutil.copytree(ROOT / "data", folder / "data", ignore=shutil.ignore_patterns("*.py"))
+    problems = []
+    for block in blocks(GUIDE.read_text(encoding="utf-8")):
+        if block.kind == "install":
+            if not install:
+                continue
+            where = f"cd {shlex.quote(str(ROOT))}\n"
+            # As the guide has it, but not in the person's own folder.
+            made = block.commands.replace(".venv", shlex.quote(str(folder / ".venv")))
+            problem = run(Block(block.line, "install", made), folder, environment, where)
+            before = f". {shlex.quote(str(folder / '.venv'))}/bin/activate\n"
+        else:
+            commands = shortened(block.commands) if short else block.commands
+            made_shorter = Block(block.line, block.kind, commands, block.writes, block.typed)
+            problem = run(made_shorter, folder, environment, before)
+        if problem:
+            problems.append(f"guide.md:{block.line}: {problem}")
+    return problems
+
+
+def main() -> None:
+    """Take the path, say what went wrong, and end with 1 if anything did."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--install", action="store_true", help="make a new environment first")
+    parser.add_argument("--short", action="store_true", help="train for a few steps only")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="mlxtune-guide-") as folder:
+        problems = walk(Path(folder), install=given.install, short=given.short)
+    print("\n".join(problems) or "the guide's path can be walked", flush=True)
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What trackers are told of a run, and what becomes of a run whose tracker fails or is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import ConfigError, TrainConfig, train, verify
+from mlxtune.core.training.run_folder import TRACKING, find_resumable
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import TrainingInterrupted
+from mlxtune.tracking.observer import TrackingObserver
+from mlxtune.tracking.tracker import TrackedRun, Value
+from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
+from tests.models import sums, write_chat
+
+
+class FakeTracker:
+    """Keeps what it is told; fails when told of step `fails_at`."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.runs: list[TrackedRun] = []
+        self.logs: list[tuple[int, dict[str, float]]] = []
+        self.ends: list[tuple[dict[str, Value], bool]] = []
+
+    def start(self, run: TrackedRun) -> None:
+        self.runs.append(run)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if step == self.fails_at:
+            raise RuntimeError("the server\nis gone")
+        self.logs.append((step, dict(values)))
+
+    def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
+        self.ends.append((dict(result), complete))
+
+
+def tracked(
+    run: Path, tracker: FakeTracker, *, resume: bool = False, stop_at: int | None = None
+) -> list[str]:
+    """Train with a tracker in a run's folder; return the warnings."""
+    warnings: list[str] = []
+    config = TrainConfig("model", ("a.jsonl", "b.jsonl"), output=str(run / "adapters.safetensors"))
+    trainer = InstructTrainer(
+        FakePipeline(),
+        CORPUS,
+        options(run / "checkpoints"),
+        observer=TrackingObserver("fake", tracker, config, warnings.append),
+        should_stop=lambda: trainer.progress.step == stop_at,
+    )
+    trainer.train(resume=find_resumable(run / "checkpoints") if resume else None)
+    return warnings
+
+
+def test_steps_validations_and_epochs_are_logged_by_their_step(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    assert tracked(tmp_path, tracker) == []
+
+    lines = (tmp_path / "checkpoints/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    expected: list[tuple[int, dict[str, float]]] = []
+    step = 0
+    for record in records:
+        if record["kind"] == "step":
+            step = record["step"]
+            values = {
+                "train/loss": record["loss"],
+                "train/perplexity": record["perplexity"],
+                "train/learning_rate": record["learning_rate"],
+                "train/grad_norm": record["grad_norm"],
+                "train/tokens_per_second": record["tokens"] / max(record["seconds"], 1e-9),
+                "train/epoch": record["epoch"],
+            }
+        elif record["kind"] == "validation":
+            values = {"val/loss": record["val_loss"], "val/perplexity": record["val_perplexity"]}
+        else:
+            values = {
+                "epoch/train_loss": record["train_loss"],
+                "epoch/samples_per_second": record["samples_per_sec"],
+            }
+        expected.append((step, values))
+    assert tracker.logs == expected
+
+
+def test_options_are_hyperparameters_and_the_result_ends_the_run(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    tracked(tmp_path / "birds", tracker)
+    (run,) = tracker.runs
+    assert run.name == "birds"
+    assert run.step == 0
+    assert run.hyperparameters["rank"] == 8
+    assert run.hyperparameters["targets"] == "q_proj,v_proj"
+    assert run.hyperparameters["total_steps"] == 6
+    assert "val_data" not in run.hyperparameters
+    ((result, complete),) = tracker.ends
+    assert complete
+    assert result["steps"] == 6
+    assert result["best_epoch"] == 1
+    assert result["best_val_loss"] == pytest.approx(3.0, abs=0.1)
+    assert result["stopped_early"] is False
+
+
+def test_resumed_run_is_the_same_run_for_the_tracker(tmp_path: Path) -> None:
+    first, second = FakeTracker(), FakeTracker()
+    with pytest.raises(TrainingInterrupted):
+        tracked(tmp_path, first, stop_at=4)
+    assert first.ends == [({}, False)]
+    tracked(tmp_path, second, resume=True)
+    assert second.runs[0].identity == first.runs[0].identity
+    assert second.runs[0].step == 4
+    assert [step for step, values in second.logs if "train/loss" in values] == [5, 6]
+    assert second.ends[0][1]
+
+
+def test_run_that_is_tracked_from_its_resume_on_is_written_from_its_start(tmp_path: Path) -> None:
+    with pytest.raises(TrainingInterrupted):
+        tracked(tmp_path, FakeTracker(), stop_at=4)
+    (tmp_path / "checkpoints" / TRACKING).unlink()
+    tracker, whole = FakeTracker(), FakeTracker()
+    tracked(tmp_path, tracker, resume=True)
+    tracked(tmp_path / "whole", whole)
+    assert tracker.runs[0].step == 0
+
+    def shown(logs: list[tuple[int, dict[str, float]]]) -> list[Any]:
+        return [(step, sorted(values), values.get("train/loss")) for step, values in logs]
+
+    assert shown(tracker.logs) == shown(whole.logs)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"fake": "../../elsewhere"}', '{"fake": 3}'])
+def test_what_is_no_identity_of_ours_is_none(tmp_path: Path, content: str) -> None:
+    with pytest.raises(TrainingInterrupted):
+        tracked(tmp_path, FakeTracker(), stop_at=4)
+    (tmp_path / "checkpoints" / TRACKING).write_text(content)
+    tracker = FakeTracker()
+    assert tracked(tmp_path, tracker, resume=True) == []
+    assert re.fullmatch("[0-9a-f]{8}", tracker.runs[0].identity)
+    assert tracker.runs[0].step == 0
+
+
+def test_new_run_in_the_folder_is_another_run_for_the_tracker(tmp_path: Path) -> None:
+    first, second = FakeTracker(), FakeTracker()
+    tracked(tmp_path, first)
+    tracked(tmp_path, second)
+    assert second.runs[0].identity != first.runs[0].identity
+
+
+def test_tracker_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:
+    tracker = FakeTracker(fails_at=2)
+    warnings = tracked(tmp_path, tracker)
+    assert warnings == ["--track fake: the server is gone; training goes on without it"]
+    assert max(step for step, _ in tracker.logs) == 1
+    assert not tracker.ends
+    assert (tmp_path / "checkpoints/epoch-2").is_dir()
+
+
+@pytest.mark.parametrize("given", ["wandb,tensorboard", ("wandb", "tensorboard,wandb")])
+def test_trackers_are_named_with_commas_or_one_by_one(given: Any) -> None:
+    config = TrainConfig("model", "data.jsonl", track=given)
+    assert config.trackers == ("wandb", "tensorboard")
+
+
+def test_unknown_tracker_is_an_error_that_names_those_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match="--track must be one of trackio, tensorboard, wandb, not"
+    ):
+        TrainConfig("model", "data.jsonl", track="wandb,mlflow")
+
+
+def test_missing_package_is_an_error_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
+    )
+    with pytest.raises(ConfigError, match=r"--track wandb .*pip install 'mlxtune\[wandb\]'"):
+        train(TrainConfig("no/model", "no/data.jsonl", track="wandb"))
+
+
+def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[str, ...], int]] = []
+
+    def trackers_of(config: TrainConfig, warn: Any) -> list[TrackingObserver]:
+        asked.append((config.trackers, config.profile_interval))
+        return []
+
+    recipe = sys.modules["mlxtune.recipes.train"]
+    monkeypatch.setattr(recipe, "check_trackers", lambda names: None)
+    monkeypatch.setattr(recipe, "trackers_of", trackers_of)
+    chat = write_chat(tmp_path / "chat.jsonl", sums(8))
+    output = str(tmp_path / "out/adapters.safetensors")
+    options: dict[str, Any] = {"output": output, "quiet": True, "samples": 0, "track": "wandb"}
+    train(TrainConfig(str(model), str(chat), profile_interval=1, **options))
+    assert verify(tmp_path / "out", replay=True).ok
+    assert asked == [(("wandb",), 1), ((), 0)]
