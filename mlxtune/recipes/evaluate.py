@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mlxtune.config import EvalConfig
 from mlxtune.errors import printable
 from mlxtune.setup.dataset import Reader, load_dataset, say_findings
-from mlxtune.setup.judge import answer_rows, compare
+from mlxtune.setup.judge import answer_rows, compare_losses
 from mlxtune.setup.model import find_model, load_model
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
         if config.generate:
             longest = config.max_new_tokens
             generated = answer_rows(used, reader.tokenizer, rows, paths, longest, console)
-        return replace(compare(used, rows, paths, config.seed, console), generated=generated)
+        return replace(compare_losses(used, rows, paths, config.seed, console), generated=generated)
 
 
 def show(config: EvalConfig) -> None:

@@ -1,9 +1,11 @@
-"""Whether an adapter helped: losses and answers of one model, without and with it."""
+"""Whether an adapter helped: the losses and answers of one model, without and with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,46 +15,90 @@ from mlxtune.setup.dataset import Reader
 from mlxtune.setup.model import LoadedModel, load_adapted_model
 
 if TYPE_CHECKING:
-    from mlxtune.core.data.corpus import Rows
-    from mlxtune.core.training.evaluation import Evaluation, Sums
-    from mlxtune.terminal.console import RunConsole
-
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from mlxtune.backend.text.tokenizer import ModelTokenizer
     from mlxtune.core.data.corpus import Rows
-    from mlxtune.core.training.evaluation import Evaluation, Generated
+    from mlxtune.core.training.evaluation import Evaluation, Generated, Sums
     from mlxtune.terminal.console import RunConsole
 
+# The longest sample of an answer at the end of a run, in tokens.
+_LONGEST_SAMPLE = 128
 
-def compare(
-    used: LoadedModel, rows: Rows, paths: Sequence[str], seed: int, console: RunConsole
+
+def compare_losses(
+    loaded: LoadedModel, rows: Rows, paths: Sequence[str], seed: int, console: RunConsole
 ) -> Evaluation:
-    """Compute the losses of rows, whose files have these paths, without and with the adapter."""
+    """Compute the losses of rows, read from the files `paths`, without and with the adapter.
+
+    The model may compute by faster functions meanwhile, and by its own again afterwards.
+    """
     from mlxtune.backend.step.evaluator import Evaluator
     from mlxtune.core.training.evaluation import evaluation_of, sums_of
 
-    evaluator = Evaluator(used.model, used.base.parameters, console.warn)
+    def sums(with_adapter: bool) -> Sums:
+        loaded.use_adapter(with_adapter)
+        return sums_of(rows, evaluator.losses, _show(console, "evaluating", with_adapter))
 
-    def sums(on: bool) -> Sums:
-        used.use_adapter(on)
-        return sums_of(rows, evaluator.losses, progress(console, "evaluating", on))
-
-    base = sums(False)
-    adapted = None if used.adapted is None else sums(True)
+    with closing(Evaluator(loaded.model, loaded.base.parameters, console.warn)) as evaluator:
+        base = sums(False)
+        adapted = None if loaded.adapted is None else sums(True)
     console.close()
     return evaluation_of(rows, paths, base, adapted, seed)
+
+
+def answer_rows(
+    loaded: LoadedModel,
+    tokenizer: ModelTokenizer,
+    rows: Rows,
+    paths: Sequence[str],
+    max_new_tokens: int,
+    console: RunConsole,
+) -> Generated:
+    """Answer the last turn of each row greedily, without and with the adapter.
+
+    `paths` are those of the rows' files.
+    """
+    from mlxtune.backend.text.generate import Sampling, answers
+    from mlxtune.core.data.prompt import asked_of
+    from mlxtune.core.data.text_stream import text_of
+    from mlxtune.core.training.evaluation import Sample, generated_of
+
+    ends = tokenizer.control_ids | tokenizer.eos_ids
+    asked = [(i, turn) for i, row in enumerate(rows) if (turn := asked_of(row, ends)) is not None]
+    if not asked:
+        console.warn("no row has a prompt and a whole answer: nothing is generated")
+    prompts = [turn.prompt for _, turn in asked]
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+
+    def generate(with_adapter: bool) -> list[str]:
+        loaded.use_adapter(with_adapter)
+        show = _show(console, "answering", with_adapter)
+        return answers(loaded.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show)
+
+    base = generate(False)
+    adapted = None if loaded.adapted is None else generate(True)
+    samples = []
+    for number, (i, turn) in enumerate(asked):
+        file, row = rows.corpus.place_of(rows.indices[i])
+        samples.append(
+            Sample(
+                path=paths[file],
+                row=row,
+                prompt=text_of(tokenizer.spell(turn.prompt.ids)),
+                expected=text_of(tokenizer.spell(turn.answer)),
+                base=base[number],
+                adapted=None if adapted is None else adapted[number],
+            )
+        )
+    return generated_of(samples, adapted=adapted is not None)
 
 
 def judge(
     config: TrainConfig, folder: Path, rows: Rows, paths: Sequence[str], console: RunConsole
 ) -> Evaluation | None:
-    """Say whether the adapter of a run, read back as it was written, helped on validation rows.
+    """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    It is written into the run's folder. The run has ended: what goes wrong here is a warning.
+    The run has ended and its adapter is written, so problems are warnings. The losses come first,
+    because people wait for the verdict; the samples only serve the run's page.
     """
     from mlxtune.core.machine.files import write_json
     from mlxtune.core.training.evaluation import verdict_line
@@ -64,127 +110,67 @@ def judge(
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
+    target = config.checkpoint_path / EVALUATION
     try:
-        found = compare(load_adapted_model(use, folder), rows, paths, config.seed, console)
-        write_json(config.checkpoint_path / EVALUATION, found.as_dict())
+        loaded = load_adapted_model(use, folder)
+        evaluation = compare_losses(loaded, rows, paths, config.seed, console)
+        write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
-        console.warn(f"the adapter is written, but not evaluated: {problem}")
+        console.warn(f"the adapter is written, but could not be evaluated: {problem}")
         return None
     except KeyboardInterrupt:
-        console.warn("the adapter is written, but not evaluated: mlxtune eval does that")
+        console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
         raise
-    console.say("Verdict", verdict_line(found))
-    # What only shows what was found comes last: nobody has to wait for it.
-    return add_samples(found, config, use, folder, rows, paths, console)
+    console.say("Verdict", verdict_line(evaluation))
+    try:
+        if generated := _samples(config, loaded, folder, rows, paths, console):
+            evaluation = replace(evaluation, generated=generated)
+            write_json(target, evaluation.as_dict())
+            console.say("Samples", generated.describe())
+    except MlxTuneError as problem:
+        console.warn(f"no sample answers: {problem}")
+    except KeyboardInterrupt:
+        console.warn("interrupted: no sample answers; run mlxtune eval --generate for them")
+    finally:
+        console.close()
+    return evaluation
 
 
-_BASE, _ADAPTED = "the base model", "the adapter"
-# The longest answer at the end of a run, in tokens.
-_LONGEST = 128
-
-
-def answer_rows(
-    used: LoadedModel,
-    tokenizer: ModelTokenizer,
-    rows: Rows,
-    paths: Sequence[str],
-    max_new_tokens: int,
-    console: RunConsole,
-) -> Generated:
-    """Have both models answer the last turn of each row, greedily; its files have these paths."""
-    from mlxtune.backend.text.generate import Sampling, answers
-    from mlxtune.core.data.prompt import asked_of
-    from mlxtune.core.data.text_stream import text_of
-    from mlxtune.core.training.evaluation import Sample, generated_of
-
-    ends = tokenizer.control_ids | tokenizer.eos_ids
-    found = [(place, asked_of(row, ends)) for place, row in enumerate(rows)]
-    asked = [(place, each) for place, each in found if each is not None]
-    if not asked:
-        console.warn("no row has a prompt and a whole answer: nothing is generated")
-    prompts = [each.prompt for _, each in asked]
-    sampling = Sampling(max_new_tokens=max_new_tokens)
-
-    def generated(on: bool) -> list[str]:
-        used.use_adapter(on)
-        tell = progress(console, "answering", on)
-        return answers(used.model, tokenizer, prompts, sampling, used.base.vocab_size, tell)
-
-    base = generated(False)
-    adapted = None if used.adapted is None else generated(True)
-    samples = []
-    for i, (place, each) in enumerate(asked):
-        file, row = rows.corpus.place_of(rows.indices[place])
-        samples.append(
-            Sample(
-                path=paths[file],
-                row=row,
-                prompt=text_of(tokenizer.spell(each.prompt.ids)),
-                expected=text_of(tokenizer.spell(each.answer)),
-                base=base[i],
-                adapted=None if adapted is None else adapted[i],
-            )
-        )
-    return generated_of(samples, adapted=adapted is not None)
-
-
-def add_samples(
-    found: Evaluation,
+def _samples(
     config: TrainConfig,
-    use: UseConfig,
+    loaded: LoadedModel,
     folder: Path,
     rows: Rows,
     paths: Sequence[str],
     console: RunConsole,
-) -> Evaluation:
-    """Return an evaluation with answers to a few of its rows, which is written for the run's page.
-
-    What goes wrong here is a warning, and Ctrl-C leaves them out: the run has its verdict.
-    """
+) -> Generated | None:
+    """Answer a few rows; None if none are asked for or none can be answered."""
     from mlxtune.backend.model import memory
-    from mlxtune.core.machine.files import write_json
-    from mlxtune.core.training.run_folder import EVALUATION
 
     if not config.samples:
-        return found
+        return None
+    tokenizer = Reader(config, folder).tokenizer
+    drawn = _draw(rows, config.samples, config.seed, tokenizer)
+    if not drawn:
+        return None
     memory.release()
-    try:
-        tokenizer = Reader(config, folder).tokenizer
-        chosen = _some(rows, config.samples, config.seed, tokenizer)
-        if not chosen:
-            return found
-        # Anew: for the losses, the model may have been made to compute otherwise.
-        answered = answer_rows(
-            load_adapted_model(use, folder), tokenizer, chosen, paths, _LONGEST, console
-        )
-        found = replace(found, generated=answered)
-        write_json(config.checkpoint_path / EVALUATION, found.as_dict())
-        console.say("Samples", answered.describe())
-    except MlxTuneError as problem:
-        console.warn(f"no samples of answers: {problem}")
-    except KeyboardInterrupt:
-        console.warn("interrupted: no samples of answers; mlxtune eval --generate gives them")
-    finally:
-        console.close()
-    return found
+    return answer_rows(loaded, tokenizer, drawn, paths, _LONGEST_SAMPLE, console)
 
 
-def _some(rows: Rows, count: int, seed: int, tokenizer: ModelTokenizer) -> Rows:
-    """Return so many rows that have a prompt and a whole answer, drawn by the seed, in order."""
-    from itertools import islice
-
+def _draw(rows: Rows, count: int, seed: int, tokenizer: ModelTokenizer) -> Rows:
+    """Draw rows that have a prompt and a whole answer; return them in file order."""
     import numpy as np
 
     from mlxtune.core.data.corpus import Rows
     from mlxtune.core.data.prompt import asked_of
 
     ends = tokenizer.control_ids | tokenizer.eos_ids
-    drawn = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    asked = (place for place in drawn if asked_of(rows[place], ends) is not None)
-    return Rows(rows.corpus, [rows.indices[place] for place in sorted(islice(asked, count))])
+    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+    answerable = (i for i in order if asked_of(rows[i], ends) is not None)
+    return Rows(rows.corpus, [rows.indices[i] for i in sorted(islice(answerable, count))])
 
 
-def progress(console: RunConsole, doing: str, on: bool) -> Callable[[int, int], None]:
-    """Return what shows how much is done, with the adapter or without."""
-    name = _ADAPTED if on else _BASE
-    return lambda done, total: console.show(f"{doing} with {name}: {done:,} of {total:,}")
+def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[int, int], None]:
+    """Return a callback that shows how many of the rows are done."""
+    name = "the adapter" if with_adapter else "the base model"
+    return lambda done, total: console.show(f"{activity} with {name}: {done:,} of {total:,}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,9 @@ def test_interrupt_while_it_is_evaluated_loses_neither_adapter_nor_result(
     outcome = train()
     assert outcome.code == 130
     warning, last = outcome.err.splitlines()
-    assert warning == ("warning: the adapter is written, but not evaluated: mlxtune eval does that")
+    assert warning == (
+        "warning: the adapter is written, but not evaluated: run mlxtune eval for a verdict"
+    )
     assert last == "mlxtune: interrupted"
     assert output.exists()
     for name in ("result.json", "report.html"):
@@ -258,7 +261,7 @@ def test_evaluation_that_fails_is_a_warning(
     monkeypatch.setattr(Evaluator, "losses", lambda _, rows: np.full(len(rows), np.nan))
     outcome = train()
     assert outcome.code == 0
-    assert "not evaluated: " in outcome.err
+    assert "could not be evaluated: " in outcome.err
     assert "no finite number" in outcome.err
     assert output.exists()
 
@@ -281,6 +284,28 @@ def test_samples_are_the_answers_of_mlx_lm_without_and_with_the_adapter(home: Pa
             assert sample[side][:12] == theirs[:12]
     page = (home / "out" / "checkpoints" / "report.html").read_text()
     assert "of 3 answers exact after" in page
+
+
+def test_run_loads_weights_twice_and_never_holds_two_models(
+    train: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.model import loading
+
+    loaded: list[weakref.ref[Any]] = []
+    read_weights = loading.read_weights
+
+    def read(base: loading.BaseModel) -> None:
+        # Open models are weightless until here.
+        assert [earlier() for earlier in loaded] == [None] * len(loaded)
+        loaded.append(weakref.ref(base.model))
+        read_weights(base)
+
+    monkeypatch.setattr(loading, "read_weights", read)
+    outcome = train("--samples", 3, quiet=False)
+    assert outcome.code == 0
+    stages = [line.split()[0] for line in outcome.err.splitlines()]
+    assert stages.index("Verdict") < stages.index("Samples")
+    assert len(loaded) == 2
 
 
 def test_samples_are_as_many_as_are_asked_for_and_change_nothing_else(
@@ -314,7 +339,7 @@ def test_interrupt_while_samples_are_answered_is_harmless(
     outcome = train("--samples", 3)
     assert outcome.code == 0
     (warning,) = outcome.err.splitlines()
-    assert warning.startswith("warning: interrupted: no samples of answers")
+    assert warning.startswith("warning: interrupted: no sample answers")
     found = evaluation(output.parent)
     assert (found["generated"], found["rows"] > 0) == (None, True)
     assert (output.parent / "checkpoints" / "report.html").exists()

@@ -257,10 +257,21 @@ def _fast_kind(kind: type) -> type | None:
     return type(kind.__name__, (kind,), {"__call__": fast, "__module__": kind.__module__})
 
 
-def make_fast(module: nn.Module) -> None:
-    """Have a module and those in it compute with this room's functions."""
+def make_fast(module: nn.Module) -> Callable[[], None]:
+    """Make a module and its children compute with the functions of this folder.
+
+    Returns a function that undoes it, so that one model can be evaluated and then generate.
+    """
+    changed: list[tuple[Any, type]] = []
     for _, part in module.named_modules():
         kind: Any = type(part)
         fast = _fast_kind(kind)
         if fast is not None:
+            changed.append((part, kind))
             part.__class__ = fast
+
+    def undo() -> None:
+        for part, kind in changed:
+            part.__class__ = kind
+
+    return undo

@@ -46,6 +46,10 @@ class Evaluator:
             warn=warn,
         )
 
+    def close(self) -> None:
+        """Make the model compute as it did before it was evaluated."""
+        self.forward.restore_model()
+
     def losses(self, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
         """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
 

@@ -107,12 +107,14 @@ class Forward:
     ) -> None:
         self.model = model
         self._dropout = dropout
+        # Makes the model compute as it did before it was handed to this object.
+        self.restore_model: Callable[[], None] = lambda: None
         if how.cpu_kernels:
             # Imported here: numba, which it needs, is a dependency on Linux alone.
             from mlxtune.backend.cpu import model as cpu_model
             from mlxtune.backend.cpu import products
 
-            cpu_model.make_fast(model)
+            self.restore_model = cpu_model.make_fast(model)
             self._head_loss_sum, self._losses = products.head_loss_sum, products.losses
             self._head_losses = products.head_losses
         self._split = SplitModel(model)

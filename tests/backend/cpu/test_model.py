@@ -93,6 +93,17 @@ def test_done_twice_is_done_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("quantize", [None, 4])
+def test_undone_it_computes_as_it_was_loaded(quantize: int | None) -> None:
+    model = model_of("gemma2", quantize)
+    expected, kinds = model(TOKENS), [type(part) for _, part in model.named_modules()]
+    undo = make_fast(model)
+    assert not mx.array_equal(model(TOKENS), expected)
+    undo()
+    assert [type(part) for _, part in model.named_modules()] == kinds
+    assert mx.array_equal(model(TOKENS), expected)
+
+
 def test_parameters_keep_their_names_and_order() -> None:
     model = model_of("gemma3_text", 4)
     before = [name for name, _ in tree_flatten(model.parameters())]

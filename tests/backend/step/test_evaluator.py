@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import mlx.core as mx
@@ -78,6 +79,24 @@ def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Ex
     for on, wanted in ((False, untouched), (True, with_it), (False, untouched)):
         adapted.use_adapter(on)
         np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
+
+
+def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: Path) -> None:
+    adapted = load_adapted(load_base(model_folder("qwen3"), "float32"), str(adapter))
+    tokens = mx.array([[5, 9, 200, 33, 7]])
+    with_it = adapted.model(tokens)
+    adapted.use_adapter(False)
+    without = adapted.model(tokens)
+    adapted.use_adapter(True)
+    with closing(
+        Evaluator(adapted.model, adapted.base.parameters, pytest.fail, how=KERNELS)
+    ) as evaluator:
+        # Modules that are off the model when it closes are restored too.
+        adapted.use_adapter(False)
+        evaluator.losses(fixed_step())
+    assert mx.array_equal(adapted.model(tokens), without)
+    adapted.use_adapter(True)
+    assert mx.array_equal(adapted.model(tokens), with_it)
 
 
 def test_head_on_the_cpu_gives_each_position_its_own_loss() -> None:
