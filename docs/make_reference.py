@@ -1,4 +1,4 @@
-"""Write docs/reference.md, and the list of rooms in docs/architecture.md, from the code.
+"""Write docs/reference.md, and the list of modules in docs/architecture.md, from the code.
 
     python docs/make_reference.py
 
@@ -28,7 +28,7 @@ from mlxtune.core.runs.run_files import RUN_FILES
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"
 REFERENCE, ARCHITECTURE = DOCS / "reference.md", DOCS / "architecture.md"
-ROOMS_BEGIN, ROOMS_END = "<!-- rooms: docs/make_reference.py -->", "<!-- end of rooms -->"
+MODULES_BEGIN, MODULES_END = "<!-- modules: docs/make_reference.py -->", "<!-- end of modules -->"
 KINDS = {"int": "whole number", "float": "number", "bool": "flag"}
 
 
@@ -274,10 +274,10 @@ def _row(cells: tuple[str, ...]) -> str:
     return re.sub(r" +", " ", f"| {' | '.join(cells)} |")
 
 
-# Rooms
+# Modules
 
 
-def rooms() -> str:
+def modules() -> str:
     """Return the list of all modules, folder by folder, each with the first line of its text."""
     folders: dict[Path, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -288,7 +288,7 @@ def rooms() -> str:
         lines += [f"### `{folder.relative_to(DOCS.parent)}/`", "", _said(own), ""]
         named = [f"`{path.name}`" for path in files if path != own]
         rows = list(zip(named, (_said(path) for path in files if path != own), strict=True))
-        lines += _table(("room", "what it is"), rows)
+        lines += _table(("module", "contents"), rows)
     return "\n".join(lines)
 
 
@@ -297,10 +297,10 @@ def _said(path: Path) -> str:
 
 
 def architecture(text: str) -> str:
-    """Return docs/architecture.md with the rooms as they are now."""
-    before, _, rest = text.partition(ROOMS_BEGIN)
-    _, _, after = rest.partition(ROOMS_END)
-    return f"{before}{ROOMS_BEGIN}\n\n{rooms()}\n{ROOMS_END}{after}"
+    """Return docs/architecture.md with the list of modules as it is now."""
+    before, _, rest = text.partition(MODULES_BEGIN)
+    _, _, after = rest.partition(MODULES_END)
+    return f"{before}{MODULES_BEGIN}\n\n{modules()}\n{MODULES_END}{after}"
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def test_reference_says_what_the_code_says(maker: ModuleType) -> None:
     assert maker.REFERENCE.read_text(encoding="utf-8") == maker.reference(), AGAIN
 
 
-def test_rooms_of_the_architecture_are_those_of_the_package(maker: ModuleType) -> None:
+def test_architecture_lists_the_modules_of_the_package(maker: ModuleType) -> None:
     text = maker.ARCHITECTURE.read_text(encoding="utf-8")
     assert text == maker.architecture(text), AGAIN
 
@@ -74,9 +74,9 @@ def test_architecture_lists_every_module_once_and_no_other(maker: ModuleType) ->
 @pytest.mark.parametrize(
     "name", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "mlxtune").rglob("*.py"))
 )
-def test_every_room_says_what_it_is(name: str) -> None:
-    said = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8")))
-    assert said, f"{name}: begins with no text that says what it is"
+def test_every_module_has_a_docstring(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8")))
+    assert docstring, f"{name}: has no docstring"
 
 
 def test_architecture_and_guide_name_only_files_that_exist() -> None:
