@@ -21,7 +21,7 @@ import mlxtune
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.exit_codes import EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
-from mlxtune.config.checked import Bounds, Checked, field_types, flag
+from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import SECTIONS
 from mlxtune.core.runs.run_files import RUN_FILES
 
@@ -108,7 +108,7 @@ def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]
     types = field_types(each.config) if isinstance(each, ConfigCommand) else {}
     # One command may call an option otherwise than another.
     arguments = {p.name for p in each.params if isinstance(p, click.Argument)}
-    by_option = {f.metadata["option"]: f for f in fields if f.name not in arguments}
+    by_option = {f.metadata["name"]: f for f in fields if f.name not in arguments}
     for section, options in SECTIONS.items():
         ours = [by_option[name] for name in options if name in by_option]
         yield section, [_option(field, types[field.name]) for field in ours]
@@ -118,25 +118,25 @@ def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]
 
 
 def _option(field: dataclasses.Field[Any], annotation: Any) -> tuple[str, ...]:
-    bounds: Bounds = field.metadata["bounds"]
-    default = "required" if bounds.required else _default(field.default)
-    return f"`{flag(field.name)}`", _takes(bounds, annotation), default, field.metadata["help"]
+    option: Option = field.metadata["option"]
+    default = "required" if option.required else _default(field.default)
+    return f"`{flag(field.name)}`", _takes(option, annotation), default, option.help
 
 
-def _takes(bounds: Bounds, annotation: Any) -> str:
-    if bounds.choices:
-        return ", ".join(f"`{choice}`" for choice in bounds.choices)
+def _takes(option: Option, annotation: Any) -> str:
+    if option.choices:
+        return ", ".join(f"`{choice}`" for choice in option.choices)
     limits = {
-        "at least": bounds.at_least,
-        "at most": bounds.at_most,
-        "above": bounds.above,
-        "below": bounds.below,
+        "at least": option.at_least,
+        "at most": option.at_most,
+        "above": option.above,
+        "below": option.below,
     }
     said = " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
     kind = getattr(annotation, "__name__", str(annotation)).partition(" ")[0].partition("[")[0]
     if kind in ("str", "tuple"):
-        named = bounds.metavar not in (None, "PATH", "FILE")
-        kind = f"`{bounds.metavar}`" if named else "path"
+        named = option.metavar not in (None, "PATH", "FILE")
+        kind = f"`{option.metavar}`" if named else "path"
     kind = KINDS.get(kind, kind)
     return f"{kind}, {said}" if said else kind
 

@@ -13,7 +13,7 @@ import pytest
 import mlxtune
 from mlxtune.cli import COMMANDS
 from mlxtune.config import CONFIGS
-from mlxtune.config.checked import flag
+from mlxtune.config.fields import flag
 from tests.paths import ROOT
 
 AGAIN = "out of date: run python docs/make_reference.py"

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from mlxtune.config import load_config_file
-from mlxtune.config.checked import Checked, field_types, flag
-from mlxtune.config.options import OPTIONS, SECTIONS
+from mlxtune.config.fields import Checked, Option, field_types, flag
+from mlxtune.config.options import SECTIONS
 from mlxtune.errors import ConfigError
 from mlxtune.setup.init_adapter import with_adapter
 
@@ -28,27 +28,26 @@ def config_options(config: type) -> list[click.Option]:
         click.Option(
             [flag(field.name)],
             is_flag=types[field.name] is bool,
-            multiple=OPTIONS[field.metadata["option"]].several,
+            multiple=field.metadata["option"].several,
             default=None,
             metavar=_metavar(field.metadata["option"], types[field.name]),
-            help=field.metadata["help"] + _default_text(field),
+            help=field.metadata["option"].help + _default_text(field),
         )
         for field in dataclasses.fields(config)
     ]
 
 
-def _metavar(name: str, annotation: Any) -> str | None:
-    bounds = OPTIONS[name]
-    if bounds.choices:
-        return "|".join(bounds.choices)
+def _metavar(option: Option, annotation: Any) -> str | None:
+    if option.choices:
+        return "|".join(option.choices)
     if annotation is bool:
         return None
     kinds = {"int": "N", "int | None": "N", "float": "X"}
-    return bounds.metavar or kinds.get(str(getattr(annotation, "__name__", annotation)), "PATH")
+    return option.metavar or kinds.get(str(getattr(annotation, "__name__", annotation)), "PATH")
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:
-    if field.metadata["bounds"].required:
+    if field.metadata["option"].required:
         return "  [required]"
     if field.default is None or field.default is False or field.default == ():
         return ""
@@ -80,7 +79,7 @@ class ConfigCommand(click.Command):
         }
         # An option may go by another name among all than on its command line.
         for field in dataclasses.fields(self.config):
-            if (name := field.metadata["option"]) != field.name:
+            if (name := field.metadata["name"]) != field.name:
                 for section, options in SECTIONS.items():
                     names[section] = [each for each in names[section] if each != field.name]
                     names[section] += [field.name] if name in options else []

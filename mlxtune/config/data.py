@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mlxtune.config.checked import Checked
+from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
 from mlxtune.config.paths import as_path, user_cache
 from mlxtune.config.row_fields import parse_fields

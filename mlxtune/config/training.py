@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.checked import Checked
 from mlxtune.config.data import DataConfig
+from mlxtune.config.fields import Checked
 from mlxtune.config.lora import lora_problems
 from mlxtune.config.options import option
 from mlxtune.config.paths import as_path

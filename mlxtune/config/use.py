@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mlxtune.config.checked import Checked
 from mlxtune.config.data import DataConfig
+from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
 from mlxtune.config.quantization import quantization_problems
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxtune.config import DataConfig
+from mlxtune.config.options import OPTIONS
 from mlxtune.errors import DataError, ModelError, OutputError
 
 if TYPE_CHECKING:
@@ -182,10 +183,7 @@ class Reader:
         config = self._config
         if config.no_cache:
             return ""
-        options = (
-            *("format", "field", "template", "turns", "thinking", "merge_system"),
-            "trust_remote_code",  # which may bring another tokenizer
-        )
+        options = [name for name, option in OPTIONS.items() if option.encodes]
         try:
             return key_of(
                 {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.export import ImportConfig, OutgoingConfig
+from mlxtune.config.options import OPTIONS
 from mlxtune.errors import ConfigError, MlxTuneError, ModelError, printable
 from mlxtune.setup.dataset import Reader, data_files
 from mlxtune.setup.run_metadata import versions
@@ -37,8 +38,6 @@ _BUILT_IN = (
     "Write a Python function that reverses a string.",
     "Name three cities in Europe, each with a sentence about it.",
 )
-# How a run's data was read, which prompts are read like.
-_READ_LIKE = ("format", "field", "template", "turns", "thinking", "merge_system")
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,8 @@ def _data_of_run(source: Source) -> DataConfig | None:
     own, there = source.metadata.get("config"), source.metadata.get("working_directory") or "."
     if not isinstance(own, Mapping) or not isinstance(own.get("data"), list):
         return None
-    like = {name: own[name] for name in _READ_LIKE if name in own}
+    known = {name: OPTIONS[name] for name in own if name in OPTIONS}
+    like = {name: own[name] for name, each in known.items() if each.encodes and each.inherited}
     data = tuple(str(Path(str(there)) / as_path(str(path))) for path in own["data"])
     try:
         return DataConfig(model_path=str(source.folder), data=data, **like)

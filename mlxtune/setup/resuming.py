@@ -9,28 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import TrainConfig
-from mlxtune.config.checked import as_choice, convert, field_types, flag
+from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
 from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
 
 if TYPE_CHECKING:
     from mlxtune.core.training.checkpoint import Checkpoint
     from mlxtune.core.training.run_folder import Resumable
-
-# What may grow, and what does not change the result; model and data are compared by their content.
-_MAY_GROW = ("epochs", "max_steps")
-_MAY_CHANGE = (
-    *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir", "no_cache"),
-    # An adapter to begin with is compared by its content too, where it is given again.
-    *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "init_adapter"),
-    *("save_every", "save_steps", "save_minutes", "keep", "overwrite", "on_nonfinite"),
-    *("wait", "ignore_ledger", "log_every", "quiet", "profile_interval", "track", "samples"),
-)
-_NEVER_TAKEN = ("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
-_PATHS = (
-    *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir"),
-    "init_adapter",
-)
 
 
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resumable]:
@@ -85,7 +70,7 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
     # Someone else may have written it: it decides neither what code runs nor where else is written.
-    own = {name: value for name, value in own.items() if name not in _NEVER_TAKEN}
+    own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem
         for name, value in given.items()
@@ -117,15 +102,15 @@ def _is_given(problem: str, given: Mapping[str, Any]) -> bool:
 
 
 def _difference(name: str, value: Any, own: Any) -> str | None:
-    """Say how an option that is given differs from the run's own, where it must not."""
-    if name in _MAY_CHANGE:
+    """Return how an option that is given differs from the run's own, where it must not."""
+    option = OPTIONS[name]
+    if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
-    several, value = OPTIONS[name].several, as_choice(value, OPTIONS[name])
-    value, problem = convert(value, field_types(TrainConfig)[name], several=several)
+    value, problem = option.read(value, field_types(TrainConfig)[name])
     if problem:
         return f"{flag(name)} {problem}"
     own = tuple(own) if isinstance(own, list) else own
-    if name in _MAY_GROW:
+    if option.affects is Affects.LENGTH:
         if own is not None and (value is None or value >= own):
             return None
         return f"{flag(name)} {value}: the run has {own}, it may only grow"
@@ -142,8 +127,9 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
     """Return the paths of a run's options as they are from here, whatever has been moved."""
     places: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
-        for name in _PATHS:
-            value = own.get(name)
+        for name, value in own.items():
+            if not OPTIONS[name].path:
+                continue
             if isinstance(value, str):
                 places[name] = _from(working_directory, value, name)
             elif isinstance(value, list):

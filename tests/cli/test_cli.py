@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
-from mlxtune.config.checked import flag
+from mlxtune.config.fields import flag
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
 from tests.command import Cli, Outcome, files_in, finish, read_terminal, start
 

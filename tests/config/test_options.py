@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.config import CONFIGS, InstructConfig, InstructTrainingConfig, TrainConfig
-from mlxtune.config.checked import flag
+from mlxtune.config.fields import Affects, Option, flag
 from mlxtune.config.options import OPTIONS
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
@@ -20,17 +20,61 @@ from tests.configs import config, problems
 
 def test_every_option_has_one_line_of_help_and_is_used() -> None:
     used = {
-        field.metadata["option"]
+        field.metadata["name"]
         for one in (*CONFIGS, InstructTrainingConfig, InstructConfig)
         for field in dataclasses.fields(one)
     }
 
     assert used == set(OPTIONS)
-    of_commands = {field.metadata["option"] for one in CONFIGS for field in dataclasses.fields(one)}
+    of_commands = {field.metadata["name"] for one in CONFIGS for field in dataclasses.fields(one)}
     assert of_commands == set(OPTIONS)
-    for bounds in OPTIONS.values():
-        assert bounds.help.endswith(".")
-        assert "\n" not in bounds.help
+    for each in OPTIONS.values():
+        assert each.help.endswith(".")
+        assert "\n" not in each.help
+
+
+# What an option affects
+
+
+def test_option_that_does_not_state_what_it_affects_is_refused() -> None:
+    with pytest.raises(TypeError, match="affects"):
+        Option("Does something.")  # type: ignore[call-arg]
+
+
+def test_options_of_a_run_are_those_that_affect_one() -> None:
+    of_a_run = {field.metadata["name"] for field in dataclasses.fields(TrainConfig)}
+
+    assert of_a_run == {
+        name for name, each in OPTIONS.items() if each.affects is not Affects.COMMAND
+    }
+
+
+def names_that_affect(affected: Affects) -> set[str]:
+    return {name for name, each in OPTIONS.items() if each.affects is affected}
+
+
+def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on() -> None:
+    assert names_that_affect(Affects.LENGTH) == {"epochs", "max_steps"}
+    assert names_that_affect(Affects.INPUT) == {"model_path", "data", "val_data", "init_adapter"}
+    assert names_that_affect(Affects.PLACES) == {
+        *("output", "checkpoint_dir", "cache_dir", "no_cache", "quiet", "log_every", "overwrite")
+    }
+    assert names_that_affect(Affects.EXECUTION) == {
+        *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "on_nonfinite"),
+        *("save_every", "save_steps", "save_minutes", "keep", "profile_interval", "track"),
+        *("wait", "ignore_ledger", "samples"),
+    }
+    assert {name for name, each in OPTIONS.items() if each.path} == {
+        *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir"),
+        "init_adapter",
+    }
+    assert {name for name, each in OPTIONS.items() if each.encodes} == {
+        *("format", "field", "template", "turns", "thinking", "merge_system"),
+        "trust_remote_code",
+    }
+    assert {name for name, each in OPTIONS.items() if not each.inherited} == {
+        *("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger")
+    }
 
 
 def test_flag_of_an_option_is_its_name_with_hyphens() -> None:

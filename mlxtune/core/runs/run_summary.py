@@ -12,12 +12,10 @@ from pathlib import PurePath
 from typing import Any
 
 from mlxtune.config import TrainConfig
-from mlxtune.config.checked import flag
+from mlxtune.config.fields import Affects, flag
+from mlxtune.config.options import OPTIONS
 from mlxtune.core.runs.run_record import Run, mapping, number, objects, text, whole
 from mlxtune.core.text import count
-
-# Options that say where things are or how much is said: they are no part of what was tried.
-_PLACES = ("output", "checkpoint_dir", "cache_dir", "no_cache", "quiet", "log_every", "overwrite")
 
 
 @dataclass(frozen=True)
@@ -260,9 +258,13 @@ def option_text(value: Any) -> str:
 
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the options that are not the same in all runs, each with its value in each."""
-    every = {str(name): None for run in runs for name in run.config if name not in _PLACES}
+    every = {str(name): None for run in runs for name in run.config if _is_compared(name)}
     values = {name: [option_text(run.config.get(name)) for run in runs] for name in every}
     return {flag(name): each for name, each in values.items() if len(set(each)) > 1}
+
+
+def _is_compared(name: str) -> bool:
+    return name not in OPTIONS or OPTIONS[name].affects is not Affects.PLACES
 
 
 def tokens_run(run: Run) -> Mapping[str, float | None]:
