@@ -122,6 +122,7 @@ class TrainConfig(DataConfig):
             | {
                 "early_stopping_patience": self.patience,
                 "checkpoint_dir": str(self.checkpoint_path),
+                "learning_rate": self.lr,
                 "log_interval": self.log_every,
             }
         )
@@ -143,7 +144,9 @@ class TrainConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True)
 class InstructTrainingConfig(Checked):
-    """Options of the trainer: epochs, split, validation, checkpoints, schedule.
+    """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
+
+    `learning_rate` is the peak that the schedule scales.
 
     Raises ConfigError, with every problem at once.
     """
@@ -155,6 +158,7 @@ class InstructTrainingConfig(Checked):
     checkpoint_dir: str = option("checkpoint_dir", "checkpoints")
     seed: int = option("seed", 42)
     log_interval: int = option("log_every", 1)
+    learning_rate: float = option("lr", 2e-4)
     warmup_fraction: float = option("warmup_fraction", 0.1)
     lr_min: float = option("lr_min", 1e-6)
     batch_size: int = option("batch_size", 4)
@@ -174,6 +178,9 @@ class InstructTrainingConfig(Checked):
 @dataclasses.dataclass(frozen=True)
 class InstructConfig(Checked):
     """Options of the pipeline: LoRA, optimizer, clipping.
+
+    `learning_rate` is for calls of `train_step` and `train_batch` that name none; a trainer hands
+    each step the rate of its own schedule.
 
     Raises ConfigError, with every problem at once.
     """

@@ -95,6 +95,7 @@ def test_defaults_of_the_trainer_and_the_pipeline_are_those_that_are_promised() 
             "log_interval": 1,
             "warmup_fraction": 0.1,
             "lr_min": 1e-6,
+            "learning_rate": 2e-4,
         }
         == trainer
     )
@@ -226,6 +227,7 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "save_minutes": 2.5,
         "keep": 4,
         "on_nonfinite": "stop",
+        "learning_rate": 3e-4,
     }
     assert dataclasses.asdict(found.pipeline()) == {
         "lora_rank": 2,

@@ -102,13 +102,8 @@ class InstructPipeline:
     def micro_batch_tokens(self, tokens: int) -> None:
         self._micro_batches.max_tokens = tokens
 
-    @property
-    def learning_rate(self) -> float:
-        """The peak learning rate, which a schedule scales."""
-        return self.config.learning_rate
-
     def train_step(self, example: Example) -> InstructStepResult:
-        """Take one optimizer step, at the peak learning rate, on one example."""
+        """Take one optimizer step on one example, at the config's learning rate."""
         result = self.train_batch([example])
         return InstructStepResult(result.avg_loss, result.total_response_tokens, result.perplexity)
 
@@ -122,7 +117,8 @@ class InstructPipeline:
         """Take one optimizer step on all examples together.
 
         The loss is the sum over their supervised tokens divided by the count of these, however
-        the examples are split into micro-batches. `step` counts from 1 and keys the randomness.
+        the examples are split into micro-batches. `step` counts from 1 and keys the randomness;
+        `learning_rate` defaults to the config's.
 
         Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
         """

@@ -14,10 +14,6 @@ from mlxtune.core.training.saving import Snapshot
 class Pipeline(Protocol):
     """What the trainer asks of a backend: a model, its LoRA matrices and an optimizer."""
 
-    @property
-    def learning_rate(self) -> float:
-        """The peak learning rate, which the schedule scales."""
-
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
     ) -> InstructBatchResult:

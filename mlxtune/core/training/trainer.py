@@ -86,7 +86,7 @@ class InstructTrainer:
         self.metrics = TrainingMetrics(self.total_steps, self.progress.records.steps)
         self._schedule: Schedule = make_schedule(
             config.schedule,
-            peak=pipeline.learning_rate,
+            peak=config.learning_rate,
             total_steps=self.total_steps,
             warmup_fraction=config.warmup_fraction,
             lr_min=config.lr_min,

@@ -20,6 +20,7 @@ from mlxtune.core.reports import messages
 from mlxtune.core.text import count, duration, short_number
 from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.training.trainer import InstructTrainer
+from tests.core.training.fake_pipeline import FakePipeline
 from tests.core.training.records import epoch_metrics, step_record
 
 
@@ -200,20 +201,16 @@ def test_epoch_line_tells_a_best_epoch_from_another_and_from_one_without_validat
 
 
 def test_plan_says_how_much_will_be_trained_and_how() -> None:
-    class Pipeline:
-        learning_rate = 2e-4
-
     tokens, mask = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.uint8)
     corpus = [Example(row, tokens, mask) for row in range(1, 11)]
-    config = InstructTrainingConfig(epochs=2, batch_size=3, seed=7)
+    config = InstructTrainingConfig(epochs=2, batch_size=3, seed=7, learning_rate=3e-4)
 
     def plan(validation: list[Example]) -> str:
-        pipeline: Any = Pipeline()
-        trainer = InstructTrainer(pipeline, corpus, config, validation=validation)
+        trainer = InstructTrainer(FakePipeline(), corpus, config, validation=validation)
         return messages.plan_line(trainer)
 
     assert plan([]) == (
-        "8 steps of 3 rows, 2 epochs; 10 rows train, no validation; learning rate 0.0002, "
+        "8 steps of 3 rows, 2 epochs; 10 rows train, no validation; learning rate 0.0003, "
         "warmup-cosine; seed 7"
     )
     assert "10 rows train, 3 validate;" in plan(corpus[:3])

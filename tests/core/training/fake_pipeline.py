@@ -28,8 +28,6 @@ class FakePipeline:
     `full` says so, of the folder to write into and the step.
     """
 
-    learning_rate = 1e-3
-
     def __init__(
         self,
         *,
@@ -127,7 +125,12 @@ CORPUS = rows(*range(1, 11))
 
 
 def options(folder: Path, **changes: Any) -> InstructTrainingConfig:
-    defaults = {"checkpoint_dir": str(folder), "batch_size": 3, "epochs": 2}
+    defaults = {
+        "checkpoint_dir": str(folder),
+        "batch_size": 3,
+        "epochs": 2,
+        "learning_rate": 1e-3,
+    }
     return InstructTrainingConfig(**defaults | changes)
 
 

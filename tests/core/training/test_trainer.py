@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.training.metrics import InstructBatchResult
@@ -181,6 +182,18 @@ def test_learning_rate_of_each_step_follows_the_schedule_over_the_whole_run(
     expected = [0.5e-3, 1e-3]
     expected += [1e-4 + 9e-4 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(1, 7)]
     assert pipeline.learning_rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_trainer_without_a_learning_rate_starts_from_the_default_of_its_config(
+    tmp_path: Path,
+) -> None:
+    pipeline = FakePipeline()
+    config = InstructTrainingConfig(
+        checkpoint_dir=str(tmp_path), epochs=1, batch_size=3, schedule="constant"
+    )
+    InstructTrainer(pipeline, CORPUS, config, validation=[]).train()
+
+    assert pipeline.learning_rates == [2e-4] * 4
 
 
 def test_max_steps_ends_the_run_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
