@@ -6,14 +6,13 @@ import dataclasses
 import re
 from typing import Any
 
+from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import (
     Cost,
     Distribution,
-    Finding,
     Inspection,
     LengthLimit,
     Piece,
-    Place,
     ShownExample,
 )
 

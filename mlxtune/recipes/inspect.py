@@ -84,7 +84,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection
         _, held_out = order.split_rows(identities, config.val_split, config.seed, config.val_rows)
         dataset.hold_out(held_out)
     examples = inspection.Examples(dataset.files, dataset.corpus, dataset.validation, held_out)
-    every_finding = (*dataset.findings, *findings.skipped(dataset.files))
+    every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
     elif not (chosen := examples.of_row(config.row)):

@@ -26,7 +26,7 @@ from mlxtune.tracking import check_trackers, trackers_of
 if TYPE_CHECKING:
     from mlxtune.backend.model.loading import BaseModel
     from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.core.data.corpus import Rows
+    from mlxtune.core.data.corpus import CorpusRows
     from mlxtune.core.data.ledger import Ledger
     from mlxtune.core.steps.memory_plan import MemoryPlan
     from mlxtune.core.training.evaluation import Evaluation
@@ -124,7 +124,7 @@ def train(
 
 
 def conclude(
-    config: TrainConfig, folder: Path, rows: Rows, paths: Sequence[str], console: RunConsole
+    config: TrainConfig, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
 ) -> Evaluation | None:
     """Judge the adapter on the rows that were validated with, and write the run's page."""
     try:

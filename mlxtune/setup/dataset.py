@@ -20,10 +20,11 @@ from mlxtune.errors import DataError, ModelError, OutputError
 
 if TYPE_CHECKING:
     from mlxtune.backend.text.tokenizer import ModelTokenizer
-    from mlxtune.core.data.conversation import BadRow, Conversation, Document, SkippedRows
-    from mlxtune.core.data.corpus import Corpus, Rows
+    from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+    from mlxtune.core.data.conversation import Conversation, Document
+    from mlxtune.core.data.corpus import Corpus, CorpusRows
     from mlxtune.core.data.encode import EncodedRows, Encoder
-    from mlxtune.core.data.inspection import Finding
+    from mlxtune.core.data.findings import Finding
     from mlxtune.core.data.ledger import EncodedFile, Ledger
     from mlxtune.core.data.notes import Notes
     from mlxtune.terminal.console import RunConsole
@@ -48,7 +49,7 @@ class Dataset:
     ledgers: list[Ledger]
     findings: list[Finding]
 
-    def paths_of(self, rows: Rows) -> list[str]:
+    def paths_of(self, rows: CorpusRows) -> list[str]:
         """Return the paths of the files that rows to validate with are numbered by."""
         first = 0 if rows.corpus is self.corpus else len(self.corpus.files)
         return [ledger.path for ledger in self.ledgers[first:]]
@@ -153,10 +154,10 @@ class Reader:
 
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
         """Return why the row of this number is skipped; None where it is not, or is no row."""
+        from mlxtune.core.data.bad_rows import SkippedRows
         from mlxtune.core.data.cache import encode_file
-        from mlxtune.core.data.conversation import SkippedRows
 
-        unread = SkippedRows(path, shown_per_kind=sys.maxsize)
+        unread = SkippedRows(path, places_per_kind=sys.maxsize)
         found = [each for each in self._rows(path, unread) if each.row == row]
         file = encode_file(
             path,
@@ -165,8 +166,7 @@ class Reader:
             key="",
         )
         file.account(self._config.max_seq_len)
-        problems = [*unread.shown.values(), *file.skipped.shown.values()]
-        return dict(pair for shown in problems for pair in shown).get(row)
+        return (unread.problems | file.skipped.problems).get(row)
 
     def _rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
         from mlxtune.config.row_fields import parse_fields
@@ -281,8 +281,8 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         files=files,
         ledgers=ledgers,
         findings=[
-            *findings.find(files, corpus, validation),
-            *findings.of_template("".join(reader.template_source.values()), config.thinking),
+            *findings.row_findings(files, corpus, validation),
+            *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         ],
     )
 

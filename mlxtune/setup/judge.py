@@ -16,7 +16,7 @@ from mlxtune.setup.model import LoadedModel, load_adapted_model
 
 if TYPE_CHECKING:
     from mlxtune.backend.text.tokenizer import ModelTokenizer
-    from mlxtune.core.data.corpus import Rows
+    from mlxtune.core.data.corpus import CorpusRows
     from mlxtune.core.training.evaluation import Evaluation, Generated, Sums
     from mlxtune.terminal.console import RunConsole
 
@@ -25,7 +25,7 @@ _LONGEST_SAMPLE = 128
 
 
 def compare_losses(
-    loaded: LoadedModel, rows: Rows, paths: Sequence[str], seed: int, console: RunConsole
+    loaded: LoadedModel, rows: CorpusRows, paths: Sequence[str], seed: int, console: RunConsole
 ) -> Evaluation:
     """Compute the losses of rows, read from the files `paths`, without and with the adapter.
 
@@ -48,7 +48,7 @@ def compare_losses(
 def answer_rows(
     loaded: LoadedModel,
     tokenizer: ModelTokenizer,
-    rows: Rows,
+    rows: CorpusRows,
     paths: Sequence[str],
     max_new_tokens: int,
     console: RunConsole,
@@ -58,12 +58,12 @@ def answer_rows(
     `paths` are those of the rows' files.
     """
     from mlxtune.backend.text.generate import Sampling, answers
-    from mlxtune.core.data.prompt import asked_of
+    from mlxtune.core.data.prompt import last_turn
     from mlxtune.core.data.text_stream import text_of
     from mlxtune.core.training.evaluation import Sample, generated_of
 
     ends = tokenizer.control_ids | tokenizer.eos_ids
-    asked = [(i, turn) for i, row in enumerate(rows) if (turn := asked_of(row, ends)) is not None]
+    asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
     if not asked:
         console.warn("no row has a prompt and a whole answer: nothing is generated")
     prompts = [turn.prompt for _, turn in asked]
@@ -93,7 +93,7 @@ def answer_rows(
 
 
 def judge(
-    config: TrainConfig, folder: Path, rows: Rows, paths: Sequence[str], console: RunConsole
+    config: TrainConfig, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
@@ -140,7 +140,7 @@ def _samples(
     config: TrainConfig,
     loaded: LoadedModel,
     folder: Path,
-    rows: Rows,
+    rows: CorpusRows,
     paths: Sequence[str],
     console: RunConsole,
 ) -> Generated | None:
@@ -157,17 +157,17 @@ def _samples(
     return answer_rows(loaded, tokenizer, drawn, paths, _LONGEST_SAMPLE, console)
 
 
-def _draw(rows: Rows, count: int, seed: int, tokenizer: ModelTokenizer) -> Rows:
+def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:
     """Draw rows that have a prompt and a whole answer; return them in file order."""
     import numpy as np
 
-    from mlxtune.core.data.corpus import Rows
-    from mlxtune.core.data.prompt import asked_of
+    from mlxtune.core.data.corpus import CorpusRows
+    from mlxtune.core.data.prompt import last_turn
 
     ends = tokenizer.control_ids | tokenizer.eos_ids
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    answerable = (i for i in order if asked_of(rows[i], ends) is not None)
-    return Rows(rows.corpus, [rows.indices[i] for i in sorted(islice(answerable, count))])
+    answerable = (i for i in order if last_turn(rows[i], ends) is not None)
+    return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(islice(answerable, count))])
 
 
 def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[int, int], None]:

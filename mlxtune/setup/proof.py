@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.adapters.formats.adapter import Adapter
     from mlxtune.backend.adapters.proof import Reference
     from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.core.data.encode import Tokenized
+    from mlxtune.core.data.encode import EncodedExample
     from mlxtune.core.runs.certificate import Certificate, WeightCheck
     from mlxtune.terminal.console import RunConsole
 
@@ -246,16 +246,18 @@ def _data_of_run(source: Source) -> DataConfig | None:
         return None
 
 
-def _read(config: OutgoingConfig, source: Source, options: Mapping[str, Any]) -> list[Tokenized]:
+def _read(
+    config: OutgoingConfig, source: Source, options: Mapping[str, Any]
+) -> list[EncodedExample]:
     """Return the examples of the first rows of data, as training would have them."""
     from mlxtune.config.row_fields import parse_fields
-    from mlxtune.core.data.conversation import SkippedRows
+    from mlxtune.core.data.bad_rows import SkippedRows
     from mlxtune.core.data.formats import read_rows
     from mlxtune.core.data.notes import Notes
 
     data = DataConfig(**{**options, "trust_remote_code": config.trust_remote_code})
     encoder = Reader(data, source.folder).encoder
-    found: list[Tokenized] = []
+    found: list[EncodedExample] = []
     for path in data_files(data):
         skipped = SkippedRows(path)
         rows = read_rows(path, skipped, format=data.format, fields=parse_fields(data.field))
@@ -264,7 +266,7 @@ def _read(config: OutgoingConfig, source: Source, options: Mapping[str, Any]) ->
     return found
 
 
-def _read_built_in(config: OutgoingConfig, source: Source) -> list[Tokenized]:
+def _read_built_in(config: OutgoingConfig, source: Source) -> list[EncodedExample]:
     chat = [
         {"messages": [{"role": role, "content": text} for role, text in turns]}
         for turns in ([("user", prompt), ("assistant", "Yes.")] for prompt in _BUILT_IN)

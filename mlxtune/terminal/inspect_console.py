@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mlxtune.core.data.inspection import Finding, Inspection, Piece, ShownExample
+from mlxtune.core.data.findings import Finding
+from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.core.reports import visible
 from mlxtune.core.text import count, short_number
 

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
 
 from mlxtune.backend.model.model_folder import check_auto_map, check_files
-from mlxtune.core.data.encode import OffsetEncoded
+from mlxtune.core.data.encode import OffsetEncoding
 from mlxtune.errors import ModelError, one_line
 
 
@@ -33,7 +33,7 @@ class _FastEncoded:
             return len(self.ids)
         token = self._encoding.char_to_token(character)
         if token is None:  # a space that belongs to the token behind it, by offsets not part of it
-            return OffsetEncoded(self.ids, self._encoding.offsets).boundary(character)
+            return OffsetEncoding(self.ids, self._encoding.offsets).boundary(character)
         return token if self.start(token) == character else None
 
     def start(self, token: int) -> int:
@@ -122,7 +122,7 @@ class SentencePieceTokenizer:
             return False
         return token in self._processor.encode(piece)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         """Encode texts, control tokens parsed and none added."""
         # sentencepiece spells out a control token that stands in the text, so it is cut out here.
         parts = [list(filter(None, self._control.split(text))) for text in texts]
@@ -134,8 +134,8 @@ class SentencePieceTokenizer:
         """Return the bytes that each token stands for; a character may be spread over several."""
         return [_spell_piece(self._processor.id_to_piece(token)) for token in ids]
 
-    def _joined(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> OffsetEncoded:
-        encoded, position = OffsetEncoded([], []), 0
+    def _joined(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> OffsetEncoding:
+        encoded, position = OffsetEncoding([], []), 0
         for part in parts:
             if part in self._ids_of_control:
                 encoded.ids.append(self._ids_of_control[part])

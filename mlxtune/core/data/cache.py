@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.corpus import ArraysWriter, ExampleArrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.notes import Notes, RowTally
 from mlxtune.errors import OutputError
 
 ACCOUNT = "account.json"
@@ -51,13 +51,13 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
     """
     if cache is not None and (found := _read(cache / key, path)) is not None:
         return found
-    skipped, told = SkippedRows(path), Notes()
+    skipped, notes = SkippedRows(path), Notes()
     with _folder(cache) as folder:
         try:
             with ArraysWriter(folder) as writer:
-                for rows in encode(skipped, told):
+                for rows in encode(skipped, notes):
                     writer.add(rows)
-            _write_account(folder, skipped, told)
+            _write_account(folder, skipped, notes)
         except OSError as error:
             raise OutputError(
                 f"{folder.parent}: encoded data cannot be written: {error.strerror or error}: "
@@ -68,7 +68,7 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
         if cache is not None and folder.parent == cache:
             _keep(folder, cache / key)
             _prune(cache, keep=cache / key)
-    return EncodedFile(arrays, skipped, told)
+    return EncodedFile(arrays, skipped, notes)
 
 
 @contextmanager
@@ -124,17 +124,11 @@ def _prune(cache: Path, keep: Path) -> None:
             total -= size
 
 
-def _write_account(folder: Path, skipped: SkippedRows, told: Notes) -> None:
+def _write_account(folder: Path, skipped: SkippedRows, notes: Notes) -> None:
     account = {
         "checksums": {file.name: _checksum(file) for file in sorted(folder.iterdir())},
-        "skipped": {
-            "counts": skipped.counts,
-            "shown": {
-                kind: [(row, problem.detail) for row, problem in shown]
-                for kind, shown in skipped.shown.items()
-            },
-        },
-        "notes": {"counts": told.counts, "places": told.places},
+        "skipped": _tally(skipped),
+        "notes": _tally(notes),
     }
     content = {"account": account, "checksum": _json_checksum(account)}
     (folder / ACCOUNT).write_text(json.dumps(content), encoding="utf-8")
@@ -150,18 +144,24 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
         if any(_checksum(entry / name) != sum_ for name, sum_ in account["checksums"].items()):
             return None
         arrays = ExampleArrays.open(entry)
-        skipped = SkippedRows(path, Counter(account["skipped"]["counts"]))
-        for kind, shown in account["skipped"]["shown"].items():
-            skipped.shown[kind] = [(row, BadRow(kind, detail)) for row, detail in shown]
-        places = {
-            kind: [(row, detail) for row, detail in rows]
-            for kind, rows in account["notes"]["places"].items()
-        }
+        skipped = SkippedRows(path, **_tally_fields(account["skipped"]))
+        notes = Notes(**_tally_fields(account["notes"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     with suppress(OSError):  # a cache that can only be read
         os.utime(entry / ACCOUNT)
-    return EncodedFile(arrays, skipped, Notes(Counter(account["notes"]["counts"]), places))
+    return EncodedFile(arrays, skipped, notes)
+
+
+def _tally(tally: RowTally) -> dict[str, Any]:
+    return {"counts": tally.counts, "places": tally.places}
+
+
+def _tally_fields(saved: dict[str, Any]) -> dict[str, Any]:
+    places = {
+        kind: [(row, detail) for row, detail in rows] for kind, rows in saved["places"].items()
+    }
+    return {"counts": Counter(saved["counts"]), "places": places}
 
 
 def _json_checksum(value: Any) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from mlxtune.core.data.bad_rows import TOO_DEEP, BadRow, json_type
 from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
-TOO_DEEP = "JSON nested too deeply"
 _THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -51,50 +49,6 @@ class Document:
     text: str
 
 
-class BadRow(ValueError):
-    """A row that cannot be trained on: `kind` is what is counted, `detail` says where."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind} ({detail})" if detail else kind)
-        self.kind = kind
-        self.detail = detail
-
-
-@dataclass
-class SkippedRows:
-    """The rows of one file that were skipped: counts by kind, and the first few of each."""
-
-    path: Path
-    counts: Counter[str] = field(default_factory=Counter)
-    shown: dict[str, list[tuple[int, BadRow]]] = field(default_factory=dict)
-    shown_per_kind: int = 5
-
-    def add(self, row: int, problem: BadRow) -> None:
-        """Count a row of the given 1-based number."""
-        self.counts[problem.kind] += 1
-        shown = self.shown.setdefault(problem.kind, [])
-        if len(shown) < self.shown_per_kind:
-            shown.append((row, problem))
-
-    @property
-    def total(self) -> int:
-        """How many rows were skipped."""
-        return self.counts.total()
-
-    def warnings(self) -> Iterator[str]:
-        """Yield `path:line: reason` for the first rows of each kind, then how many more."""
-        for kind, shown in self.shown.items():
-            for row, problem in shown:
-                yield f"{self.path}:{row}: {problem}; row skipped"
-            if (more := self.counts[kind] - len(shown)) > 0:
-                yield f"{self.path}: {more} more rows skipped: {kind}"
-
-    def first(self) -> str:
-        """Return `path:line: reason` of the first row that was skipped."""
-        row, problem = min((shown[0] for shown in self.shown.values()), key=lambda pair: pair[0])
-        return f"{self.path}:{row}: {problem}"
-
-
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
@@ -116,7 +70,7 @@ def parse_messages(messages: Any) -> tuple[Message, ...]:
     Raises BadRow, also when no message is a trained assistant's, since nothing could be learned.
     """
     if not isinstance(messages, list):
-        raise BadRow("'messages' is not a list", kind_of(messages))
+        raise BadRow("'messages' is not a list", json_type(messages))
     parsed = tuple([_parse_message(i, message) for i, message in enumerate(messages, start=1)])
     if not any(message.role == "assistant" and message.trained for message in parsed):
         untrained = any(message.role == "assistant" for message in parsed)
@@ -127,7 +81,7 @@ def parse_messages(messages: Any) -> tuple[Message, ...]:
 def _parse_message(position: int, message: Any) -> Message:
     where = f"message {position}"
     if not isinstance(message, dict):
-        raise BadRow("a message is not an object", f"{where} is {kind_of(message)}")
+        raise BadRow("a message is not an object", f"{where} is {json_type(message)}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadRow("a message has no role", where)
@@ -138,7 +92,7 @@ def _parse_message(position: int, message: Any) -> Message:
     if role == "assistant":
         return _parse_answer(message, fields, where)
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where} is {kind_of(content)}")
+        raise BadRow("content is not text", f"{where} is {json_type(content)}")
     _check_surrogates(fields, content, where)
     return Message(role, content, fields=fields)
 
@@ -161,10 +115,10 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, dict):
         kind, part = part.get("type"), part.get("text")
         if kind not in (None, "text"):
-            shown = shorten(kind)[1:-1] if isinstance(kind, str) else kind_of(kind)
+            shown = shorten(kind)[1:-1] if isinstance(kind, str) else json_type(kind)
             raise BadRow("content has a part that is not text", f"{where}: {shown}")
     if not isinstance(part, str):
-        raise BadRow("content has a part that is not text", f"{where}: {kind_of(part)}")
+        raise BadRow("content has a part that is not text", f"{where}: {json_type(part)}")
     return part
 
 
@@ -185,7 +139,7 @@ def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -
         if content is None:
             raise BadRow("empty answer", f"{where} has no content")
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where} is {kind_of(content)}")
+        raise BadRow("content is not text", f"{where} is {json_type(content)}")
     answer = content
     if "</think>" in content:
         thought, answer = _split_thinking(content)
@@ -207,7 +161,7 @@ def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
     for name in _THINKING_FIELDS:
         thought = fields.get(name)
         if thought is not None and not isinstance(thought, str):
-            raise BadRow("thinking is not text", f"{where} is {kind_of(thought)}")
+            raise BadRow("thinking is not text", f"{where} is {json_type(thought)}")
         if thought and (thought := thought.strip()):
             return thought
     return ""
@@ -250,7 +204,7 @@ def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return the system message of a row's `system`, or none where it is empty or stands there."""
     if not isinstance(text, str):
-        raise BadRow("'system' is not text", kind_of(text))
+        raise BadRow("'system' is not text", json_type(text))
     if not text or any(
         message.role == "system" and message.content == text for message in messages
     ):
@@ -308,9 +262,3 @@ def objects(container: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRow(f"'{key}' is not a list of objects")
     return tuple(value)
-
-
-def kind_of(value: Any) -> str:
-    """Say what a JSON value is, for a message."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
-    return "null" if value is None else names.get(type(value), "a number")

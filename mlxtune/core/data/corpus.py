@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.encode import Example, Tokenized
+from mlxtune.core.data.encode import EncodedExample, Example
 
-Row = tuple[Example, ...]
+RowExamples = tuple[Example, ...]
 
 # Tokens that are looked at together where a whole file is gone through.
 _AT_ONCE = 1 << 20
@@ -125,10 +125,10 @@ class ExampleArrays:
             # The last edge may be the end of the array, which reduceat does not take as an index.
             edges = edges[:-1] if edges[-1] == len(mask) else edges
             counts[first:last] = np.add.reduceat(mask, edges, dtype=np.int32)[::2]
-        self.let_go()
+        self.release()
         return counts
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take what was read of mapped files out of this process's memory; it is read again."""
         for column in (self.tokens, self.mask):
             mapped = getattr(column.base, "obj", None)
@@ -166,7 +166,7 @@ class ArraysWriter:
         for file in self._files.values():
             file.close()
 
-    def add(self, rows: Iterable[tuple[int, Sequence[Tokenized]]]) -> None:
+    def add(self, rows: Iterable[tuple[int, Sequence[EncodedExample]]]) -> None:
         """Write the examples of rows, in order."""
         columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         for row, examples in rows:
@@ -243,14 +243,14 @@ class Corpus(Sequence[Example]):
         """How many rows have examples."""
         return len(self._first_of_row) - 1
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> RowExamples:
         """Return the examples of a row, which stand in the same step."""
         first, end = self._first_of_row[index], self._first_of_row[index + 1]
         return tuple(self[i] for i in range(int(first), int(end)))
 
-    def select(self, rows: Sequence[int] | None = None) -> Rows:
+    def select(self, rows: Sequence[int] | None = None) -> CorpusRows:
         """Return rows by their index, all of them by default."""
-        return Rows(self, range(self.num_rows) if rows is None else rows)
+        return CorpusRows(self, range(self.num_rows) if rows is None else rows)
 
     def place_of(self, index: int) -> tuple[int, int]:
         """Return the file of a row, as an index, and its number there."""
@@ -297,7 +297,7 @@ class Corpus(Sequence[Example]):
 
     def _let_go(self) -> None:
         for arrays in self.files:
-            arrays.let_go()
+            arrays.release()
 
     def data_hash(self) -> str:
         """Return `sha256:` over examples a row, lengths, tokens and masks, each little-endian.
@@ -325,7 +325,7 @@ class Corpus(Sequence[Example]):
                 yield values[at : min(at + _AT_ONCE, end)]
 
 
-class Rows(Sequence[Row]):
+class CorpusRows(Sequence[RowExamples]):
     """Some rows of a corpus, each made when it is asked for."""
 
     def __init__(self, corpus: Corpus, indices: Sequence[int]) -> None:
@@ -343,12 +343,12 @@ class Rows(Sequence[Row]):
         return lengths[np.asarray(self.indices, dtype=np.int64)]
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> RowExamples: ...
     @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
+    def __getitem__(self, index: slice) -> CorpusRows: ...
+    def __getitem__(self, index: int | slice) -> RowExamples | CorpusRows:
         if isinstance(index, slice):
-            return Rows(self.corpus, self.indices[index])
+            return CorpusRows(self.corpus, self.indices[index])
         return self.corpus.row(self.indices[index])
 
 
@@ -359,7 +359,7 @@ def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)
 
 
-def _grouped(examples: Sequence[Example]) -> Iterator[Row]:
+def _grouped(examples: Sequence[Example]) -> Iterator[RowExamples]:
     starts = _starts(np.asarray([example.row for example in examples], dtype=np.int64))
     for first, end in pairwise(starts):
         yield tuple(examples[int(first) : int(end)])

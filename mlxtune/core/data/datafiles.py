@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlxtune.core.data.conversation import TOO_DEEP, BadRow, kind_of
+from mlxtune.core.data.bad_rows import TOO_DEEP, BadRow, json_type
 from mlxtune.errors import DataError, one_line, shorten
 
 # The layout of mlx-lm's data folders, and the other kinds of file in place of JSON lines.
@@ -30,7 +30,7 @@ _ONE_OBJECT = 1 << 26
 _MAX_LINE, _MAX_ARRAY = 1 << 26, 1 << 30
 _ROWS_AT_ONCE = 256
 # What the file holds may be anything, so a row is what comes out of the reader or a reason.
-Row = tuple[int, dict[str, Any] | BadRow]
+NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def check_data_file(path: Path, option: str = "--data") -> None:
         _head(path, option)
 
 
-def read_objects(path: Path) -> Iterator[Row]:
+def read_objects(path: Path) -> Iterator[NumberedRow]:
     """Yield the number of each row, from 1, and its object, or the reason why it has none.
 
     A row of JSON lines is a line that is neither blank nor a comment (`#` first), and its number
@@ -101,7 +101,7 @@ def read_objects(path: Path) -> Iterator[Row]:
         yield from _line_rows(path)
 
 
-def counts_lines(path: Path) -> bool:
+def numbers_lines(path: Path) -> bool:
     """Tell whether rows of the file are numbered by line. Raises DataError when it is no data."""
     head = _head(path, "--data")
     return not head.startswith(_PARQUET) and not _is_array(head)
@@ -212,7 +212,7 @@ def _said(error: Exception) -> str:
 # JSON
 
 
-def _line_rows(path: Path) -> Iterator[Row]:
+def _line_rows(path: Path) -> Iterator[NumberedRow]:
     first = True
     try:
         with _open(path) as file:
@@ -256,7 +256,7 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
 
 
 def _object(content: Any) -> dict[str, Any] | BadRow:
-    return content if isinstance(content, dict) else BadRow("not a JSON object", kind_of(content))
+    return content if isinstance(content, dict) else BadRow("not a JSON object", json_type(content))
 
 
 def _refuse_object_over_lines(path: Path) -> None:
@@ -275,7 +275,7 @@ def _refuse_object_over_lines(path: Path) -> None:
         )
 
 
-def _array_rows(path: Path) -> Iterator[Row]:
+def _array_rows(path: Path) -> Iterator[NumberedRow]:
     try:
         with _open(path) as file:
             content = file.read(_MAX_ARRAY + 1).removeprefix(_UTF8_BOM)
@@ -309,7 +309,7 @@ def _array_rows(path: Path) -> Iterator[Row]:
 # Parquet
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
     try:
         import pyarrow
         from pyarrow import parquet

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow, Conversation, Document, SkippedRows, to_json
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data.conversation import Conversation, Document, to_json
 from mlxtune.core.data.notes import Note, Notes
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
@@ -55,7 +56,7 @@ class Example:
         return self.file << 40 | self.row
 
 
-class Encoded(Protocol):
+class Encoding(Protocol):
     """A text as tokens."""
 
     @property
@@ -85,12 +86,12 @@ class Tokenizer(Protocol):
     @property
     def control_ids(self) -> frozenset[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoded]:
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
         """Encode texts, control tokens parsed and none added."""
 
 
 @dataclass(frozen=True, slots=True)
-class OffsetEncoded:
+class OffsetEncoding:
     """Tokens with the [start, end) characters that each stands for."""
 
     ids: list[int]
@@ -110,7 +111,7 @@ class OffsetEncoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class EncodedExample:
     """Tokens, and the [start, end) stretches of them that carry loss."""
 
     ids: Sequence[int]
@@ -137,7 +138,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
 
 
 # Rows, by their number, each with its examples.
-EncodedRows = list[tuple[int, list[Tokenized]]]
+EncodedRows = list[tuple[int, list[EncodedExample]]]
 
 
 @dataclass
@@ -202,8 +203,8 @@ class Encoder:
         return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
 
     def _checked(
-        self, rows: Iterable[tuple[int, list[Tokenized]]], skipped: SkippedRows, told: Notes
-    ) -> Iterator[tuple[int, list[Tokenized]]]:
+        self, rows: Iterable[tuple[int, list[EncodedExample]]], skipped: SkippedRows, told: Notes
+    ) -> Iterator[tuple[int, list[EncodedExample]]]:
         bos = self.tokenizer.bos_id
         for row, examples in rows:
             if bos is not None and any(list(one.ids[:2]) == [bos, bos] for one in examples):
@@ -217,7 +218,7 @@ class Encoder:
         tokenized = self._tokenize([text for _, row in rendered for text in row.texts])
         return [(n, [one for _ in row.texts for one in next(tokenized)]) for n, row in rendered]
 
-    def _tokenize(self, rendered: Sequence[Rendered]) -> Iterator[list[Tokenized]]:
+    def _tokenize(self, rendered: Sequence[Rendered]) -> Iterator[list[EncodedExample]]:
         """Yield the examples of each text: one, or one for each of its turns.
 
         A text is tokenised as a whole. Where it begins with the tokens of every turn's prompt, as
@@ -230,11 +231,11 @@ class Encoder:
             spans = [self._proved(text.text, whole, span) for span in text.spans]
             proved = [span for span in spans if span is not None]
             if len(proved) == len(spans):
-                yield [self._closed(text, Tokenized(whole.ids, proved))]
+                yield [self._closed(text, EncodedExample(whole.ids, proved))]
             else:
                 yield [self._closed(text, turn) for turn in self._apart(text)]
 
-    def _proved(self, text: str, whole: Encoded, span: tuple[int, int]) -> tuple[int, int] | None:
+    def _proved(self, text: str, whole: Encoding, span: tuple[int, int]) -> tuple[int, int] | None:
         """Return the tokens of a span, or None where the whole does not show the prompt's tokens.
 
         Control tokens split a text before anything else is done to it, so what comes before the
@@ -258,11 +259,11 @@ class Encoder:
             self._tails[tail] = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
         return self._tails[tail]
 
-    def _apart(self, text: Rendered) -> Iterator[Tokenized]:
+    def _apart(self, text: Rendered) -> Iterator[EncodedExample]:
         prompts = self.tokenizer.encode_batch([text.text[:start] for start, _ in text.spans])
         for prompt, (start, end) in zip(prompts, text.spans, strict=True):
             answer = self._continuation(text.text[start:end])
-            yield Tokenized(
+            yield EncodedExample(
                 [*prompt.ids, *answer], [(len(prompt.ids), len(prompt.ids) + len(answer))]
             )
 
@@ -278,7 +279,7 @@ class Encoder:
                 return encoded.ids[boundary:]
         return self.tokenizer.encode_batch([answer])[0].ids
 
-    def _closed(self, text: Rendered, one: Tokenized) -> Tokenized:
+    def _closed(self, text: Rendered, one: EncodedExample) -> EncodedExample:
         """Put BOS before an example, exactly once, and the end-of-text token behind it."""
         ids, spans = one.ids, one.spans
         if text.add_end and self.tokenizer.eos_id is not None:
@@ -287,4 +288,4 @@ class Encoder:
         if text.add_bos and bos is not None and (not ids or ids[0] != bos):
             ids, spans = [bos, *ids], [(start + 1, end + 1) for start, end in spans]
         # Nothing predicts the first token of all, so it carries no loss.
-        return Tokenized(ids, [(max(start, 1), max(end, 1)) for start, end in spans])
+        return EncodedExample(ids, [(max(start, 1), max(end, 1)) for start, end in spans])

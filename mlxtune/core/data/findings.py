@@ -1,37 +1,67 @@
-"""What in the data is worth a look before it is trained on."""
+"""Findings: problems in the data, to look at before training on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from mlxtune.core.data import notes
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.inspection import Finding, Place
 from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.notes import ADVICE, ERRORS, Note
+from mlxtune.core.data.notes import ADVICE, DUPLICATE, ERRORS, LEAK, Note, RowTally
 
 _PLACES = 5
 
 
-def find(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus | None) -> list[Finding]:
-    """Return what was noted on the rows that are kept, errors first.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row to look at; `row` is its 1-based number in the file, `detail` may be empty."""
 
-    `files` are those of `corpus`, then those of `validation`. Duplicates and leaks are noted on
-    their files, so this is done once.
+    path: str
+    row: int
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.row}" + (f": {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
+
+    `rows` counts the rows that have it, `places` holds the first few of them.
     """
-    note_duplicates(files, corpus)
+
+    level: str  # "warning" or "error"
+    kind: str
+    rows: int
+    advice: str
+    places: tuple[Place, ...] = ()
+
+
+def row_findings(
+    files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus | None
+) -> list[Finding]:
+    """Return a finding for each kind of note on the rows that are kept, errors first.
+
+    `files` are those of `corpus`, then those of `validation`. Adds notes for duplicates and leaks
+    to `files`, so call it once.
+    """
+    _note_duplicates(files, corpus)
     if validation is not None:
-        note_leaks(files[len(corpus.files) :], corpus, validation)
-    return sorted(_noted(files), key=lambda finding: finding.level != "error")
+        _note_leaks(files[len(corpus.files) :], corpus, validation)
+    found = _findings([(file, file.notes) for file in files], ADVICE)
+    return sorted(found, key=lambda finding: finding.level != "error")
 
 
-def of_template(source: str, thinking: str) -> Iterator[Finding]:
-    """Yield what a template, by its text, makes worth a look, whatever the rows.
+def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
+    """Return a finding for each reason why rows are skipped."""
+    return _findings([(file, file.skipped) for file in files], {})
 
-    --thinking means nothing to one that does not ask for it; and one may write the date.
-    """
+
+def template_findings(source: str, thinking: str) -> Iterator[Finding]:
+    """Yield what is wrong with a template whatever the rows, judging by its text."""
     if "strftime_now" in source:
         advice = "the same rows give other tokens on another day, at inference too"
         yield Finding("warning", "the template writes today's date", 0, advice)
@@ -40,8 +70,7 @@ def of_template(source: str, thinking: str) -> Iterator[Finding]:
         yield Finding("warning", f"--thinking {thinking} changes nothing", 0, advice)
 
 
-def note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
-    """Note each row of the corpus that repeats an earlier one."""
+def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
     ordered = np.sort(corpus.identities)
     if not (ordered[1:] == ordered[:-1]).any():
         return
@@ -51,36 +80,33 @@ def note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
         file, row = corpus.place_of(int(index))
         other, other_row = corpus.place_of(int(original[index]))
         detail = f"same as {files[other].skipped.path}:{other_row}"
-        files[file].notes.add(row, [Note(notes.DUPLICATE, detail)])
+        files[file].notes.add(row, [Note(DUPLICATE, detail)])
 
 
-def note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
-    """Note each validation row that stands in the corpus too; `files` are the validation's."""
+def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
     for index in np.flatnonzero(np.isin(validation.identities, corpus.identities)):
         file, row = validation.place_of(int(index))
-        files[file].notes.add(row, [Note(notes.LEAK)])
+        files[file].notes.add(row, [Note(LEAK)])
 
 
-def _noted(files: Sequence[EncodedFile]) -> Iterator[Finding]:
-    for kind in dict.fromkeys(kind for file in files for kind in file.notes.counts):
+def _findings(
+    tallies: Sequence[tuple[EncodedFile, RowTally]], advice: dict[str, str]
+) -> list[Finding]:
+    """Return a finding for each kind, over all files; kinds without advice are skip reasons."""
+    found = []
+    for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
         places = [
             Place(str(file.skipped.path), row, detail)
-            for file in files
-            for row, detail in file.notes.places.get(kind, ())
+            for file, tally in tallies
+            for row, detail in tally.places.get(kind, ())
         ]
-        rows = sum(file.notes.counts[kind] for file in files)
-        level = "error" if kind in ERRORS else "warning"
-        yield Finding(level, kind, rows, ADVICE[kind], tuple(places[:_PLACES]))
-
-
-def skipped(files: Sequence[EncodedFile]) -> Iterator[Finding]:
-    """Yield a finding for each reason that rows are skipped for."""
-    for kind in dict.fromkeys(kind for file in files for kind in file.skipped.counts):
-        places = [
-            Place(str(file.skipped.path), row, problem.detail)
-            for file in files
-            for row, problem in file.skipped.shown.get(kind, ())
-        ]
-        rows = sum(file.skipped.counts[kind] for file in files)
-        advice = "the row is skipped: mend it or take it out"
-        yield Finding("warning", kind, rows, advice, tuple(places[:_PLACES]))
+        found.append(
+            Finding(
+                level="error" if kind in ERRORS else "warning",
+                kind=kind,
+                rows=sum(tally.counts[kind] for _, tally in tallies),
+                advice=advice.get(kind, "the row is skipped: fix it or remove it"),
+                places=tuple(places[:_PLACES]),
+            )
+        )
+    return found

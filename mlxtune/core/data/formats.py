@@ -17,20 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.row_fields import MESSAGE_NAMES, ROW_NAMES
-from mlxtune.core.data.conversation import (
-    TOO_DEEP,
-    BadRow,
-    Conversation,
-    Document,
-    SkippedRows,
-    check_text,
-    kind_of,
-    parse_conversation,
-)
-from mlxtune.core.data.datafiles import counts_lines, read_objects
+from mlxtune.core.data.bad_rows import TOO_DEEP, BadRow, SkippedRows, json_type
+from mlxtune.core.data.conversation import Conversation, Document, check_text, parse_conversation
+from mlxtune.core.data.datafiles import numbers_lines, read_objects
 from mlxtune.errors import DataError, shorten
 
-Row = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +30,9 @@ class Format:
     """The keys that a row must have, and how such a row is converted. `convert` raises BadRow."""
 
     keys: tuple[str, ...]
-    convert: Callable[[int, Row], Conversation | Document]
+    convert: Callable[[int, JsonObject], Conversation | Document]
 
-    def fits(self, content: Row) -> bool:
+    def fits(self, content: JsonObject) -> bool:
         """Tell whether the row has the keys; null is absent."""
         return all(content.get(key) is not None for key in self.keys)
 
@@ -83,13 +75,13 @@ def read_rows(
             yield converted
 
 
-def recognise(content: Row) -> str | None:
+def recognise(content: JsonObject) -> str | None:
     """Return the name of the format whose keys the row has, or None."""
     return next((name for name in _PRECEDENCE if FORMATS[name].fits(content)), None)
 
 
 def _mixed(path: Path, row: int, found: str, name: str, since: int) -> DataError:
-    counted = "line" if counts_lines(path) else "row"
+    counted = "line" if numbers_lines(path) else "row"
     return DataError(
         f"{path}:{row}: is in the {found} format, but the file is in {name} since {counted} "
         f"{since}: give each format a file of its own, or name one with --format to skip others"
@@ -97,7 +89,7 @@ def _mixed(path: Path, row: int, found: str, name: str, since: int) -> DataError
 
 
 def _lacking(
-    content: Row, renamed: Row, file_format: Format | None, fields: Mapping[str, str]
+    content: JsonObject, renamed: JsonObject, file_format: Format | None, fields: Mapping[str, str]
 ) -> BadRow:
     """Return the reason of a row without the keys of its file's format, or of any."""
     shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
@@ -109,7 +101,7 @@ def _lacking(
     return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
 
 
-def _rename_row(content: Row, fields: Mapping[str, str]) -> Row:
+def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
     """Return the row under our names, the messages in it likewise."""
     row = {name: key for name, key in fields.items() if name in ROW_NAMES}
     message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
@@ -124,7 +116,7 @@ def _rename_row(content: Row, fields: Mapping[str, str]) -> Row:
     }
 
 
-def _rename(content: Row, names: Mapping[str, str]) -> dict[str, Any]:
+def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
     # What has been given another key is read from there alone: a file may have both.
     taken = {*names, *names.values()}
     renamed = {key: value for key, value in content.items() if key not in taken}
@@ -134,12 +126,12 @@ def _rename(content: Row, names: Mapping[str, str]) -> dict[str, Any]:
 # Conversions
 
 
-def _conversation(row: int, content: Row, messages: list[Any]) -> Conversation:
+def _conversation(row: int, content: JsonObject, messages: list[Any]) -> Conversation:
     rest = {name: content.get(name) for name in ("tools", "system")}
     return parse_conversation(row, {"messages": messages} | rest)
 
 
-def _from_prompt(row: int, content: Row) -> Conversation:
+def _from_prompt(row: int, content: JsonObject) -> Conversation:
     """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
     prompt, completion = (
         _turns(content, "prompt", "user"),
@@ -152,12 +144,12 @@ def _from_prompt(row: int, content: Row) -> Conversation:
     return _conversation(row, content, context + completion)
 
 
-def _turns(content: Row, key: str, role: str) -> list[Any]:
+def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
     value = content[key]
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise BadRow(f"'{key}' is neither text nor a list of messages", kind_of(value))
+        raise BadRow(f"'{key}' is neither text nor a list of messages", json_type(value))
     return value
 
 
@@ -165,15 +157,15 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _from_alpaca(row: int, content: Row) -> Conversation:
+def _from_alpaca(row: int, content: JsonObject) -> Conversation:
     r"""Convert as LLaMA-Factory does: the user says `instruction\ninput`, history is learned."""
     asked = [content["instruction"], content.get("input")]
     for name, text in zip(("instruction", "input"), asked, strict=True):
         if not isinstance(text, str | None):
-            raise BadRow(f"'{name}' is not text", kind_of(text))
+            raise BadRow(f"'{name}' is not text", json_type(text))
     history = content.get("history") or []
     if not isinstance(history, list):
-        raise BadRow("'history' is not a list of pairs", kind_of(history))
+        raise BadRow("'history' is not a list of pairs", json_type(history))
     messages: list[Any] = []
     for position, pair in enumerate(history, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -205,10 +197,10 @@ _SHAREGPT_ROLES = {
 }
 
 
-def _from_sharegpt(row: int, content: Row) -> Conversation:
+def _from_sharegpt(row: int, content: JsonObject) -> Conversation:
     entries = content["conversations"]
     if not isinstance(entries, list):
-        raise BadRow("'conversations' is not a list", kind_of(entries))
+        raise BadRow("'conversations' is not a list", json_type(entries))
     messages = [
         _from_entry(entry, f"message {position}") if isinstance(entry, dict) else entry
         for position, entry in enumerate(entries, start=1)
@@ -265,10 +257,10 @@ def _parse_json(text: str, kind: str, where: str) -> Any:
         raise BadRow(kind, where) from error
 
 
-def _from_text(row: int, content: Row) -> Document:
+def _from_text(row: int, content: JsonObject) -> Document:
     text = content["text"]
     if not isinstance(text, str):
-        raise BadRow("'text' is not text", kind_of(text))
+        raise BadRow("'text' is not text", json_type(text))
     if not text or text.isspace():
         raise BadRow("empty text")
     check_text(text, "text")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import EncodedFile
 
 SCHEMA_VERSION = 1
@@ -30,32 +31,6 @@ class SpellingTokenizer(Protocol):
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes that each token stands for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A row to look at; `row` is its 1-based number in the file, `detail` may be empty."""
-
-    path: str
-    row: int
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.row}" + (f": {self.detail}" if self.detail else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that makes the data worth a look. `train` refuses what is an `error`.
-
-    `rows` counts the rows it stands for, `places` holds the first few of them.
-    """
-
-    level: str  # "warning" or "error"
-    kind: str
-    rows: int
-    advice: str
-    places: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.corpus import ExampleArrays
 from mlxtune.core.data.notes import Note, Notes
 

@@ -21,9 +21,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow, Conversation, Message
+from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.notes import Note
-from mlxtune.core.data.template import Rendered, Rendering, chosen_turns
+from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
 
 _END_THINK = "</think>"
 # What opens thinking in a generation prompt, and what closes it before the answer.
@@ -178,7 +179,7 @@ class ModelTemplate:
 
     def _turns(self, conversation: Conversation, told: list[Note], first: int) -> Iterator[_Turn]:
         thinks = self._thinks(conversation)
-        chosen = chosen_turns(conversation, self.turns)
+        chosen = supervised_turns(conversation, self.turns)
         for position in chosen:
             if position == 0 and len(chosen) > 1:
                 # Nothing comes before it, so no tool of inference will ever ask for it.

@@ -46,19 +46,26 @@ class Note:
     detail: str = ""
 
 
-@dataclass
-class Notes:
-    """The notes on one file's rows: how many rows by kind, and the first few of each."""
+@dataclass(kw_only=True)
+class RowTally:
+    """How many rows of a file by kind, and (number, detail) of the first few of each kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     places_per_kind: int = 5
 
+    def count(self, row: int, kind: str, detail: str = "") -> None:
+        """Count the row with this 1-based number."""
+        self.counts[kind] += 1
+        places = self.places.setdefault(kind, [])
+        if len(places) < self.places_per_kind:
+            places.append((row, detail))
+
+
+class Notes(RowTally):
+    """The notes on the rows of one file."""
+
     def add(self, row: int, notes: Iterable[Note]) -> None:
-        """Note a row of the given 1-based number; a kind counts once for it."""
-        details = {note.kind: note.detail for note in notes}
-        for kind, detail in details.items():
-            self.counts[kind] += 1
-            places = self.places.setdefault(kind, [])
-            if len(places) < self.places_per_kind:
-                places.append((row, detail))
+        """Count a row once for each kind of note on it."""
+        for kind, detail in {note.kind: note.detail for note in notes}.items():
+            self.count(row, kind, detail)

@@ -17,13 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.data.conversation import (
-    BadRow,
-    Conversation,
-    SkippedRows,
-    kind_of,
-    parse_conversation,
-)
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows, json_type
+from mlxtune.core.data.conversation import Conversation, parse_conversation
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.notes import Notes
 from mlxtune.errors import DataError
@@ -46,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LastTurn:
     """The last turn of a row: the prompt of it, and the tokens of its answer, the end apart."""
 
     prompt: Prompt
@@ -64,7 +59,7 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
     messages = content.get("messages")
     try:
         if not isinstance(messages, list):
-            raise BadRow("'messages' is not a list", kind_of(messages))
+            raise BadRow("'messages' is not a list", json_type(messages))
         if not messages:
             raise BadRow("there is no message")
         last = messages[-1]
@@ -80,8 +75,8 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
 def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:
     skipped = SkippedRows(Path())
     rows = [row for rows in encoder.encode([conversation], skipped, Notes()) for row in rows]
-    for shown in skipped.shown.values():
-        raise shown[0][1]
+    for problem in skipped.problems.values():
+        raise problem
     ((_, examples),) = rows
     start, end = examples[-1].spans[-1]
     ids = examples[-1].ids
@@ -92,7 +87,7 @@ def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:
     return Prompt(before, None, written.text[slice(*written.spans[-1])].rpartition(_ANSWER)[2])
 
 
-def asked_of(row: Sequence[Example], ends: frozenset[int]) -> Asked | None:
+def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
     """Return the last turn of a row that carries loss; `ends` are the tokens that may end one.
 
     None where it has no prompt, as a text by itself has none, or its end was cut off.
@@ -105,7 +100,7 @@ def asked_of(row: Sequence[Example], ends: frozenset[int]) -> Asked | None:
     if start < 2 or last not in ends:
         return None
     prompt = Prompt(tuple(tokens[:start].tolist()), last)
-    return Asked(prompt, tuple(tokens[start : end - 1].tolist()))
+    return LastTurn(prompt, tuple(tokens[start : end - 1].tolist()))
 
 
 def parse_content(content: bytes, where: str) -> dict[str, Any]:
@@ -137,5 +132,5 @@ def parse_content(content: bytes, where: str) -> dict[str, Any]:
     if isinstance(value, list):
         return {"messages": value}
     if not isinstance(value, dict):
-        raise DataError(f"{where}: is {kind_of(value)}: give a list of messages")
+        raise DataError(f"{where}: is {json_type(value)}: give a list of messages")
     return value

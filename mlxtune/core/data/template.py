@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow, Conversation, Message, to_json
+from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data.conversation import Conversation, Message, to_json
 from mlxtune.core.data.notes import Note
 
 
@@ -44,7 +45,7 @@ class Rendering:
 Template = Callable[[Conversation], Rendering]
 
 
-def chosen_turns(conversation: Conversation, turns: str) -> list[int]:
+def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
     """Return the positions of the assistant turns that carry loss, by --turns and their weights.
 
     Raises BadRow when there are none.
@@ -84,7 +85,7 @@ def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
-    writer, chosen = _Writer(), chosen_turns(conversation, turns)
+    writer, chosen = _Writer(), supervised_turns(conversation, turns)
     messages = conversation.messages
     if conversation.tools:
         system = messages[0].content + "\n\n" if messages[0].role == "system" else ""
@@ -158,7 +159,7 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
         message.role == "tool" or message.tool_calls for message in conversation.messages
     ):
         raise BadRow("the gemma template has no place for tools")
-    writer, chosen = _Writer(), chosen_turns(conversation, turns)
+    writer, chosen = _Writer(), supervised_turns(conversation, turns)
     told = []
     for i, message in enumerate(conversation.messages):
         if message.role == "assistant":

@@ -9,7 +9,8 @@ from pathlib import PurePath
 from string import Template
 from urllib.parse import quote
 
-from mlxtune.core.data.inspection import Finding, Inspection, Piece, ShownExample
+from mlxtune.core.data.findings import Finding
+from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.core.reports import visible
 from mlxtune.core.reports.page import Kind, read_part
 from mlxtune.core.reports.page_parts import figure_list, html_text, ledger_article, percent, section

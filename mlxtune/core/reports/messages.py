@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from mlxtune.config import DataConfig, TrainConfig
-from mlxtune.core.data.inspection import Finding
+from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.text import count, duration
 from mlxtune.core.training.checkpoint import ADAPTER

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import Rows
+from mlxtune.core.data.corpus import CorpusRows
 
 # Rows of lengths that differ by so much, as a share, may change places when sorted by length.
 _LENGTH_NOISE = 0.1
@@ -90,7 +90,9 @@ def _permutation(n: int, key: str) -> list[int]:
     return order
 
 
-def steps_of(rows: Rows, batch_size: int, order: str, seed: int, epoch: int) -> list[list[int]]:
+def steps_of(
+    rows: CorpusRows, batch_size: int, order: str, seed: int, epoch: int
+) -> list[list[int]]:
     """Return the places in `rows` of the rows of each step of an epoch."""
     if order == "length":
         return steps_by_length(rows.lengths, batch_size, seed, epoch)

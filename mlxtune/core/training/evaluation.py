@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import Rows
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.text import count
 from mlxtune.core.training.metrics import perplexity
@@ -148,7 +148,7 @@ class Sums:
         return Loss(mean, perplexity(mean))
 
 
-def sums_of(rows: Rows, losses: Losses, tell: Callable[[int, int], None]) -> Sums:
+def sums_of(rows: CorpusRows, losses: Losses, tell: Callable[[int, int], None]) -> Sums:
     """Compute the losses of rows; `tell` hears how many examples are done, and of how many.
 
     The first token of an example is never predicted, and counts nowhere.
@@ -167,7 +167,7 @@ def sums_of(rows: Rows, losses: Losses, tell: Callable[[int, int], None]) -> Sum
 
 
 def evaluation_of(
-    rows: Rows, paths: Sequence[str], base: Sums, adapted: Sums | None, seed: int
+    rows: CorpusRows, paths: Sequence[str], base: Sums, adapted: Sums | None, seed: int
 ) -> Evaluation:
     """Compare the losses of rows, whose files have these paths.
 

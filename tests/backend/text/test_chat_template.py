@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.errors import ModelError
 from tests.backend.text.turns import (
     TEMPLATES,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.datafiles import read_objects
 
 ROW = {"text": "Hé"}

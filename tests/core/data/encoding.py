@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.cache import encode_file
-from mlxtune.core.data.conversation import Conversation, Document, Message, SkippedRows
+from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoded, Tokenizer
+from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Tokenizer
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.notes import Notes
 from mlxtune.core.data.template import TEMPLATES, Template
@@ -59,10 +60,10 @@ class PatternTokenizer:
     def control_ids(self) -> frozenset[int]:
         return frozenset(map(self.id_of, self.control_tokens))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         found = [list(re.finditer(self.pattern, text, re.DOTALL)) for text in texts]
         return [
-            OffsetEncoded([self.id_of(m.group()) for m in matches], [m.span() for m in matches])
+            OffsetEncoding([self.id_of(m.group()) for m in matches], [m.span() for m in matches])
             for matches in found
         ]
 
@@ -97,17 +98,17 @@ class ByteTokenizer:
     def eos_id(self) -> int | None:
         return None if self.eos is None else 257
 
-    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         return [self._encode(text) for text in texts]
 
-    def _encode(self, text: str) -> OffsetEncoded:
+    def _encode(self, text: str) -> OffsetEncoding:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for i, character in enumerate(text):
             encoded = character.encode()
             ids += encoded
             offsets += [(i, i if self.narrow else i + 1)] * (len(encoded) - 1) + [(i, i + 1)]
-        return OffsetEncoded(ids, offsets)
+        return OffsetEncoding(ids, offsets)
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
         special = {256: self.bos, 257: self.eos}

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxtune.core.data.conversation import BadRow, Conversation, parse_conversation, to_json
+from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data.conversation import Conversation, parse_conversation, to_json
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
 from mlxtune.core.data.template import Rendered, Rendering
 

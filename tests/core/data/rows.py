@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.conversation import Conversation, Document, SkippedRows
+from mlxtune.core.data.bad_rows import SkippedRows
+from mlxtune.core.data.conversation import Conversation, Document
 from mlxtune.core.data.formats import read_rows
 
 USER = {"role": "user", "content": "Hi"}

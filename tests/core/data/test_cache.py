@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data import cache as cache_module
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.cache import encode_file, key_of
-from mlxtune.core.data.conversation import BadRow, SkippedRows
 from mlxtune.core.data.corpus import ArraysWriter
-from mlxtune.core.data.encode import EncodedRows, Tokenized
+from mlxtune.core.data.encode import EncodedExample, EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.notes import Note, Notes
 from mlxtune.errors import DataError, OutputError
@@ -40,23 +40,19 @@ class Encoding:
         self.times += 1
         skipped.add(2, BadRow("not valid JSON", "ünd \ud800"))
         told.add(1, [Note("odd", "message 3"), Note("even")])
-        one = Tokenized([self.first] * self.tokens, [(1, self.tokens)])
-        yield [(1, [one, Tokenized([1, 2], [(0, 1)])])]
-        yield [(3, [Tokenized([9], [(0, 1)])]), (4, [one])]
+        one = EncodedExample([self.first] * self.tokens, [(1, self.tokens)])
+        yield [(1, [one, EncodedExample([1, 2], [(0, 1)])])]
+        yield [(3, [EncodedExample([9], [(0, 1)])]), (4, [one])]
         for row in range(5, 15):
             told.add(row, [Note("odd")])
             skipped.add(row, BadRow("an empty row"))
 
 
 def content(file: EncodedFile) -> object:
-    skipped = {
-        kind: [(row, problem.kind, problem.detail) for row, problem in shown]
-        for kind, shown in file.skipped.shown.items()
-    }
     arrays = {name: column.tolist() for name, column in vars(file.arrays).items() if name in FILES}
     assert len(arrays) == 5
     return (
-        *(arrays, file.skipped.path, file.skipped.counts, skipped),
+        *(arrays, file.skipped.path, file.skipped.counts, file.skipped.places),
         *(file.notes.counts, file.notes.places, file.skipped.total),
     )
 
@@ -226,7 +222,7 @@ def test_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(
 
 def test_data_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
     def fails(skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
-        yield [(1, [Tokenized([1, 2], [(1, 2)])])]
+        yield [(1, [EncodedExample([1, 2], [(1, 2)])])]
         raise DataError("chat.jsonl:2: is in another format")
 
     with pytest.raises(DataError, match="another format"):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.conversation import BadRow, SkippedRows, parse_conversation
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data.conversation import parse_conversation
 from tests.core.data.test_conversation import ANSWER, USER, refused
 
 # Reasons

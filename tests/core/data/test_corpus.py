@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data import corpus as corpus_module
 from mlxtune.core.data.corpus import ArraysWriter, Corpus, ExampleArrays, identity
-from mlxtune.core.data.encode import Example, Tokenized
+from mlxtune.core.data.encode import EncodedExample, Example
 
 # A row's number, and the (token, mask) pairs of each of its examples.
 Pairs = list[tuple[int, int]]
@@ -28,8 +28,8 @@ def spans(mask: Sequence[int]) -> list[tuple[int, int]]:
     return [(i, i + 1) if one else (i, i) for i, one in enumerate(mask)]
 
 
-def tokenized(pairs: Pairs) -> Tokenized:
-    return Tokenized([token for token, _ in pairs], spans([mask for _, mask in pairs]))
+def tokenized(pairs: Pairs) -> EncodedExample:
+    return EncodedExample([token for token, _ in pairs], spans([mask for _, mask in pairs]))
 
 
 def example(row: int, pairs: Pairs, file: int = 0) -> Example:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.conversation import BadRow
-from mlxtune.core.data.datafiles import counts_lines, read_objects
+from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data.datafiles import numbers_lines, read_objects
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import GOOD, ROW, read
 
@@ -43,7 +43,7 @@ def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_no_rows(
 
     bad = "not valid JSON (Expecting value at column 1)"
     assert read(path) == [(2, ROW), (6, ROW), (7, bad), (8, ROW)]
-    assert counts_lines(path)
+    assert numbers_lines(path)
 
 
 def test_byte_order_mark_before_the_first_row_is_dropped(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_rows_of_an_array_are_numbered_by_element(
         (5, "not a JSON object (null)"),
         (6, ROW),
     ]
-    assert not counts_lines(path)
+    assert not numbers_lines(path)
 
 
 def test_empty_array_has_no_rows(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.data.datafiles import DataFiles, check_data_file, counts_lines, resolve
+from mlxtune.core.data.datafiles import DataFiles, check_data_file, numbers_lines, resolve
 from mlxtune.errors import DataError
 from tests.core.data.test_datafiles import BOM, GOOD, read, write
 
@@ -37,7 +37,7 @@ def test_file_that_is_no_data_is_an_error_that_names_it(
 ) -> None:
     path = write(tmp_path, content)
 
-    for refuse in (check_data_file, read, counts_lines):
+    for refuse in (check_data_file, read, numbers_lines):
         with pytest.raises(DataError, match=reason) as raised:
             refuse(path)
         assert str(raised.value).startswith(f"{path}: ")

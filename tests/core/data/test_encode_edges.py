@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow, Conversation, Document, Message, SkippedRows
-from mlxtune.core.data.encode import Encoder, OffsetEncoded
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data.conversation import Conversation, Document, Message
+from mlxtune.core.data.encode import Encoder, OffsetEncoding
 from mlxtune.core.data.notes import Note, Notes
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
 from tests.core.data.encoding import (
@@ -157,7 +158,7 @@ def test_what_is_always_noted_stands_with_every_conversation_and_no_document() -
 class SpacingTokenizer(PatternTokenizer):
     """Puts a space before a text, as SentencePiece does, unless it begins with a control token."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         encoded = super().encode_batch(texts)
         for text, one in zip(texts, encoded, strict=True):
             if one.ids and one.ids[0] not in self.control_ids:
@@ -220,7 +221,7 @@ def test_offsets_give_the_tokens_before_a_character_and_where_each_begins(narrow
 
 
 def test_token_across_a_character_has_no_boundary_there() -> None:
-    encoded = OffsetEncoded([7, 8], [(0, 2), (2, 5)])
+    encoded = OffsetEncoding([7, 8], [(0, 2), (2, 5)])
 
     assert [encoded.boundary(i) for i in range(6)] == [0, None, 1, None, None, 2]
 
@@ -265,7 +266,7 @@ def test_thousands_of_rows_are_encoded_in_order_and_as_each_by_itself() -> None:
 
 def test_failure_of_the_tokenizer_is_not_lost_in_its_thread() -> None:
     class Fails(PatternTokenizer):
-        def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+        def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
             raise RuntimeError("no such model")
 
     with pytest.raises(RuntimeError, match="no such model"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.encode import OffsetEncoded
+from mlxtune.core.data.encode import OffsetEncoding
 from tests.core.data.encoding import converse, encode, supervised_runs
 
 
@@ -35,9 +35,9 @@ class RealTokenizer:
     def control_tokens(self) -> list[str]:
         return [self.backend.id_to_token(token) for token in self.control_ids]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return [OffsetEncoded(encoding.ids, encoding.offsets) for encoding in encodings]
+        return [OffsetEncoding(encoding.ids, encoding.offsets) for encoding in encodings]
 
 
 @functools.cache

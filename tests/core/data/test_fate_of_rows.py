@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import notes
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.cache import encode_file
-from mlxtune.core.data.conversation import BadRow, Conversation, Message, SkippedRows
+from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example
 from mlxtune.core.data.formats import read_rows
@@ -40,7 +41,7 @@ def encode_lines(
     path.write_text("\n".join(lines), encoding="utf-8")
 
     def run(skipped: SkippedRows, told: Notes) -> Iterable[EncodedRows]:
-        skipped.shown_per_kind = told.places_per_kind = NO_LIMIT
+        skipped.places_per_kind = told.places_per_kind = NO_LIMIT
         read = read_rows(path, skipped, format=kind)
         return Encoder(template, tokenizer).encode(read, skipped, told)
 
@@ -63,7 +64,7 @@ def check_ledger(file: EncodedFile, lines: int, limit: int) -> None:
     corpus = Corpus([file.arrays], limit)
     assert ledger.adds_up()
     assert ledger.rows_read == lines
-    skipped = [row for shown in file.skipped.shown.values() for row, _ in shown]
+    skipped = [row for places in file.skipped.places.values() for row, _ in places]
     kept = {example.row for example in corpus}
     assert sorted([*skipped, *kept]) == list(range(1, lines + 1))
     assert ledger.rows_train == len(kept)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import findings, notes
-from mlxtune.core.data.conversation import BadRow, SkippedRows
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.inspection import Finding, Place
+from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.notes import ADVICE, Note, Notes
 
@@ -30,7 +30,7 @@ def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
 
 def find(train: list[EncodedFile], validation: list[EncodedFile] | None = None) -> list[Finding]:
     parts = [Corpus([file.arrays for file in part]) for part in (train, validation or [])]
-    return findings.find(
+    return findings.row_findings(
         [*train, *(validation or [])], parts[0], None if validation is None else parts[1]
     )
 
@@ -95,7 +95,7 @@ def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
     assert find([encoded("a.jsonl", [1, 2, 3])]) == []
     assert find([encoded("a.jsonl", [1, 2, 3])], []) == []
     empty = Corpus([])
-    assert findings.find([], empty, None) == findings.find([], empty, empty) == []
+    assert findings.row_findings([], empty, None) == findings.row_findings([], empty, empty) == []
 
 
 def test_errors_come_first_and_the_others_in_the_order_of_files() -> None:
@@ -125,7 +125,7 @@ def test_skipped_rows_are_findings_by_reason() -> None:
         files[1].skipped.add(row, BadRow("not valid JSON"))
     files[1].skipped.add(9, BadRow("empty answer", "message 2"))
 
-    first, second = findings.skipped(files)
+    first, second = findings.skip_findings(files)
 
     assert (first.level, first.kind, first.rows) == ("warning", "not valid JSON", 8)
     assert first.places == (
@@ -134,4 +134,4 @@ def test_skipped_rows_are_findings_by_reason() -> None:
     )
     assert (second.rows, second.places) == (1, (Place("b.jsonl", 9, "message 2"),))
     assert Counter(map(str, second.places)) == Counter(["b.jsonl:9: message 2"])
-    assert list(findings.skipped([encoded("a.jsonl", [1])])) == []
+    assert list(findings.skip_findings([encoded("a.jsonl", [1])])) == []

@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.conversation import SkippedRows
+from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
-from mlxtune.core.data.encode import Example, Tokenized
+from mlxtune.core.data.encode import EncodedExample, Example
+from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import (
     Cost,
     Distribution,
     Examples,
-    Finding,
     LengthLimit,
     Piece,
-    Place,
     limits,
     pieces,
 )
@@ -37,7 +36,7 @@ Rows = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 def example(row: int, mask: Sequence[int]) -> Example:
     spans = [(i, i + one) for i, one in enumerate(mask)]
-    return Example(row, *Tokenized(range(len(mask)), spans).arrays())
+    return Example(row, *EncodedExample(range(len(mask)), spans).arrays())
 
 
 def encoded(rows: Rows, name: str = "a.jsonl") -> EncodedFile:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
 from tests.core.data.renderers import (
     END,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.notes import Note
 from tests.core.data.renderers import (
     END,

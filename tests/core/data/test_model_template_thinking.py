@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow
+from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.model_template import RenderChat
 from mlxtune.core.data.notes import Note
 from mlxtune.core.data.template import Rendering

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import notes
-from mlxtune.core.data.conversation import BadRow, Conversation, Message
+from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.notes import Note
 from mlxtune.core.data.template import (
     TEMPLATES,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig, TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.inspection import Finding, Place
+from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.reports import messages
 from mlxtune.core.text import count, duration, short_number
