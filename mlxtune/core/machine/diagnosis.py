@@ -17,7 +17,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 _SLOW_BLAS = 0.25
 _SWAP_SHARE, _LITTLE_MEMORY = 0.1, 0.15
 _FULL, _NEARLY_FULL, _LARGE_CACHE = GB // 2, 10 * GB, 20 * GB
-_OLDEST_MACOS = 15
+_OLDEST_MACOS = 14
 
 
 @dataclass(frozen=True)

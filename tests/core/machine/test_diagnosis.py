@@ -104,7 +104,8 @@ def test_missing_package_stops_and_an_old_one_is_a_problem() -> None:
 
 
 def test_old_macos_is_a_problem() -> None:
-    assert "15" in only(replace(MAC, release="14.7.1"), "system").remedy
+    assert "14" in only(replace(MAC, release="13.7.1"), "system").remedy
+    assert bad(diagnose(replace(MAC, release="14.0"))) == []
 
 
 def test_mac_without_metal_is_a_problem_that_does_not_stop() -> None:
