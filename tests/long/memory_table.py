@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
