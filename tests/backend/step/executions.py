@@ -181,6 +181,13 @@ def fixed_step() -> list[Example]:
     return [*long, *turns, *family(11, other, [1, 4], rng, one_row=True), long[1]]
 
 
+def first_supervised(example: Example) -> Example:
+    """Return an example whose first token is supervised too, as in `text` rows without BOS."""
+    mask = example.assistant_mask.copy()
+    mask[0] = 1
+    return replace(example, assistant_mask=mask)
+
+
 @cache
 def plain_step(model_type: str, quantize: int | None = None, **config: Any) -> Step:
     """Return what the plain path gives for the fixed step."""

@@ -17,7 +17,7 @@ from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.step.forward import Execution
 from mlxtune.core.data.encode import Example
-from tests.backend.step.executions import WAYS, fixed_step, model_folder
+from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.models import sums, write_chat
 
 KERNELS = Execution(cpu_kernels=True, pack=True)
@@ -97,6 +97,20 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
     assert mx.array_equal(adapted.model(tokens), without)
     adapted.use_adapter(True)
     assert mx.array_equal(adapted.model(tokens), with_it)
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 10_000])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int) -> None:
+    """Nothing predicts it, in a micro-batch, a line or behind a shared prefix."""
+    base = load_base(model_folder("qwen3"), "float32")
+    examples = [first_supervised(example) for example in fixed_step()]
+    wanted = expected(base.model, examples)
+    evaluator = Evaluator(
+        base.model, base.parameters, pytest.fail, how=way, tokens_at_once=tokens_at_once
+    )
+    np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
+    np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
 
 
 def test_head_on_the_cpu_gives_each_position_its_own_loss() -> None:

@@ -16,6 +16,7 @@ from tests.backend.step.executions import (
     WAYS,
     assert_same,
     computed,
+    first_supervised,
     fixed_step,
     pipeline,
     plain_step,
@@ -35,6 +36,14 @@ few = settings(
 def test_step_equals_the_plain_one(architecture: str, way: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000)
     assert_same(computed(fast, fixed_step()), plain_step(architecture))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_supervised_first_token_changes_neither_loss_nor_count(way: str) -> None:
+    """Nothing predicts it, in a micro-batch, a line or behind a shared prefix."""
+    fast = pipeline("gemma3_text", WAYS[way], tokens=10_000)
+    examples = [first_supervised(example) for example in fixed_step()]
+    assert_same(computed(fast, examples), plain_step("gemma3_text"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

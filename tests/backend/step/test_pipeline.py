@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.errors import NonFiniteLossError
 from tests.backend.conftest import MakePipeline, random_examples
+from tests.models import VOCAB_SIZE
 
 ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
 
@@ -101,6 +103,51 @@ def test_evaluation_equals_the_formula_and_is_weighted_by_tokens(
     assert result.perplexity == pytest.approx(np.exp(expected), rel=1e-4)
 
 
+def at_the_edges() -> list[Example]:
+    """Return examples supervised at the first token, at the last, at both, and throughout."""
+    masks = {
+        "first": [1, 0, 0, 1, 0, 0],
+        "last": [0, 0, 0, 0, 0, 1],
+        "both": [1, 0, 0, 0, 0, 1],
+        "all": [1, 1, 1, 1, 1, 1],
+        "two tokens": [1, 1],
+        "same beginning": [1, 1, 1, 1, 0, 0],
+    }
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, VOCAB_SIZE, 6)
+    return [
+        Example(row, shared[: len(mask)].astype(np.int32), np.array(mask, dtype=np.uint8))
+        if row % 2
+        else Example(row, rng.integers(0, VOCAB_SIZE, len(mask)).astype(np.int32), np.uint8(mask))
+        for row, mask in enumerate(masks.values())
+    ]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_first_token_counts_for_nothing_as_nothing_predicts_it(
+    make_pipeline: MakePipeline, tmp_path: Path, micro_batch_tokens: int
+) -> None:
+    """Rows of `text` without BOS are supervised from their first token on."""
+    pipeline = make_pipeline("qwen3", micro_batch_tokens=micro_batch_tokens)
+    examples = at_the_edges()
+    predicted = [1, 1, 1, 5, 1, 3]
+
+    loss, gradients, tokens = pipeline.loss_and_gradients(examples)
+    expected, expected_gradients = reference(pipeline, tmp_path / "qwen3-None", examples)
+    assert tokens == sum(predicted)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_same_gradients(gradients, expected_gradients)
+
+    evaluated, step = pipeline.evaluate(examples), pipeline.train_batch(examples)
+    assert evaluated.total_response_tokens == step.total_response_tokens == sum(predicted)
+    assert evaluated.avg_loss == pytest.approx(expected, rel=1e-5)
+    assert step.avg_loss == pytest.approx(expected, rel=1e-5)
+    # Of each example, what comes before its last supervised token is run, wherever it is split.
+    assert step.run_tokens - step.padding == sum([3, 5, 5, 5, 1, 3])
+    for example, count in zip(examples, predicted, strict=True):
+        assert pipeline.evaluate([example]).total_response_tokens == count
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("quantize", [None, 4])
 def test_splitting_a_step_changes_neither_loss_nor_gradient(
@@ -130,6 +177,45 @@ def test_dropout_depends_on_seed_step_and_row_alone(make_pipeline: MakePipeline)
 
     assert loss(1) == loss(1)
     assert len({loss(1), loss(2), loss(1, seed=43), loss(1, dropout=0.0)}) == 4
+
+
+def test_each_step_draws_the_dropout_of_its_number(make_pipeline: MakePipeline) -> None:
+    examples = random_examples(3)
+
+    def first_loss(step: int) -> float:
+        pipeline = make_pipeline("qwen3", dropout=0.5)
+        return pipeline.train_batch(examples, step=step, learning_rate=1e-3).avg_loss
+
+    drawn = make_pipeline("qwen3", dropout=0.5)
+    expected = [drawn.loss_and_gradients(examples, step=step)[0] for step in (1, 2, 3)]
+    assert [first_loss(step) for step in (1, 2, 3)] == expected
+    assert first_loss(2) == first_loss(2)
+    assert len(set(expected)) == 3
+
+
+def test_steps_without_a_number_count_from_1(make_pipeline: MakePipeline) -> None:
+    """At a learning rate of 0 the parameters stay, so that dropout alone tells steps apart."""
+    examples = random_examples(3)
+    pipeline = make_pipeline("qwen3", dropout=0.5)
+    expected = [pipeline.loss_and_gradients(examples, step=step)[0] for step in (1, 2, 8, 9)]
+    found = [pipeline.train_batch(examples, learning_rate=0.0).avg_loss for _ in range(2)]
+    found.append(pipeline.train_batch(examples, step=8, learning_rate=0.0).avg_loss)
+    found.append(pipeline.train_batch(examples, learning_rate=0.0).avg_loss)
+    assert found == expected
+    assert len(set(found)) == 4
+
+
+def test_each_row_draws_its_own_dropout(make_pipeline: MakePipeline) -> None:
+    """Equal tokens in two rows are dropped differently, in two examples of a row alike."""
+    one = random_examples(1)[0]
+    pipeline = make_pipeline("qwen3", dropout=0.5)
+
+    def loss(*rows: int) -> float:
+        return pipeline.loss_and_gradients([replace(one, row=row) for row in rows])[0]
+
+    assert loss(1) != loss(2)
+    assert loss(1, 2) == pytest.approx((loss(1) + loss(2)) / 2, rel=1e-5)
+    assert loss(1, 1) == pytest.approx(loss(1), rel=1e-6)
 
 
 def test_validation_knows_no_dropout(make_pipeline: MakePipeline) -> None:

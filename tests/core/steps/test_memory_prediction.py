@@ -78,7 +78,8 @@ def test_fewer_trained_layers_keep_less() -> None:
 
 @pytest.mark.parametrize(("prefix", "scores"), [(0, 2 * 5 * 5), (4, 16 + 2 * 5 * 9)])
 def test_load_counts_prefix_padding_and_supervised_positions(prefix: int, scores: int) -> None:
-    mask = np.array([0, 0, 0, 0, 0, 1, 1, 1], dtype=np.uint8)
+    # The first token is supervised, but nothing predicts it.
+    mask = np.array([1 - bool(prefix), 0, 0, 0, 0, 1, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(8, dtype=np.int32), mask) for i in range(3)]
     load = load_of(Group((0, 2), prefix, 5), examples)
     assert (load.tokens, load.positions, load.scores) == (prefix + 10, 6, scores)
