@@ -1,6 +1,8 @@
-"""Counts, numbers and durations as people read them."""
+"""Counts, sizes, losses and times as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def count(number: int, noun: str) -> str:
@@ -17,6 +19,21 @@ def short_number(number: int) -> str:
     return str(number)
 
 
+def byte_size(number: float) -> str:
+    """Return `12 kB`, `3.4 MB` or `24 GB`, in three digits."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if (rounded := float(f"{number / size:.3g}")) >= 1:
+            return f"{rounded:g} {unit}"
+    return f"{max(number, 0):.0f} B"
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss in three digits, `–` for none."""
+    if loss is None:
+        return "–"
+    return f"{loss:#.3g}" if abs(loss) < 10 else f"{loss:,.1f}"
+
+
 def duration(seconds: float) -> str:
     """Return `12.3s`, `4m 05s` or `2h 05m`."""
     if round(seconds, 1) < 60:
@@ -25,3 +42,20 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m {whole:02d}s"
     return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def short_duration(seconds: float) -> str:
+    """Return `1.23 s` or `12.3 ms`, in three digits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def minute_of(time: str) -> str:
+    """Return a time in ISO 8601 as `2026-03-04 05:06`."""
+    return time[:16].replace("T", " ")
+
+
+def join_few(values: Iterable[str], most: int = 5) -> str:
+    """Return the first few names and how many more there are: `a, b and 3 more`."""
+    names = list(values)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

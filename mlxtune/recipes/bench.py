@@ -172,7 +172,7 @@ def alternate(
 
     A peer that fails is not run again. Raises MlxTuneError when ours does.
     """
-    from mlxtune.core.reports import benchmark_report
+    from mlxtune.core.reports import benchmark_text
     from mlxtune.core.runs import benchmark
 
     ours = benchmark.Side(OURS)
@@ -192,7 +192,7 @@ def alternate(
             console.warn(f"{side.name} failed: {error}")
             continue
         side.runs.append(run)
-        line = benchmark_report.run_line(side.name, run)
+        line = benchmark_text.run_line(side.name, run)
         console.say("Run", f"{repeat}/{config.repeats} {line}")
     return ours, theirs
 

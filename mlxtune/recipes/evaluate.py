@@ -29,7 +29,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
     from mlxtune.backend.step import forward
-    from mlxtune.core.reports import messages
+    from mlxtune.core.reports import run_text
     from mlxtune.terminal.console import RunConsole
 
     folder = find_model(config)
@@ -40,7 +40,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
         dataset = load_dataset(reading, reader)
         say_findings(dataset, console)
         for ledger in dataset.ledgers:
-            console.say("Data", messages.evaluated_line(ledger))
+            console.say("Data", run_text.evaluated_line(ledger))
         if _was_trained_on(config, dataset.corpus):
             console.warn("the adapter was trained on these rows: new ones show what it is worth")
         used = load_model(config, folder, console)
@@ -55,7 +55,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 def show(config: EvalConfig) -> None:
     """Print what `evaluate` finds: lines, or JSON."""
-    from mlxtune.core.reports.evaluation_report import evaluation_lines
+    from mlxtune.core.reports.evaluation_text import evaluation_lines
 
     found = evaluate(config)
     if config.json:

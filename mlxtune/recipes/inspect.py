@@ -53,7 +53,7 @@ def show(config: InspectConfig) -> None:
     """Print what `inspect` finds. Raises DataError for what `train` refuses."""
     from rich.console import Console
 
-    from mlxtune.core.reports import messages
+    from mlxtune.core.reports import run_text
     from mlxtune.terminal.console import RunConsole
     from mlxtune.terminal.inspect_console import show_inspection
 
@@ -64,7 +64,7 @@ def show(config: InspectConfig) -> None:
     elif config.quiet:
         console = RunConsole(quiet=True)
         for finding in found.findings:
-            console.warn(messages.finding_line(finding))
+            console.warn(run_text.finding_line(finding))
     else:
         every = found.shown if config.row is not None else None
         show_inspection(found, Console(highlight=False), examples=every)

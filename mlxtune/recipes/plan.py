@@ -14,7 +14,7 @@ from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
 from mlxtune.setup.memory import choose_plan, first_steps, speed_key, training_rows, work_of
 
 if TYPE_CHECKING:
-    from mlxtune.core.reports.run_plan import RunPlan
+    from mlxtune.core.runs.run_plan import RunPlan
 
 
 def plan(config: PlanConfig) -> RunPlan:
@@ -24,7 +24,7 @@ def plan(config: PlanConfig) -> RunPlan:
     when even one example does not fit.
     """
     from mlxtune.backend.model import loading, memory, model_folder
-    from mlxtune.core.reports.run_plan import RunPlan
+    from mlxtune.core.runs.run_plan import RunPlan
     from mlxtune.core.training.speed import read_speed
     from mlxtune.terminal.console import RunConsole
 
@@ -52,7 +52,7 @@ def plan(config: PlanConfig) -> RunPlan:
 
 def show(config: PlanConfig) -> None:
     """Print what `plan` finds: lines and a table, or JSON."""
-    from mlxtune.core.reports.run_plan import plan_lines
+    from mlxtune.core.reports.plan_text import plan_lines
 
     found = plan(config)
     if config.json:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mlxtune.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from mlxtune.core.runs.run_record import Run
-    from mlxtune.core.runs.run_summary import RunSummary
+    from mlxtune.core.runs.run import Run
+    from mlxtune.core.runs.summary import RunSummary
 
 COMPARISON = "comparison.html"
 
@@ -28,7 +28,7 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary
 
     Raises OutputError where there is no run, or the page cannot be written.
     """
-    from mlxtune.core.runs.run_summary import summarize
+    from mlxtune.core.runs.summary import summarize
 
     found = read_runs(runs)
     if html is not None:
@@ -63,7 +63,7 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
 
 def read_runs(runs: Sequence[str | Path]) -> list[Run]:
     """Return the runs that are named. Raises OutputError where one is none."""
-    from mlxtune.core.runs.run_record import read_run, run_folder_at
+    from mlxtune.core.runs.run import read_run, run_folder_at
 
     return [read_run(run_folder_at(_path(run))) for run in runs]
 
@@ -71,7 +71,7 @@ def read_runs(runs: Sequence[str | Path]) -> list[Run]:
 def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
     """Return runs as docs/report.md describes them."""
     from mlxtune.core.reports.run_charts import planned_shares
-    from mlxtune.core.runs.run_summary import differing_options, summarize, tokens_run
+    from mlxtune.core.runs.summary import differing_options, summarize, tokens_run
 
     return {
         "runs": [
@@ -95,7 +95,7 @@ def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
 def _lines(runs: Sequence[Run]) -> list[str]:
     from mlxtune.core.reports.run_evaluation import verdict_of
     from mlxtune.core.reports.run_page import comparison_headline
-    from mlxtune.core.runs.run_summary import differing_options, summarize
+    from mlxtune.core.runs.summary import differing_options, summarize
 
     summaries = [summarize(run) for run in runs]
     lines = []

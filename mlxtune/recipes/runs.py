@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from mlxtune.errors import OutputError, printable
 
 if TYPE_CHECKING:
-    from mlxtune.core.reports.run_list import ListedRun, Search
-    from mlxtune.core.runs.run_summary import RunSummary
+    from mlxtune.core.runs.run_list import ListedRun, Search
+    from mlxtune.core.runs.summary import RunSummary
 
 
 def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
@@ -26,14 +26,15 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
     `sort` is one of when, name, val, train, speed and steps. Raises OutputError where a folder is
     missing.
     """
-    from mlxtune.core.reports.run_list import Search, in_order
+    from mlxtune.core.runs.run_list import Search, in_order
 
     return [each.summary for each in in_order(_find(folders, Search()), sort)]
 
 
 def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
     """Print the runs below folders: a table that fits the terminal, or JSON."""
-    from mlxtune.core.reports.run_list import Search, in_order, list_lines
+    from mlxtune.core.reports.runs_table import table_lines
+    from mlxtune.core.runs.run_list import Search, in_order
 
     search = Search()
     found = in_order(_find(folders, search), sort)
@@ -49,13 +50,13 @@ def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
         print(printable(f"no run below {where}: mlxtune train makes one"), file=sys.stderr)
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in list_lines(found, width, unicode=_is_unicode()):
+    for line in table_lines(found, width, unicode=_is_unicode()):
         print(_fit(line))
 
 
 def _find(folders: Sequence[str | Path], search: Search) -> list[ListedRun]:
-    from mlxtune.core.reports.run_list import ListedRun
-    from mlxtune.core.runs.run_record import read_run
+    from mlxtune.core.runs.run import read_run
+    from mlxtune.core.runs.run_list import ListedRun
 
     found: dict[Path, ListedRun] = {}
     for name in folders or ("",):

@@ -73,7 +73,7 @@ def train(
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     from mlxtune.backend.model import memory
-    from mlxtune.core.reports import messages
+    from mlxtune.core.reports import run_text
     from mlxtune.core.training.run_folder import ABOUT, LEDGER
     from mlxtune.setup.interrupt import stop_on_interrupt
     from mlxtune.terminal.console import RunConsole
@@ -112,7 +112,7 @@ def train(
             del setup, trainer
             memory.release()
             evaluation = conclude(config, folder, rows, dataset.paths_of(rows), console)
-            console.say("Try it", messages.usage_line(result, config), copyable=True)
+            console.say("Try it", run_text.usage_line(result, config), copyable=True)
     return TrainResult(
         training=result,
         adapter=None if dry_run else config.output_path,
@@ -242,15 +242,15 @@ def say_plan(
     console: RunConsole,
 ) -> None:
     """Say where the rows and tokens went, and what will be done with them."""
-    from mlxtune.core.reports import messages, run_plan
+    from mlxtune.core.reports import plan_text, run_text
 
     for ledger in dataset.ledgers:
-        console.say("Data", messages.rows_line(ledger))
-        console.say("", messages.tokens_line(ledger))
-    console.say("Template", messages.template_line(dataset.template, config))
-    console.say("Plan", messages.plan_line(trainer))
-    console.say("", run_plan.micro_batches_line(plan))
-    console.say("", run_plan.peak_line(plan))
+        console.say("Data", run_text.rows_line(ledger))
+        console.say("", run_text.tokens_line(ledger))
+    console.say("Template", run_text.template_line(dataset.template, config))
+    console.say("Plan", run_text.plan_line(trainer))
+    console.say("", plan_text.micro_batches_line(plan))
+    console.say("", plan_text.peak_line(plan))
 
 
 def compare(resume: Resumable, trainer: InstructTrainer, console: RunConsole) -> None:
@@ -277,7 +277,7 @@ def finish(
     """Write the adapter, and that the run came to its end; say how. Raises OutputError."""
     from mlxtune.backend.model import memory
     from mlxtune.core.machine.files import file_hash
-    from mlxtune.core.reports import messages
+    from mlxtune.core.reports import run_text
     from mlxtune.core.training.run_folder import write_result
 
     output = config.output_path
@@ -302,7 +302,7 @@ def finish(
     write_result(config.checkpoint_path, ended)
     keep_speed_of(config, setup.planned, setup.base.dtype, result.steps)
     predicted = setup.plan.peak.total / memory.GB
-    for line in messages.summary_lines(result, config, memory.peak_gb(), predicted):
+    for line in run_text.summary_lines(result, config, memory.peak_gb(), predicted):
         console.say("Done", line)
-    for line in messages.quantized_base_lines(config):
+    for line in run_text.quantized_base_lines(config):
         console.say("Base", line)

@@ -356,12 +356,12 @@ def _real(path: Path) -> Path:
 
 def say_findings(dataset: Dataset, console: RunConsole) -> None:
     """Warn of what is worth a look in the data. Raises DataError for what is refused."""
-    from mlxtune.core.reports import messages
+    from mlxtune.core.reports import run_text
 
     for file in dataset.files:
         for warning in file.skipped.warnings():
             console.warn(warning)
     for finding in dataset.findings:
         if finding.level == "error":
-            raise DataError(messages.finding_line(finding))
-        console.warn(messages.finding_line(finding))
+            raise DataError(run_text.finding_line(finding))
+        console.warn(run_text.finding_line(finding))

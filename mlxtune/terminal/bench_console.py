@@ -9,7 +9,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from mlxtune.core.reports import benchmark_report
+from mlxtune.core.reports import benchmark_text
 from mlxtune.core.runs.benchmark import Benchmark
 
 _PIPE_WIDTH = 160
@@ -45,7 +45,7 @@ class Progress:
 
 def show_benchmark(benchmark: Benchmark, console: Console) -> None:
     """Print the table of a benchmark, and what has to be said of it."""
-    head, *rows = benchmark_report.table(benchmark)
+    head, *rows = benchmark_text.table(benchmark)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(head):
         table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
@@ -54,7 +54,7 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
     if not console.is_terminal:
         # Cells stay whole, as lines do.
         console.width = _PIPE_WIDTH
-    console.print(Text(benchmark_report.title(benchmark), "bold"), soft_wrap=True)
+    console.print(Text(benchmark_text.title(benchmark), "bold"), soft_wrap=True)
     console.print(table)
-    for line in benchmark_report.remarks(benchmark):
+    for line in benchmark_text.remarks(benchmark):
         console.print(Text(line), soft_wrap=True)

@@ -14,7 +14,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from mlxtune.core.reports import messages, profile_report
+from mlxtune.core.reports import profile_text, run_text
 from mlxtune.core.text import count
 from mlxtune.core.training.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -74,8 +74,8 @@ class RunConsole(TrainingObserver):
         self._status: Status | None = None
         self._total_steps = 0
         self._epochs = 0
-        self._average = messages.SmoothedLoss()
-        self._profile = profile_report.ProfileSummary()
+        self._average = run_text.SmoothedLoss()
+        self._profile = profile_text.ProfileSummary()
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
         """Print one line of a stage; text from files is never read as markup.
@@ -152,10 +152,10 @@ class RunConsole(TrainingObserver):
                 refresh=record.step == 1,
                 description=f"epoch {record.epoch}/{self._epochs} "
                 f"step {record.step}/{self._total_steps}",
-                state=messages.step_state(record, average, self._peak_gb(), room),
+                state=run_text.step_state(record, average, self._peak_gb(), room),
             )
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
-            line = messages.step_line(record, self._total_steps, average, self._peak_gb())
+            line = run_text.step_line(record, self._total_steps, average, self._peak_gb())
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
@@ -168,13 +168,13 @@ class RunConsole(TrainingObserver):
     def on_validation(self, step: int, loss: float) -> None:
         """Print the loss before the first step; those after an epoch stand in its line."""
         if step == 0:
-            self.say("Validation", f"before training: {messages.loss(loss)}")
+            self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
 
     def on_profile(self, record: ProfileRecord) -> None:
         """Print what a profiled step took; all of them are summed up at the end."""
         self._profile.add(record)
         if isinstance(record, StepProfile):
-            self.say("Profile", profile_report.step_line(record), copyable=True)
+            self.say("Profile", profile_text.step_line(record), copyable=True)
 
     def on_problem(self, message: str) -> None:
         """Warn of it."""
@@ -182,12 +182,12 @@ class RunConsole(TrainingObserver):
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
         """Print the epoch's result."""
-        self.say("Training", messages.epoch_line(metrics, best))
+        self.say("Training", run_text.epoch_line(metrics, best))
 
     def on_end(self) -> None:
         """Close the bar, and print the table of a profile."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        for number, line in enumerate(profile_report.table(self._profile)):
+        for number, line in enumerate(profile_text.table(self._profile)):
             self.say("" if number else "Profile", line, copyable=True)

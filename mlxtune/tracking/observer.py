@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import TrainConfig
 from mlxtune.core.machine.files import read_json, write_json
-from mlxtune.core.reports.messages import tokens_per_second
+from mlxtune.core.reports.run_text import tokens_per_second
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     SkippedStep,

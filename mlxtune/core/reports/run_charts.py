@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 from mlxtune.core.reports.charts import Chart, Level, Series
 from mlxtune.core.reports.curves import decimate, smooth, span_for
-from mlxtune.core.runs.run_record import Run, mapping, number, whole
-from mlxtune.core.runs.run_summary import RunSummary, loss_text
-from mlxtune.core.text import count
+from mlxtune.core.runs.run import Run, mapping, number, whole
+from mlxtune.core.runs.summary import RunSummary
+from mlxtune.core.text import count, loss_text
 
 # Points of a curve on the page of one run, and of several.
 _POINTS, _POINTS_OF_SEVERAL = 1000, 400

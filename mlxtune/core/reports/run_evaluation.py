@@ -8,9 +8,9 @@ from typing import Any
 
 from mlxtune.core.reports.page_parts import html_text, section
 from mlxtune.core.reports.run_sections import note, table
-from mlxtune.core.runs.run_record import Run, mapping, number, objects, text, whole
-from mlxtune.core.runs.run_summary import loss_text, samples_of
-from mlxtune.core.text import count
+from mlxtune.core.runs.run import Run, mapping, number, objects, text, whole
+from mlxtune.core.runs.summary import samples_of
+from mlxtune.core.text import count, loss_text
 
 # Of a text, so many characters are shown; of samples so many, and so many without unfolding.
 _MOST_TEXT, _MOST_SAMPLES, _OPEN_SAMPLES = 4000, 40, 3

@@ -9,7 +9,6 @@ from typing import Any
 
 from mlxtune.core.machine.files import write_file
 from mlxtune.core.reports.charts import Drawing, draw
-from mlxtune.core.reports.messages import memory
 from mlxtune.core.reports.page import Kind
 from mlxtune.core.reports.page_parts import figure_list, html_text, section
 from mlxtune.core.reports.run_charts import charts_of, comparison_charts, style_of
@@ -24,15 +23,14 @@ from mlxtune.core.reports.run_sections import (
     skipped_section,
     table,
 )
-from mlxtune.core.runs.run_record import Run, read_run, text, whole
-from mlxtune.core.runs.run_summary import (
+from mlxtune.core.runs.run import Run, read_run, text, whole
+from mlxtune.core.runs.summary import (
     RunSummary,
     differing_options,
-    loss_text,
     option_text,
     summarize,
 )
-from mlxtune.core.text import count, duration
+from mlxtune.core.text import byte_size, count, duration, loss_text, minute_of
 from mlxtune.core.training.run_folder import REPORT
 
 PAGE = Kind(
@@ -110,7 +108,7 @@ def _header(run: Run, summary: RunSummary) -> str:
         "LoRA": f"{lora} on {targets}" if lora else "",
         "Learning rate": option_text(run.config.get("lr", "")),
         "Device": text(run.about, "device"),
-        "Started": when(summary.started),
+        "Started": minute_of(summary.started),
     }
     return f"<h1>{_unbroken(summary.headline)}</h1>{_settings(settings)}" + (
         _verdict(run, summary) + _problems([summary]) + figure_list(_figures(summary))
@@ -130,11 +128,6 @@ def _settings(settings: dict[str, str]) -> str:
         if value and value != "–"
     )
     return f'<dl class="settings">{pairs}</dl>'
-
-
-def when(started: str) -> str:
-    """Return a time in ISO 8601 to the minute, as one would write it."""
-    return started[:16].replace("T", " ")
 
 
 def _verdict(run: Run, summary: RunSummary) -> str:
@@ -194,8 +187,8 @@ def _figures(summary: RunSummary) -> dict[str, int | str]:
         figures[f"for {count(summary.step, 'step')}{at}"] = duration(summary.seconds)
     if summary.peak_memory is not None:
         predicted = summary.predicted_memory
-        said = f", {memory(predicted / 1e9)} predicted" if predicted else ""
-        figures[f"peak memory{said}"] = memory(summary.peak_memory / 1e9)
+        said = f", {byte_size(predicted)} predicted" if predicted else ""
+        figures[f"peak memory{said}"] = byte_size(summary.peak_memory)
     return figures
 
 
@@ -283,7 +276,7 @@ def _results(summaries: Sequence[RunSummary]) -> str:
                 loss_text(each.train_loss),
                 html_text(steps),
                 "–" if speed is None else f"{speed:,.0f}",
-                "–" if peak is None else memory(peak / 1e9),
+                "–" if peak is None else byte_size(peak),
                 "–" if each.seconds is None else duration(each.seconds),
             )
         )

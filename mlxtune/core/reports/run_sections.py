@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxtune.core.reports.charts import draw_bars
-from mlxtune.core.reports.messages import memory
 from mlxtune.core.reports.page_parts import html_text, ledger_article, section
 from mlxtune.core.reports.run_charts import planned_shares
-from mlxtune.core.runs.run_record import Run, mapping, number, text, whole
-from mlxtune.core.runs.run_summary import RunSummary, ledgers_of, options_of, tokens_run
-from mlxtune.core.text import count, duration
+from mlxtune.core.runs.run import Run, mapping, number, text, whole
+from mlxtune.core.runs.summary import RunSummary, ledgers_of, options_of, tokens_run
+from mlxtune.core.text import byte_size, count, duration
 
-_GB = 1e9
 # Of skipped steps and of epochs, so many are shown.
 _MOST_SKIPPED, _MOST_EPOCHS = 100, 200
 
@@ -153,7 +151,7 @@ _PARTS = ("weights", "optimizer", "activations", "head")
 
 
 def _bytes(value: float | None) -> str:
-    return "–" if value is None else memory(value / _GB)
+    return "–" if value is None else byte_size(value)
 
 
 def _decimal(value: float | None) -> str:

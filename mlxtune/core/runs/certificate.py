@@ -7,7 +7,7 @@ greedily. Their logits at the same positions are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,10 +196,3 @@ def check(certificate: Certificate, target: Path) -> None:
         raise OutputError(
             f"{target}: is not what was trained, so nothing was left there: {problems[0]}{more}"
         )
-
-
-def first(values: Iterable[str], most: int = 5) -> str:
-    """Return the first few of some names, and how many more there are."""
-    names = list(values)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

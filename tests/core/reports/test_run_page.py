@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.reports.run_page import render_runs
-from mlxtune.core.runs.run_record import Run, read_run
+from mlxtune.core.runs.run import Run, read_run
 from tests.runs import EVALUATION, as_lines, metrics, step_line, write_run
 
 VOID = {"meta", "link", "input"}
@@ -81,7 +81,7 @@ def test_page_says_all_that_is_known(run: Run) -> None:
     for text in ("chat.jsonl:7", "2 + 2?", "the the", "✓ exact", "Rows that lost most", "+0.250"):
         assert text in evaluation
     plan = found.text("plan")
-    for text in ("26 MB", "27 MB", "1.5 2.0", "5.0% 5.0%", "105.0% 105.0%", "24.00 GB"):
+    for text in ("26 MB", "27 MB", "1.5 2.0", "5.0% 5.0%", "105.0% 105.0%", "24 GB"):
         assert text in plan
     data = found.text("data")
     for text in ("data/chat.jsonl", "2 skipped", "no assistant turn", "median 90"):

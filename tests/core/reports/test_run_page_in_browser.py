@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.reports.run_page import render_runs
-from mlxtune.core.runs.run_record import read_run
+from mlxtune.core.runs.run import read_run
 from tests.browser import browse, drive, needs_browser
 from tests.core.reports.test_run_page import HOSTILE, hostile
 from tests.runs import EVALUATION, as_lines, step_line, write_run

@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.reports.evaluation_report import evaluation_lines
+from mlxtune.core.reports.evaluation_text import evaluation_lines
 from mlxtune.core.training.evaluation import (
     Difference,
     Evaluation,

@@ -19,7 +19,7 @@ from mlxtune.backend.adapters.adapter_files import read_adapter_config, read_sai
 from mlxtune.backend.adapters.adapter_state import in_order
 from mlxtune.backend.model.dequantized import unpacked
 from mlxtune.core.machine.files import write_file, write_json
-from mlxtune.core.runs.certificate import first
+from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
@@ -76,7 +76,7 @@ class Adapter:
         experts = [name for name, update in self.modules.items() if update.of_experts]
         if experts:
             raise ModelError(
-                f"{what} has no place for the experts of a mixture ({first(experts, 2)}): "
+                f"{what} has no place for the experts of a mixture ({join_few(experts, 2)}): "
                 "use --format mlx-lm, or mlxtune fuse"
             )
 
@@ -133,7 +133,7 @@ def read_tensors(path: Path) -> dict[str, Matrix]:
     except Exception as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     if broken := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
-        raise ModelError(f"{path}: has numbers that are not finite, in {first(broken)}")
+        raise ModelError(f"{path}: has numbers that are not finite, in {join_few(broken)}")
     return tensors
 
 
@@ -182,8 +182,8 @@ def modules_of(path: Path, tensors: Mapping[str, Matrix], *, dora: bool) -> dict
     needed = {"lora_a", "lora_b", "m"} if dora else {"lora_a", "lora_b"}
     halves = [name for name, each in parts.items() if each.keys() != needed]
     if strangers or halves or not parts:
-        what = f"tensors of no LoRA: {first(strangers)}" if strangers else "no whole LoRA"
-        what = f"not all of {', '.join(sorted(needed))} for {first(halves)}" if halves else what
+        what = f"tensors of no LoRA: {join_few(strangers)}" if strangers else "no whole LoRA"
+        what = f"not all of {', '.join(sorted(needed))} for {join_few(halves)}" if halves else what
         raise ModelError(f"{path}: has {what}: it is no adapter in mlx-lm's layout")
     return {
         name: Update(each["lora_a"], each["lora_b"], each.get("m"))
@@ -210,7 +210,7 @@ def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
     """
     strangers = [name for name in adapter.modules if name not in modules]
     if strangers:
-        raise ModelError(f"the base model has no {first(strangers)}, which the adapter is for")
+        raise ModelError(f"the base model has no {join_few(strangers)}, which the adapter is for")
     places = {name: place_in_layer(name) for name in modules}
     keys = {places[name][1] for name in adapter.modules}
     start = min(places[name][0] for name in adapter.modules)

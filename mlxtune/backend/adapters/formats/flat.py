@@ -21,7 +21,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     read_tensors,
     write_tensors,
 )
-from mlxtune.core.runs.certificate import first
+from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.safetensors"
@@ -64,7 +64,9 @@ def read_flat(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
         found = _NAME.fullmatch(name)
         where = places.get((int(found[1]), found[2]), []) if found else []
         if found is None or len(where) != 1:
-            raise ModelError(f"{path}: {name} means {first(where) or 'nothing'} in the base model")
+            raise ModelError(
+                f"{path}: {name} means {join_few(where) or 'nothing'} in the base model"
+            )
         parts.setdefault(where[0], {})[found[3]] = tensor.T
     with safetensors.safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, place_in_layer
-from mlxtune.core.runs.certificate import first
+from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line
 
 WEIGHTS = "adapter.gguf"
@@ -127,7 +127,7 @@ def read_gguf(
             b = unpermuted(b, heads[module.rsplit(".", 1)[-1]])
         updates[module] = Update(a.T, b.T)
     if tensors or not updates:
-        raise ModelError(f"{path}: has tensors that are no LoRA: {first(tensors)}")
+        raise ModelError(f"{path}: has tensors that are no LoRA: {join_few(tensors)}")
     rank = next(iter(updates.values())).a.shape[1]
     first_layer = min(place_in_layer(name)[0] for name in updates)
     return Adapter(scale=alpha / rank, num_layers=num_layers - first_layer, modules=updates)
@@ -173,5 +173,5 @@ def _gguf_names(
         else:
             found[module] = name
     if unknown and all_known:
-        raise ModelError(f"llama.cpp has no name for {first(unknown)} of {architecture} models")
+        raise ModelError(f"llama.cpp has no name for {join_few(unknown)} of {architecture} models")
     return found

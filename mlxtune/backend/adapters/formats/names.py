@@ -10,7 +10,7 @@ import mlx.nn as nn
 import safetensors
 
 from mlxtune.backend.lora.lora import projections
-from mlxtune.core.runs.certificate import first
+from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
 # From the number of its layer on, a module is called the same everywhere.
@@ -73,7 +73,7 @@ def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str
         else:
             missing.append(name)
     if missing:
-        raise ModelError(f"{where}: has no module of its own for {first(missing)}")
+        raise ModelError(f"{where}: has no module of its own for {join_few(missing)}")
     return found
 
 

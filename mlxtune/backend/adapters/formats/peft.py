@@ -33,7 +33,7 @@ from mlxtune.backend.adapters.formats.names import (
     weighted_modules,
 )
 from mlxtune.core.machine.files import read_given_json, write_json
-from mlxtune.core.runs.certificate import first
+from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"
@@ -185,7 +185,7 @@ def _parts_of(
         else:
             parts.setdefault(found[1], {})[found[2]] = tensor
     if strangers or not parts:
-        what = f"tensors that mlx-lm's LoRA has no place for: {first(strangers)}"
+        what = f"tensors that mlx-lm's LoRA has no place for: {join_few(strangers)}"
         raise ModelError(f"{path}: has {what if strangers else 'no LoRA tensors'}")
     needed = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if dora else set())
     for name, each in parts.items():

@@ -9,87 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.reports import messages
-from mlxtune.core.text import count, duration, short_number
+from mlxtune.core.reports import run_text
 from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.training.trainer import InstructTrainer
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.core.training.records import epoch_metrics, step_record
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 rows"),
-        (1, "1 row"),
-        (2, "2 rows"),
-        (1000, "1,000 rows"),
-        (1_234_567, "1,234,567 rows"),
-    ],
-)
-def test_count_has_its_noun_and_thousands_apart(number: int, text: str) -> None:
-    assert count(number, "row") == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1000, "1k"),
-        (260_032, "260k"),
-        (999_499, "999k"),
-        (999_999, "1M"),
-        (1_000_000, "1M"),
-        (596_049_920, "596M"),
-        (999_999_999, "1B"),
-        (1_720_574_976, "1.72B"),
-        (70_553_706_496, "70.6B"),
-    ],
-)
-def test_short_number_has_three_digits_and_a_suffix(number: int, text: str) -> None:
-    assert short_number(number) == text
-
-
-@settings(deadline=None)
-@given(st.integers(0, 10**12 - 10**9))
-def test_short_number_is_within_half_a_percent_and_never_in_powers(number: int) -> None:
-    text = short_number(number)
-    sizes = {"k": 1e3, "M": 1e6, "B": 1e9}
-
-    assert "e" not in text
-    value = float(text.rstrip("kMB")) * sizes.get(text[-1], 1)
-    assert value == pytest.approx(number, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0s"),
-        (12.34, "12.3s"),
-        (59.9, "59.9s"),
-        (59.97, "1m 00s"),
-        (60, "1m 00s"),
-        (245.4, "4m 05s"),
-        (3599.7, "1h 00m"),
-        (7500, "2h 05m"),
-        (360_000, "100h 00m"),
-    ],
-)
-def test_duration_is_in_the_units_one_would_say(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 def test_loss_stands_with_its_perplexity() -> None:
-    assert messages.loss(2.0) == "2.0000 (perplexity 7.389)"
-    assert messages.loss(100.0) == "100.0000 (perplexity 1e+06)"
+    assert run_text.loss_and_perplexity(2.0) == "2.0000 (perplexity 7.389)"
+    assert run_text.loss_and_perplexity(100.0) == "100.0000 (perplexity 1e+06)"
 
 
 def test_rows_and_tokens_of_a_file_are_all_accounted_for() -> None:
@@ -107,11 +41,11 @@ def test_rows_and_tokens_of_a_file_are_all_accounted_for() -> None:
     )
     assert ledger.adds_up()
 
-    assert messages.rows_line(ledger) == (
+    assert run_text.rows_line(ledger) == (
         "chat.jsonl: 1,010 rows read, 800 train, 200 validate, "
         "10 skipped (no assistant turn: 7, not valid JSON: 3)"
     )
-    assert messages.tokens_line(ledger) == (
+    assert run_text.tokens_line(ledger) == (
         "50,000 tokens = 20,000 supervised + 29,000 context + 1,000 truncated from 1 row"
     )
 
@@ -119,15 +53,15 @@ def test_rows_and_tokens_of_a_file_are_all_accounted_for() -> None:
 def test_what_did_not_happen_to_rows_is_not_said() -> None:
     ledger = Ledger("chat.jsonl", 1, 1, tokens=9, tokens_supervised=3, tokens_context=6)
 
-    assert messages.rows_line(ledger) == "chat.jsonl: 1 row read, 1 train"
-    assert messages.tokens_line(ledger) == "9 tokens = 3 supervised + 6 context + 0 truncated"
+    assert run_text.rows_line(ledger) == "chat.jsonl: 1 row read, 1 train"
+    assert run_text.tokens_line(ledger) == "9 tokens = 3 supervised + 6 context + 0 truncated"
 
 
 def test_examples_are_counted_where_rows_became_several() -> None:
     several = Ledger("chat.jsonl", 3, 1, 1, examples=3, tokens=9)
-    assert messages.tokens_line(several).startswith("9 tokens in 3 examples = 0 supervised + ")
+    assert run_text.tokens_line(several).startswith("9 tokens in 3 examples = 0 supervised + ")
     one_each = Ledger("chat.jsonl", 3, 2, 1, examples=3, tokens=9)
-    assert messages.tokens_line(one_each).startswith("9 tokens = ")
+    assert run_text.tokens_line(one_each).startswith("9 tokens = ")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +76,7 @@ def test_finding_names_the_first_row_and_how_many_more_there_are(
     rows: int, detail: str, text: str
 ) -> None:
     places = (Place("a.jsonl", 7, detail), Place("b.jsonl", 1))[:rows]
-    assert messages.finding_line(Finding("warning", "looks odd", rows, "mend it", places)) == text
+    assert run_text.finding_line(Finding("warning", "looks odd", rows, "mend it", places)) == text
 
 
 def record(step: int, **changes: Any) -> StepRecord:
@@ -151,22 +85,16 @@ def record(step: int, **changes: Any) -> StepRecord:
 
 
 def test_smoothed_loss_is_an_exponential_moving_average_from_the_first_loss() -> None:
-    smoothed = messages.SmoothedLoss(keep=0.5)
+    smoothed = run_text.SmoothedLoss(keep=0.5)
 
     assert [smoothed.add(loss) for loss in (4.0, 2.0, 8.0)] == [4.0, 3.0, 5.5]
 
 
-def test_memory_is_in_megabytes_below_one_gigabyte() -> None:
-    assert [messages.memory(gb) for gb in (0.0, 0.31, 1.0, 8.254)] == [
-        *("0 MB", "310 MB", "1.00 GB", "8.25 GB"),
-    ]
-
-
-def test_state_of_a_step_is_cut_between_its_parts_to_the_room_there_is() -> None:
+def test_state_of_a_step_is_cut_between_its_parts_to_fit_the_width() -> None:
     whole = "loss 2.346  average 2.500  lr 0.0001  6,000 tok/s  3.46 GB"
 
     for room in range(len(whole) + 2):
-        state = messages.step_state(record(10), average=2.5, peak_gb=3.456, room=room)
+        state = run_text.step_state(record(10), average=2.5, peak_gb=3.456, width=room)
         assert whole.startswith(state)
         assert len(state) <= max(room, len("loss 2.346"))
         assert whole[len(state) :][:2] in ("  ", "")
@@ -177,12 +105,12 @@ def test_state_of_a_step_is_cut_between_its_parts_to_the_room_there_is() -> None
 
 
 def test_step_line_has_loss_rate_norm_speed_and_memory() -> None:
-    assert messages.step_line(record(10), total_steps=100, average=2.5, peak_gb=3.456) == (
+    assert run_text.step_line(record(10), total_steps=100, average=2.5, peak_gb=3.456) == (
         "step 10/100  loss 2.3457  average 2.5000  lr 0.0001  grad norm 0.988  "
         "6,000 tokens/s  peak 3.46 GB"
     )
     # A clock may not have moved during a step.
-    assert "tokens/s" in messages.step_line(record(1, seconds=0.0), 1, 2.5, 0.0)
+    assert "tokens/s" in run_text.step_line(record(1, seconds=0.0), 1, 2.5, 0.0)
 
 
 def epoch(number: int, val_loss: float | None) -> InstructEpochMetrics:
@@ -190,12 +118,12 @@ def epoch(number: int, val_loss: float | None) -> InstructEpochMetrics:
 
 
 def test_epoch_line_tells_a_best_epoch_from_another_and_from_one_without_validation() -> None:
-    assert messages.epoch_line(epoch(2, val_loss=1.0), best=True) == (
+    assert run_text.epoch_line(epoch(2, val_loss=1.0), best=True) == (
         "epoch 2: train 2.0000, validation 1.0000 (perplexity 2.718), best so far; "
         "12.3 rows/s, 1m 05s"
     )
-    assert "best" not in messages.epoch_line(epoch(2, val_loss=1.0), best=False)
-    assert messages.epoch_line(epoch(2, val_loss=None), best=False) == (
+    assert "best" not in run_text.epoch_line(epoch(2, val_loss=1.0), best=False)
+    assert run_text.epoch_line(epoch(2, val_loss=None), best=False) == (
         "epoch 2: train 2.0000; 12.3 rows/s, 1m 05s"
     )
 
@@ -207,7 +135,7 @@ def test_plan_says_how_much_will_be_trained_and_how() -> None:
 
     def plan(validation: list[Example]) -> str:
         trainer = InstructTrainer(FakePipeline(), corpus, config, validation=validation)
-        return messages.plan_line(trainer)
+        return run_text.plan_line(trainer)
 
     assert plan([]) == (
         "8 steps of 3 rows, 2 epochs; 10 rows train, no validation; learning rate 0.0003, "
@@ -233,7 +161,7 @@ def result(*val_losses: float | None, **changes: Any) -> InstructTrainResult:
 def summary(found: InstructTrainResult, folder: Path, **changes: Any) -> list[str]:
     values = {"model_path": "data/my model", "data": "chat.jsonl"}
     values["output"] = str(folder / "adapters.safetensors")
-    return list(messages.summary_lines(found, TrainConfig(**values | changes), peak_gb=1.234))
+    return list(run_text.summary_lines(found, TrainConfig(**values | changes), peak_gb=1.234))
 
 
 def test_summary_tells_speed_losses_and_what_was_written(tmp_path: Path) -> None:
@@ -265,7 +193,7 @@ def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_pa
 
 
 def usage(found: InstructTrainResult, **changes: Any) -> str:
-    return messages.usage_line(found, TrainConfig(model_path="data/my model", data="d", **changes))
+    return run_text.usage_line(found, TrainConfig(model_path="data/my model", data="d", **changes))
 
 
 def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:
@@ -285,4 +213,4 @@ def test_adapter_of_another_name_is_used_from_where_mlx_lm_finds_it(tmp_path: Pa
     assert shlex.split(best)[4] == str(tmp_path / "runs" / "best")
 
     last = usage(result(None), output=output)
-    assert last == "mlx-lm loads a folder whose adapter file is named adapters.safetensors"
+    assert last == "mlx-lm loads the adapter once it is named adapters.safetensors"

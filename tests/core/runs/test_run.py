@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.reports.run_page import render_runs
-from mlxtune.core.runs.run_record import is_run, number, read_run, run_folder_at
-from mlxtune.core.runs.run_summary import ledgers_of, summarize
+from mlxtune.core.runs.run import is_run, number, read_run, run_folder_at
+from mlxtune.core.runs.summary import ledgers_of, summarize
 from mlxtune.errors import OutputError
 from tests.runs import EVALUATION, LEDGER, as_lines, metrics, step_line, write_run
 

@@ -14,8 +14,8 @@ from typing import Any
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.runs.run_record import Run, mapping, number, objects, text, whole
-from mlxtune.core.text import count
+from mlxtune.core.runs.run import Run, mapping, number, objects, text, whole
+from mlxtune.core.text import count, loss_text
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,6 @@ def summarize(run: Run) -> RunSummary:
         "problems": tuple(run.problems),
     }
     return RunSummary(**values, headline=_headline(**values))
-
-
-def loss_text(value: float | None) -> str:
-    """Return a loss in three digits, `–` for none."""
-    if value is None:
-        return "–"
-    return f"{value:#.3g}" if abs(value) < 10 else f"{value:,.1f}"
 
 
 def _status(run: Run) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxtune.core.runs.benchmark import Agreement, Benchmark, Run, Side, Spread
-from mlxtune.core.text import count
-
-_GB, _MB = 10**9, 10**6
+from mlxtune.core.text import byte_size, count, short_duration
 
 
 def title(benchmark: Benchmark) -> str:
@@ -23,8 +21,8 @@ def run_line(side: str, run: Run) -> str:
     """Return what a run measured, in a line."""
     steps = Spread.of(step.seconds for step in run.steps)
     return (
-        f"{side}: {run.per_second('tokens'):,.0f} tokens/s, {seconds(steps.median)} a step, "
-        f"peak {memory(run.peak_memory)}, {seconds(run.startup_s)} to start"
+        f"{side}: {run.per_second('tokens'):,.0f} tokens/s, {short_duration(steps.median)} a step, "
+        f"peak {byte_size(run.peak_memory)}, {short_duration(run.startup_s)} to start"
     )
 
 
@@ -76,16 +74,6 @@ def spread(values: Spread, unit: str, form: str, size: float = 1) -> str:
     return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low}-{high})"
 
 
-def seconds(value: float) -> str:
-    """Return seconds in three digits, or milliseconds below one."""
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def memory(value: float) -> str:
-    """Return bytes as GB, or as MB below one."""
-    return f"{value / _GB:.2f} GB" if value >= _GB else f"{value / _MB:.1f} MB"
-
-
 def _step_seconds(side: Side) -> str:
     steps = side.seconds_per_step
     return spread(steps, "ms", ".3g", 0.001) if steps.max < 1 else spread(steps, "s", ".3g")
@@ -106,7 +94,7 @@ _QUANTITIES: tuple[tuple[str, Callable[[Side], str], str], ...] = (
     ),
     ("a step", _step_seconds, ""),
     ("padding", lambda side: f"{side.spread('padding_share').median:.1%}", ""),
-    ("peak memory", lambda side: memory(side.spread("peak_memory").median), "peak_memory"),
-    ("peak of the process", lambda side: memory(side.spread("peak_rss").median), "peak_rss"),
-    ("start", lambda side: seconds(side.spread("startup_s").median), ""),
+    ("peak memory", lambda side: byte_size(side.spread("peak_memory").median), "peak_memory"),
+    ("peak of the process", lambda side: byte_size(side.spread("peak_rss").median), "peak_rss"),
+    ("start", lambda side: short_duration(side.spread("startup_s").median), ""),
 )

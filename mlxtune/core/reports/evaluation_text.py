@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mlxtune.core.reports import messages
+from mlxtune.core.reports import run_text
 from mlxtune.core.reports.visible import escape
 from mlxtune.core.text import count
 from mlxtune.core.training.evaluation import Evaluation, Generated, RowLosses, verdict_line
@@ -17,9 +17,9 @@ _LONGEST = 400
 
 def evaluation_lines(found: Evaluation) -> Iterator[str]:
     """Yield the verdict with what it rests on, the rows that changed most, and the answers."""
-    yield f"{'Base':<{_NAME}}{messages.loss(found.base.loss)}"
+    yield f"{'Base':<{_NAME}}{run_text.loss_and_perplexity(found.base.loss)}"
     if found.adapted is not None:
-        yield f"{'Adapted':<{_NAME}}{messages.loss(found.adapted.loss)}"
+        yield f"{'Adapted':<{_NAME}}{run_text.loss_and_perplexity(found.adapted.loss)}"
         yield f"{'Verdict':<{_NAME}}{verdict_line(found)}"
         yield from _rows("Gained most", found.gained)
         yield from _rows("Lost most", found.lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.core.training.profile import (
     OTHER,
     PHASES,
@@ -63,34 +64,35 @@ def step_line(profile: StepProfile) -> str:
         for name, phase in profile.phases.items()
     )
     highest = max(profile.phases, key=lambda name: profile.phases[name].peak_bytes)
-    peak = size(profile.phases[highest].peak_bytes)
-    return f"step {profile.step}: {seconds(profile.seconds)}: {shares}; peak {peak} in {highest}"
+    peak = byte_size(profile.phases[highest].peak_bytes)
+    took = short_duration(profile.seconds)
+    return f"step {profile.step}: {took}: {shares}; peak {peak} in {highest}"
 
 
 def table(summary: ProfileSummary) -> Iterator[str]:
     """Yield the lines of a table: each phase of a step, and each layer."""
     if summary.steps:
-        steps = f"{summary.steps:,} step" + "s" * (summary.steps > 1)
-        yield f"{steps} profiled, {seconds(summary.seconds / summary.steps)} a step"
+        steps = count(summary.steps, "step")
+        yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"
         yield f"{'phase':<{_WIDTH}}{'time':>10}{'share':>8}{'takes':>10}{'peak':>10}"
         for name in (*PHASES, OTHER):
             if phase := summary.phases.get(name):
-                time = f"{seconds(phase.seconds / summary.steps):>10}"
+                time = f"{short_duration(phase.seconds / summary.steps):>10}"
                 share = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
-                memory = f"{size(phase.bytes):>10}{size(phase.peak_bytes):>10}"
+                memory = f"{byte_size(phase.bytes):>10}{byte_size(phase.peak_bytes):>10}"
                 yield f"{name:<{_WIDTH}}{time}{share}{memory}"
     if summary.saves:
-        time = f"{seconds(summary.save_seconds / summary.saves):>10}"
-        times = f"{summary.saves:,} time" + "s" * (summary.saves > 1)
-        yield f"{'save':<{_WIDTH}}{time}{'':>8}{size(summary.save_bytes):>10}  written, {times}"
+        time = f"{short_duration(summary.save_seconds / summary.saves):>10}"
+        written = f"{byte_size(summary.save_bytes):>10}  written, {count(summary.saves, 'time')}"
+        yield f"{'save':<{_WIDTH}}{time}{'':>8}{written}"
     if summary.layers:
         yield f"{'layer':<{_WIDTH}}{'forward':>10}{'backward':>10}{'keeps':>10}{'takes':>10}"
         for layer in _grouped(list(summary.layers.values())):
             forward, backward = (
-                seconds(each / summary.layered)
+                short_duration(each / summary.layered)
                 for each in (layer.forward_seconds, layer.backward_seconds)
             )
-            memory = f"{size(layer.kept_bytes):>10}{size(layer.peak_bytes):>10}"
+            memory = f"{byte_size(layer.kept_bytes):>10}{byte_size(layer.peak_bytes):>10}"
             yield f"{layer.name:<{_WIDTH}}{forward:>10}{backward:>10}{memory}"
 
 
@@ -113,16 +115,3 @@ def _grouped(layers: list[LayerProfile]) -> Iterator[LayerProfile]:
             backward_seconds=mean.backward_seconds / len(group),
         )
     yield from (layer for layer in layers if layer not in numbered)
-
-
-def seconds(value: float) -> str:
-    """Return `12.3 ms` or `1.23 s`."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
-
-
-def size(value: int) -> str:
-    """Return bytes as `12 kB`, `3.4 MB` or `1.2 GB`."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{max(value, 0)} B"

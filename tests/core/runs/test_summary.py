@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from mlxtune.core.machine.lock import Lock
-from mlxtune.core.runs.run_record import Run, read_run
-from mlxtune.core.runs.run_summary import (
+from mlxtune.core.runs.run import Run, read_run
+from mlxtune.core.runs.summary import (
     RunSummary,
     differing_options,
-    loss_text,
     option_text,
     options_of,
     summarize,
@@ -180,11 +179,3 @@ def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: P
 )
 def test_value_of_an_option_is_as_one_would_type_it(value: Any, text: str) -> None:
     assert option_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(4.6897, "4.69"), (0.003356, "0.00336"), (5.0, "5.00"), (12.34, "12.3"), (None, "–")],
-)
-def test_loss_has_three_digits(value: float | None, text: str) -> None:
-    assert loss_text(value) == text

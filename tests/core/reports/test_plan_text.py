@@ -1,11 +1,12 @@
-"""What a plan says to a person and to a program."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
-from mlxtune.core.reports.run_plan import RunPlan, micro_batches_line, peak_line, plan_lines
+from mlxtune.core.reports.plan_text import micro_batches_line, peak_line, plan_lines
+from mlxtune.core.runs.run_plan import RunPlan
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.memory_prediction import Prediction, Way
 from mlxtune.core.training.speed import Speed
@@ -34,41 +35,41 @@ def text(plan: RunPlan) -> str:
     return "\n".join(f"{name}: {line}" for name, line in plan_lines(plan))
 
 
-def test_way_and_peak_in_a_line_each() -> None:
+def test_micro_batches_and_peak_take_a_line_each() -> None:
     assert micro_batches_line(MEMORY) == (
         "micro-batches of up to 256 tokens, 2.1 a step with 3.0% padding; activations kept"
     )
     alone = replace(MEMORY, way=Way(1))
     assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
     again = replace(MEMORY, way=Way(256, recompute=True))
-    assert "computed again" in micro_batches_line(again)
-    assert peak_line(MEMORY) == "predicted peak memory 1.70 GB of 24.00 GB"
+    assert "recomputed" in micro_batches_line(again)
+    assert peak_line(MEMORY) == "predicted peak memory 1.7 GB of 24 GB"
 
 
-def test_lines_say_parts_steps_and_shares() -> None:
+def test_lines_give_memory_parts_steps_and_shares() -> None:
     lines = text(RUN)
-    for part in ("weights       1.20 GB", "optimizer       20 MB", "head            80 MB"):
+    for part in ("weights        1.2 GB", "optimizer       20 MB", "head            80 MB"):
         assert part in lines
-    assert "80 rows train: 9,000 tokens, 2,000 of them supervised" in lines
-    assert "80% of them run with padding" in lines
+    assert "80 training rows: 9,000 tokens, 2,000 of them supervised" in lines
+    assert "the model reads 80% of them, padding included" in lines
     assert "60 steps, 20 in an epoch" in lines
 
 
-def test_time_is_said_once_a_speed_is_known() -> None:
+def test_time_is_given_once_a_speed_is_known() -> None:
     assert "Time: unknown until a first run" in text(RUN)
     timed = replace(RUN, speed=Speed(37.5, "2026-03-04"))
     assert timed.seconds == 720.0
     assert "about 12m 00s at 38 tokens/s measured on 2026-03-04" in text(timed)
 
 
-def test_without_data_only_memory_is_said() -> None:
+def test_without_data_only_memory_is_planned() -> None:
     bare = RunPlan("qwen3", "float32", "cpu", 2048, replace(MEMORY, steps=0))
     assert "for one example of 2,048 tokens" in text(bare)
     assert "Time" not in text(bare)
     assert bare.as_dict()["data"] is None
 
 
-def test_program_reads_what_a_person_does() -> None:
+def test_json_has_the_same_numbers() -> None:
     found = json.loads(json.dumps(RUN.as_dict()))
     assert found["memory"]["peak"] == 1_700_000_000
     assert found["memory"]["activations"] == 400_000_000

@@ -1,4 +1,4 @@
-"""What a person reads of a run, as lines of text. Nothing here prints."""
+"""What `train` and `eval` print, as lines of text. Nothing here prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.text import count, duration
+from mlxtune.core.text import byte_size, count, duration
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
@@ -19,8 +19,8 @@ from mlxtune.core.training.metrics import (
 from mlxtune.core.training.trainer import InstructTrainer
 
 
-def loss(value: float) -> str:
-    """Return a loss in nats with its perplexity."""
+def loss_and_perplexity(value: float) -> str:
+    """Return `1.2817 (perplexity 3.603)`."""
     return f"{value:.4f} (perplexity {perplexity(value):.4g})"
 
 
@@ -38,8 +38,8 @@ def rows_line(ledger: Ledger) -> str:
 
 
 def evaluated_line(ledger: Ledger) -> str:
-    """Return which rows and tokens of a file are evaluated."""
-    cut = f", {ledger.rows_truncated:,} of them cut" if ledger.rows_truncated else ""
+    """Return the rows and supervised tokens of a file that `eval` uses."""
+    cut = f", {ledger.rows_truncated:,} truncated" if ledger.rows_truncated else ""
     skipped = f", {total:,} skipped" if (total := ledger.rows_skipped.total()) else ""
     return (
         f"{ledger.path}: {count(ledger.rows_read, 'row')} read{skipped}{cut}; "
@@ -58,14 +58,14 @@ def tokens_line(ledger: Ledger) -> str:
 
 
 def template_line(template: str, config: DataConfig) -> str:
-    """Return how rows become examples."""
+    """Return the chat template and the options that turn rows into examples."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
     return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens"
 
 
 def finding_line(finding: Finding) -> str:
-    """Return a finding with the first row to look at, if it is about rows."""
+    """Return a finding with its first row, if it is about rows."""
     if not finding.places:
         return f"{finding.kind}: {finding.advice}"
     first = finding.places[0]
@@ -75,58 +75,54 @@ def finding_line(finding: Finding) -> str:
 
 
 class SmoothedLoss:
-    """Exponential moving average of the losses, the first being its start."""
+    """Exponential moving average of the loss, which starts at the first loss."""
 
     def __init__(self, keep: float = 0.9) -> None:
         self._keep = keep
         self._value: float | None = None
 
     def add(self, loss: float) -> float:
-        """Take in a loss and return the average."""
+        """Add a loss and return the average."""
         before = loss if self._value is None else self._value
         self._value = self._keep * before + (1 - self._keep) * loss
         return self._value
 
 
 def step_line(record: StepRecord, total_steps: int, average: float, peak_gb: float) -> str:
-    """Return one step as a plain line."""
+    """Return a step as one line."""
     return (
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
         f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
-        f"{tokens_per_second(record):,.0f} tokens/s  peak {memory(peak_gb)}"
+        f"{tokens_per_second(record):,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
     )
 
 
-def step_state(record: StepRecord, average: float, peak_gb: float, room: int) -> str:
-    """Return what of a step fits into `room` characters, the most important first."""
+def step_state(record: StepRecord, average: float, peak_gb: float, width: int) -> str:
+    """Return as much of a step as fits into `width` characters, the most important first."""
     state = f"loss {record.loss:.3f}"
     for part in (
         f"average {average:.3f}",
         f"lr {record.learning_rate:.2g}",
         f"{tokens_per_second(record):,.0f} tok/s",
-        memory(peak_gb),
+        byte_size(peak_gb * 1e9),
     ):
-        if len(state) + 2 + len(part) > room:
+        if len(state) + 2 + len(part) > width:
             break
         state = f"{state}  {part}"
     return state
 
 
 def tokens_per_second(record: StepRecord) -> float:
-    """Return how many tokens the model read in a second of the step."""
+    """Return the speed of a step in tokens of its examples."""
     return record.tokens / max(record.seconds, 1e-9)
-
-
-def memory(gb: float) -> str:
-    """Return `310 MB` or `8.25 GB`."""
-    return f"{gb:.2f} GB" if gb >= 1 else f"{gb * 1000:.0f} MB"
 
 
 def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
     """Return one epoch's result."""
     validation = ""
     if metrics.val_loss is not None:
-        validation = f", validation {loss(metrics.val_loss)}" + (", best so far" if best else "")
+        validation = f", validation {loss_and_perplexity(metrics.val_loss)}"
+        validation += ", best so far" if best else ""
     return (
         f"epoch {metrics.epoch}: train {metrics.train_loss:.4f}{validation}; "
         f"{metrics.samples_per_sec:.1f} rows/s, {duration(metrics.epoch_time_ms / 1000)}"
@@ -134,7 +130,7 @@ def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
 
 
 def plan_line(trainer: InstructTrainer) -> str:
-    """Return what a run will do."""
+    """Return the steps, epochs, rows, learning rate and seed of a run."""
     config = trainer.config
     validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
     return (
@@ -151,17 +147,18 @@ def summary_lines(
     peak_gb: float,
     predicted_gb: float | None = None,
 ) -> Iterator[str]:
-    """Yield the end of a run: speed and memory, losses, and what was written where."""
-    predicted = "" if predicted_gb is None else f" (predicted {memory(predicted_gb)})"
+    """Yield the last lines of a run: speed, memory, losses, and the files written."""
+    predicted = "" if predicted_gb is None else f" (predicted {byte_size(predicted_gb * 1e9)})"
     seconds = max(sum(record.seconds for record in result.steps), 1e-9)
     tokens = sum(record.tokens for record in result.steps)
     rows = sum(record.rows for record in result.steps)
     yield (
         f"{count(len(result.steps), 'step')} in {duration(result.total_time_ms / 1000)}, "
         f"{rows / seconds:.1f} rows/s, {tokens / seconds:,.0f} tokens/s, "
-        f"peak memory {memory(peak_gb)}{predicted}"
+        f"peak memory {byte_size(peak_gb * 1e9)}{predicted}"
     )
-    yield f"training loss {loss(result.epoch_metrics[-1].train_loss)} in the last epoch"
+    train_loss = result.epoch_metrics[-1].train_loss
+    yield f"training loss {loss_and_perplexity(train_loss)} in the last epoch"
     yield from _validation_lines(result)
     if result.stopped_early:
         yield f"stopped early after epoch {result.epoch_metrics[-1].epoch}"
@@ -171,43 +168,40 @@ def summary_lines(
 
 
 def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
-    initial, best, last = (
-        result.initial_val_loss,
-        result.best_val_loss,
-        result.epoch_metrics[-1].val_loss,
-    )
-    if initial is None or best is None or last is None:
+    before, best = result.initial_val_loss, result.best_val_loss
+    last = result.epoch_metrics[-1].val_loss
+    if before is None or best is None or last is None:
         return
     yield (
-        f"validation loss {loss(initial)} before, {loss(last)} at the end, "
-        f"{loss(best)} at best, in epoch {result.best_epoch}"
+        f"validation loss {loss_and_perplexity(before)} before, {loss_and_perplexity(last)} at the "
+        f"end, {loss_and_perplexity(best)} at best, in epoch {result.best_epoch}"
     )
-    if best >= initial:
+    if best >= before:
         yield (
             "no epoch was better than the base model on the validation rows: "
-            "lower --lr, or bring more data"
+            "lower --lr, or add data"
         )
 
 
 def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
-    """Yield what to know of an adapter whose base was quantised while loading, if it was."""
+    """Yield how to load the base model of an adapter if it was quantised while loading."""
     if config.quantize is None:
         return
     yield (
-        f"trained on {config.model_path} quantised to {config.quantize} while loading; mlx-lm puts "
-        "the adapter on the model in full precision, where it was not trained"
+        f"trained on {config.model_path} quantised to {config.quantize} while loading; mlx-lm "
+        "would apply the adapter to the model in full precision, on which it was not trained"
     )
     same = f"--quantize {config.quantize}{' --double-quant' if config.double_quant else ''}"
-    if config.quantize in _CONVERTED:
+    if config.quantize in _CONVERT_OPTIONS:
         model = shlex.quote(config.model_path)
-        how = _CONVERTED[config.quantize]
-        yield f"the same base for mlx-lm: mlx_lm.convert --hf-path {model} -q {how}"
+        options = _CONVERT_OPTIONS[config.quantize]
+        yield f"the same base for mlx-lm: mlx_lm.convert --hf-path {model} -q {options}"
     else:
-        yield f"mlx-lm knows no {config.quantize}: {same} has mlxtune load the same base"
+        yield f"mlx-lm has no {config.quantize}: {same} loads the same base in mlxtune"
 
 
-# What makes of a model with mlx-lm what --quantize makes of it.
-_CONVERTED = {
+# The options of mlx_lm.convert that quantise as --quantize does.
+_CONVERT_OPTIONS = {
     "4": "--q-bits 4",
     "8": "--q-bits 8",
     "mxfp4": "--q-mode mxfp4",
@@ -217,11 +211,11 @@ _CONVERTED = {
 
 
 def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
-    """Return the command that uses the adapter with mlx-lm."""
+    """Return the command that runs the adapter with mlx-lm."""
     folder = config.output_path.parent
     if config.output_path.name != ADAPTER:
         if result.best_epoch is None:
-            return f"mlx-lm loads a folder whose adapter file is named {ADAPTER}"
+            return f"mlx-lm loads the adapter once it is named {ADAPTER}"
         folder = config.checkpoint_path / "best"
     model, adapter = shlex.quote(config.model_path), shlex.quote(str(folder))
     return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"

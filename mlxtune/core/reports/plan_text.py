@@ -1,0 +1,53 @@
+"""A plan as lines of text. Nothing here prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlxtune.core.runs.run_plan import RunPlan
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.text import byte_size, count, duration
+
+
+def micro_batches_line(plan: MemoryPlan) -> str:
+    """Return how each step will be split, and whether activations are kept or recomputed."""
+    tokens = plan.way.micro_batch_tokens
+    line = f"micro-batches of {'one example' if tokens == 1 else f'up to {tokens:,} tokens'}"
+    if plan.steps:
+        line += f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_share:.1%} padding"
+    kept = "recomputed in the backward pass" if plan.way.recompute else "kept"
+    return f"{line}; activations {kept}"
+
+
+def peak_line(plan: MemoryPlan) -> str:
+    """Return the predicted peak memory and its limit."""
+    return f"predicted peak memory {byte_size(plan.peak.total)} of {byte_size(plan.limit)}"
+
+
+def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a plan, each with its heading; a line without one continues the last."""
+    plan, peak = run.memory, run.memory.peak
+    yield "Model", run.model
+    yield "Device", run.device
+    yield "Memory", peak_line(plan)
+    for name in ("weights", "optimizer", "activations", "head"):
+        yield "", f"{name:<12}{byte_size(getattr(peak, name)):>9}"
+    yield "Plan", micro_batches_line(plan)
+    if not run.steps:
+        example = f"one example of {count(run.max_seq_len, 'token')}"
+        yield "", f"for {example}: add --data to plan the steps and their time"
+        return
+    yield (
+        "Data",
+        f"{count(run.rows, 'training row')}: {count(run.tokens, 'token')}, {run.supervised:,} of "
+        f"them supervised; the model reads {plan.run_share:.0%} of them, padding included",
+    )
+    yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
+    yield "Time", _time(run)
+
+
+def _time(run: RunPlan) -> str:
+    if run.speed is None or run.seconds is None:
+        return "unknown until a first run of at least 3 steps"
+    rate = f"{run.speed.tokens_per_s:,.0f} tokens/s measured on {run.speed.measured}"
+    return f"about {duration(run.seconds)} at {rate}, without validation"

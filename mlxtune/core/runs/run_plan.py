@@ -1,0 +1,64 @@
+"""What a run is expected to take: memory, steps and time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training.speed import Speed
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is expected to take; without data, only the memory of the longest example.
+
+    `tokens` and `supervised` count those of the training rows, `all_tokens` those of all steps.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    max_seq_len: int
+    memory: MemoryPlan
+    rows: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    all_tokens: int = 0
+    speed: Speed | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long all steps will take; None without a known speed or without data."""
+        return self.all_tokens / self.speed.tokens_per_s if self.speed and self.steps else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as docs/plan.md describes it."""
+        plan, way, peak = self.memory, self.memory.way, self.memory.peak
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_seq_len": self.max_seq_len,
+            "micro_batch_tokens": way.micro_batch_tokens,
+            "grad_checkpoint": way.recompute,
+            "loss_chunk": way.loss_chunk,
+            "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
+            "data": None if not self.steps else self._data(),
+            "speed": None if self.speed is None else asdict(self.speed),
+            "seconds": self.seconds,
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised,
+            "steps_per_epoch": self.steps_per_epoch,
+            "steps": self.steps,
+            "micro_batches_per_step": round(self.memory.micro_batches_per_step, 3),
+            "padding_share": round(self.memory.padding_share, 4),
+            "run_share": round(self.memory.run_share, 4),
+        }
