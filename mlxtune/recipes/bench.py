@@ -49,7 +49,7 @@ def bench(config: BenchConfig) -> Benchmark:
     """
     from rich.console import Console
 
-    from mlxtune.backend.model import memory, model_folder
+    from mlxtune.backend.model import device, model_folder
     from mlxtune.core.machine import files
     from mlxtune.core.runs import benchmark
     from mlxtune.terminal.bench_console import Progress
@@ -74,7 +74,7 @@ def bench(config: BenchConfig) -> Benchmark:
             ours, theirs = alternate(config, job, Path(name), console, progress.on_step)
     result = benchmark.Benchmark(
         model=config.model_path,
-        device=memory.device_name(),
+        device=device.device_name(),
         dtype=job.options["dtype"],
         rows=sum(map(len, rows)),
         examples=sum(map(len, steps)),

@@ -86,7 +86,7 @@ def _device() -> tuple[Device | None, str]:
     # This package, wherever it was imported from.
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (package, os.environ.get("PYTHONPATH")) if part)
-    command = [sys.executable, "-m", "mlxtune.backend.model.device"]
+    command = [sys.executable, "-m", "mlxtune.backend.model.probe"]
     try:
         process = subprocess.run(
             command,

@@ -68,7 +68,7 @@ def show(config: EvalConfig) -> None:
 
 def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
     """Tell whether the run that gave the adapter, where it is there, had this data."""
-    from mlxtune.backend.adapters.adapted import find_adapter
+    from mlxtune.backend.adapters.files import find_adapter
     from mlxtune.core.machine.files import read_json
     from mlxtune.core.training.checkpoint import BEST
 

@@ -73,7 +73,7 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
     from mlxtune.backend.model.loading import open_base
 
     if config.format == "mlx-lm":
-        mlx_lm.write_mlx_lm(source.weights, folder)
+        mlx_lm.copy_mlx_lm(source.weights, folder)
     elif config.format == "peft":
         peft.write_peft(source.adapter, source.folder, folder)
     elif config.format == "flat":
@@ -91,7 +91,7 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     """Return a fresh base model with the adapter that a folder holds, in any of the formats."""
     import tempfile
 
-    from mlxtune.backend.adapters.adapted import load_adapted
+    from mlxtune.backend.adapters.attach import load_adapted
     from mlxtune.backend.adapters.formats import mlx_lm, names
     from mlxtune.backend.adapters.formats.adapter import completed
     from mlxtune.setup.proof import load_base_of
@@ -104,7 +104,8 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
         return mlx_lm.load_with_mlx_lm(base.model, folder)
     with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:
         modules = names.projections_of(base.model)
-        completed(_read_back(config, base, folder), modules).write(Path(scratch))
+        adapter = completed(_read_back(config, base, folder), modules)
+        mlx_lm.write_mlx_lm(adapter, Path(scratch))
         return load_adapted(base, scratch).model
 
 

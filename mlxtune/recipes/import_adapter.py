@@ -20,7 +20,8 @@ def import_adapter(config: ImportConfig) -> Path:
     """
     import mlxtune.backend  # noqa: F401  a fast BLAS, before anything imports mlx
     from mlxtune.backend.adapters.formats import names
-    from mlxtune.backend.adapters.formats.adapter import completed, read_mlx_lm
+    from mlxtune.backend.adapters.formats.adapter import completed
+    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
     from mlxtune.backend.adapters.formats.peft import base_of, read_peft
     from mlxtune.backend.model.loading import open_base
     from mlxtune.core.machine.output_folder import check_apart, new_folder
@@ -38,7 +39,7 @@ def import_adapter(config: ImportConfig) -> Path:
     target = config.output_path
     check_apart(target, [folder, given, given.parent])
     with new_folder(target, marker=ADAPTER, overwrite=config.overwrite) as temporary:
-        adapter.write(temporary)
+        write_mlx_lm(adapter, temporary)
     return target / ADAPTER
 
 

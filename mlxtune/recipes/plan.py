@@ -23,7 +23,7 @@ def plan(config: PlanConfig) -> RunPlan:
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
     when even one example does not fit.
     """
-    from mlxtune.backend.model import loading, memory, model_folder
+    from mlxtune.backend.model import device, loading, memory, model_folder
     from mlxtune.core.runs.run_plan import RunPlan
     from mlxtune.core.training.speed import read_speed
     from mlxtune.terminal.console import RunConsole
@@ -42,7 +42,7 @@ def plan(config: PlanConfig) -> RunPlan:
     found = RunPlan(
         model=base.describe(),
         dtype=base.dtype,
-        device=memory.device_name(),
+        device=device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),

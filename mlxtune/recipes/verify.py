@@ -69,8 +69,8 @@ def _config_of(folder: Path, newest: Checkpoint, model_path: str) -> TrainConfig
 
 def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Compare every adapter with the base model, of which no weight is loaded."""
-    from mlxtune.backend.adapters import adapter_state
-    from mlxtune.backend.lora import lora
+    from mlxtune.backend.adapters import checkpoints
+    from mlxtune.backend.lora.apply import apply_lora
     from mlxtune.backend.model import loading, model_folder
     from mlxtune.core.machine.hashing import ModelHash
     from mlxtune.core.training.checkpoint import ADAPTER
@@ -80,11 +80,11 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     changed = f"{folder}: its weights are not those that the run began with"
     found.add("base model", None if actual == expected else changed, str(folder))
     base = loading.open_base(folder, config.dtype, **config.base())
-    summary = lora.apply_lora(base.model, config.pipeline())
+    summary = apply_lora(base.model, config.pipeline())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"
         try:
-            count = adapter_state.check_adapter(each.folder / ADAPTER, base.model, summary)
+            count = checkpoints.check_adapter(each.folder / ADAPTER, base.model, summary)
         except ModelError as problem:
             found.add(name, str(problem), "")
         else:

@@ -123,7 +123,7 @@ def confirm(
 def _choose(
     config: TrainConfig, shapes: ModelShapes, way: Way, work: Work, limit: int
 ) -> MemoryPlan:
-    from mlxtune.backend.model import memory
+    from mlxtune.backend.model import device
     from mlxtune.core.steps import memory_plan
 
     allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[config.grad_checkpoint]
@@ -133,7 +133,7 @@ def _choose(
         way,
         limit=limit,
         checkpointing=allowed,
-        tolerance=_CPU_TOLERANCE if memory.on_cpu() else 0.0,
+        tolerance=_CPU_TOLERANCE if device.on_cpu() else 0.0,
     )
     if found is None:
         raise MemoryLimitError(memory_plan.why_not(shapes, work, way, limit, True in allowed))
@@ -142,10 +142,10 @@ def _choose(
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
     """Return what a speed is kept under: the model's shapes, its LoRA, dtype and device."""
-    from mlxtune.backend.model import memory
+    from mlxtune.backend.model import device
     from mlxtune.core.data.cache import key_of
 
-    return key_of([asdict(plan.shapes), dtype, memory.device_name()])
+    return key_of([asdict(plan.shapes), dtype, device.device_name()])
 
 
 def keep_speed_of(

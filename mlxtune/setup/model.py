@@ -12,7 +12,7 @@ from mlxtune.errors import DataError, ModelError
 from mlxtune.setup.dataset import Reader
 
 if TYPE_CHECKING:
-    from mlxtune.backend.adapters.adapted import Adapted
+    from mlxtune.backend.adapters.attach import Adapted
     from mlxtune.backend.model.loading import BaseModel
     from mlxtune.backend.text.generate import Generator, Sampling
     from mlxtune.core.data.prompt import Prompt
@@ -45,11 +45,11 @@ def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseMo
 
 def say_other_base(adapter: str, config: TrainConfig, base: BaseModel, console: RunConsole) -> None:
     """Warn where the adapter to go on from was trained on another base. Raises ModelError."""
-    from mlxtune.backend.adapters.adapter_files import find_adapter
-    from mlxtune.backend.adapters.trained_on import other_base
+    from mlxtune.backend.adapters.attach import base_mismatch
+    from mlxtune.backend.adapters.files import find_adapter
 
     weights, trust = find_adapter(adapter, "--init-adapter"), config.trust_remote_code
-    if other := other_base(weights, base, trust_remote_code=trust):
+    if other := base_mismatch(weights, base, trust_remote_code=trust):
         console.warn(f"--init-adapter {other}")
 
 
@@ -86,7 +86,7 @@ def build_pipeline(
         base_model=config.model_path,
         begins=resume is None,
         provenance=provenance,
-        base_said=loading.said_of(base),
+        base_said=loading.base_quantization(base),
         warn=console.warn,
     )
     if resume is not None:
@@ -120,13 +120,13 @@ def find_model(config: UseConfig) -> Path:
 
     Raises ModelError.
     """
-    from mlxtune.backend.adapters import adapted
+    from mlxtune.backend.adapters import files
     from mlxtune.backend.model import model_folder
 
     folder = model_folder.find_folder(config.model_path)
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     if config.adapter is not None:
-        adapted.read_adapter_config(adapted.find_adapter(config.adapter))
+        files.read_adapter_config(files.find_adapter(config.adapter))
     how_to_load(config, folder)
     return folder
 
@@ -144,13 +144,13 @@ def how_to_load(config: UseConfig, folder: Path) -> dict[str, Any]:
 
 
 def _trained_on(config: UseConfig, folder: Path) -> dict[str, Any]:
-    from mlxtune.backend.adapters.adapted import find_adapter
-    from mlxtune.backend.adapters.trained_on import trained_on
+    from mlxtune.backend.adapters.attach import base_options
+    from mlxtune.backend.adapters.files import find_adapter
 
     if config.adapter is None:
         return {}
     trust = config.trust_remote_code
-    return trained_on(find_adapter(config.adapter), folder, trust_remote_code=trust)
+    return base_options(find_adapter(config.adapter), folder, trust_remote_code=trust)
 
 
 def load_model(config: UseConfig, folder: Path, console: RunConsole) -> LoadedModel:
@@ -168,12 +168,12 @@ def load_model(config: UseConfig, folder: Path, console: RunConsole) -> LoadedMo
 
 def _say_base(config: UseConfig, folder: Path, console: RunConsole) -> None:
     """Say on what the adapter is put, where that is not the folder as it is."""
-    from mlxtune.backend.model.quantize import name_of
+    from mlxtune.backend.model.quantize import format_name
 
     how = how_to_load(config, folder)
     if config.quantize is None:
         if how:
-            console.say("Base", f"quantised to {name_of(**how)}, as the adapter was trained on")
+            console.say("Base", f"quantised to {format_name(**how)}, as the adapter was trained on")
         return
     try:
         trained = _trained_on(config, folder)
@@ -188,7 +188,7 @@ def _say_base(config: UseConfig, folder: Path, console: RunConsole) -> None:
 
 def load_adapted_model(config: UseConfig, folder: Path) -> LoadedModel:
     """Load the model, and put the adapter on it. Raises ModelError."""
-    from mlxtune.backend.adapters import adapted
+    from mlxtune.backend.adapters import attach
     from mlxtune.backend.model import loading
 
     trust = config.trust_remote_code
@@ -196,7 +196,7 @@ def load_adapted_model(config: UseConfig, folder: Path) -> LoadedModel:
     base = loading.load_base(folder, config.dtype, trust_remote_code=trust, **how)
     if config.adapter is None:
         return LoadedModel(base, None)
-    return LoadedModel(base, adapted.load_adapted(base, config.adapter))
+    return LoadedModel(base, attach.load_adapted(base, config.adapter))
 
 
 def asking_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:

@@ -57,15 +57,15 @@ class Source:
 
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and the base model that the options mean. Raises ModelError."""
-    from mlxtune.backend.adapters.adapted import find_adapter
-    from mlxtune.backend.adapters.formats.adapter import read_mlx_lm
-    from mlxtune.backend.adapters.trained_on import trained_on
+    from mlxtune.backend.adapters.attach import base_options
+    from mlxtune.backend.adapters.files import find_adapter
+    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 
     weights = find_adapter(config.adapter)
     adapter, metadata = read_mlx_lm(weights), _metadata_of(weights)
     there = str(metadata.get("working_directory") or "")
     folder = find_base(config, adapter.model, there, str(weights))
-    how = trained_on(weights, folder, trust_remote_code=config.trust_remote_code)
+    how = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
     return Source(folder, weights, adapter, metadata, how)
 
 
@@ -129,7 +129,7 @@ def reference_of(
     are. The model is let go before this returns. Raises a child of MlxTuneError.
     """
     from mlxtune.backend.adapters import proof
-    from mlxtune.backend.adapters.adapted import load_adapted
+    from mlxtune.backend.adapters.attach import load_adapted
 
     prompts = list(prompts_of(config, source, say))
     adapted = load_adapted(load_base_of(config, source), str(source.weights))
@@ -155,10 +155,10 @@ def load_model(config: OutgoingConfig, folder: Path, **quantization: Any) -> Bas
 
 def say_base(source: Source, console: RunConsole) -> None:
     """Say what the adapter was trained on, where that is not the folder as it is."""
-    from mlxtune.backend.model.quantize import name_of
+    from mlxtune.backend.model.quantize import format_name
 
     if source.quantization:
-        name = name_of(**source.quantization)
+        name = format_name(**source.quantization)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
 
 

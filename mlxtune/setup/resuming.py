@@ -193,7 +193,7 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
 
     The run itself needs it no more; it is there to be trained again.
     """
-    from mlxtune.backend.adapters.adapter_files import find_adapter
+    from mlxtune.backend.adapters.files import find_adapter
     from mlxtune.core.machine.files import file_hash
 
     weights = find_adapter(adapter, "--init-adapter")

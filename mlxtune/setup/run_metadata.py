@@ -38,7 +38,7 @@ def about_run(
 
     The time of its start stays, where it goes on.
     """
-    from mlxtune.backend.model import memory
+    from mlxtune.backend.model import device
 
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     started, resumed_at = _times_before(config) if resumed else (None, [])
@@ -46,7 +46,7 @@ def about_run(
         "format": 1,
         "started_at": started or now,
         "resumed_at": [*resumed_at, now] if resumed else [],
-        "device": memory.device_name(),
+        "device": device.device_name(),
         "model": {
             "path": config.model_path,
             "type": base.model_type,

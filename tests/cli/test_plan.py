@@ -112,7 +112,7 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
 
 @pytest.mark.parametrize("choice", ["on", "off", "auto"])
 def test_compilation_is_as_asked(model: Path, chat: Path, choice: str) -> None:
-    from mlxtune.backend.model.memory import on_cpu
+    from mlxtune.backend.model.device import on_cpu
     from mlxtune.config import TrainConfig
     from mlxtune.setup.memory import execution
 

@@ -60,9 +60,9 @@ def test_auto_must_mean_the_same_on_resume(
         stop_after(2, stopping)
         assert train("--quantize", "4").code == 130
     # As if the run went on on a GPU.
-    from mlxtune.backend.model import dequantized
+    from mlxtune.backend.model import layers
 
-    monkeypatch.setattr(dequantized, "on_cpu", lambda: False)
+    monkeypatch.setattr(layers, "on_cpu", lambda: False)
     with pytest.raises(ModelError, match="auto is quantized on this machine"):
         resume(output.parent, quiet=True)
 
@@ -70,7 +70,7 @@ def test_auto_must_mean_the_same_on_resume(
 def test_quantised_folder_is_refused_in_a_line(train: Cli, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "q", "qwen3", quantize=4)
     error = train("--model-path", folder, "--quantize", "8").error
-    assert "is quantised already: leave out --quantize 8" in error
+    assert "is already quantised: leave out --quantize 8" in error
 
 
 def test_slow_products_are_warned_of(train: Cli) -> None:

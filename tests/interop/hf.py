@@ -68,7 +68,7 @@ def trained_logits(model: Path, adapter: Path) -> np.ndarray[Any, Any]:
     """Return what the trained model gives for TOKENS, (B, T, V) in float32."""
     import mlx.core as mx
 
-    from mlxtune.backend.adapters.adapted import load_adapted
+    from mlxtune.backend.adapters.attach import load_adapted
     from mlxtune.backend.model.loading import load_base
 
     adapted = load_adapted(load_base(model, "float32"), str(adapter))

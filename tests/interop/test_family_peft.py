@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters.written import as_written
-from mlxtune.backend.lora.dora import DoRALinear
-from mlxtune.backend.lora.lora import DropoutKeys, LoRALinear, adapted_modules, step_keys
-from mlxtune.backend.lora.pissa import begin_pissa
+from mlxtune.backend.adapters.checkpoints import adapter_tensors
+from mlxtune.backend.lora.apply import adapted_modules
+from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys, LoRALinear, step_keys
+from mlxtune.backend.lora.pissa import init_pissa
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -209,7 +209,8 @@ def test_pissa_begins_as_in_peft(folder: Path) -> None:
         other = model.get_submodule(f"base_model.model.{name}")
         weight = np.array(module.linear.weight)
         a, b = np.array(module.lora_a), np.array(module.lora_b)
-        residual = weight - module.scale * (np.array(module.taken.a) @ np.array(module.taken.b)).T
+        a0, b0 = np.array(module.principal.a), np.array(module.principal.b)
+        residual = weight - module.scale * (a0 @ b0).T
         assert_near(residual, other.base_layer.weight.detach().numpy(), 1e-5)
         their_a = other.lora_A["default"].weight.detach().numpy().T
         their_b = other.lora_B["default"].weight.detach().numpy().T
@@ -244,7 +245,7 @@ def test_pissa_trains_as_in_peft_and_is_written_as_peft_converts_it(
     from safetensors.numpy import load_file
 
     converted = load_file(tmp_path / "end" / "adapter_model.safetensors")
-    written = as_written(pipeline.model, pipeline.lora)
+    written = adapter_tensors(pipeline.model, pipeline.lora)
     for name, module in adapted_modules(pipeline.model).items():
         weight = np.array(module.linear.weight)
         other = model.get_submodule(f"base_model.model.{name}")
@@ -278,7 +279,7 @@ def test_iterations_find_what_peft_finds() -> None:
         dropout_keys=DropoutKeys(),
         salt=0,
     )
-    begin_pissa({"0": layer}, "pissa_niter_4", 0)
+    init_pissa({"0": layer}, "pissa_niter_4", 0)
     base = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=False))
     with torch.no_grad():
         base[0].weight.copy_(torch.from_numpy(np.array(linear.weight)))

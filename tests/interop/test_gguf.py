@@ -100,7 +100,7 @@ def test_llama_cpp_answers_as_we_do(shared: Path, tmp_path: Path) -> None:
     )
     import mlx.core as mx
 
-    from mlxtune.backend.adapters.adapted import load_adapted
+    from mlxtune.backend.adapters.attach import load_adapted
     from mlxtune.backend.model.loading import load_base
 
     model = shared / "models" / "stories260k"

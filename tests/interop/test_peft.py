@@ -203,7 +203,7 @@ def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_
     from mlxtune.backend.adapters import fuse as fusing
     from mlxtune.backend.adapters.formats import mlx_lm
     from mlxtune.backend.adapters.formats import peft as ours
-    from mlxtune.backend.adapters.formats.adapter import read_mlx_lm
+    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
     from mlxtune.backend.model.loading import load_base
 
     made, expected = peft_made(

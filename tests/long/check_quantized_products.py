@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_tokenizer
 
-from mlxtune.backend.model.dequantized import DequantizedLinear
+from mlxtune.backend.model.layers import DequantizedLinear
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.model.quantize import FORMATS
 

@@ -170,7 +170,7 @@ def test_answers_stand_beside_each_other_and_those_to_the_letter_are_counted(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--adapter", "nowhere"], "nowhere: holds no adapters.safetensors"),
+        (["--adapter", "nowhere"], "nowhere: has no adapters.safetensors"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
     ],

@@ -21,7 +21,7 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
-from mlxtune.backend.adapters.adapted import load_adapted
+from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import OutputError
 from tests.command import Cli, files_in
@@ -164,7 +164,7 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
 ) -> None:
     """The weights are let go as they are written, in files of a bounded size."""
     from mlxtune.backend.adapters import fuse as fusing
-    from mlxtune.backend.adapters.formats.adapter import read_mlx_lm
+    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 
     model_folder = write_model(tmp_path / "large", "llama", num_hidden_layers=12)
     adapter = read_mlx_lm(trained_on(model_folder, tmp_path / "out") / "adapters.safetensors")
@@ -331,7 +331,7 @@ def test_problems_are_one_line_that_names_them(
         in cli("export", "--format", "peft", "--adapter", adapter, "--output", adapter).error
     )
     assert (
-        "holds no adapters.safetensors"
+        "has no adapters.safetensors"
         in cli("fuse", "--adapter", tmp_path / "none", "--output", tmp_path / "o").error
     )
     (tmp_path / "o").mkdir()

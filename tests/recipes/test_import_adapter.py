@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mlxtune.backend.adapters.adapted import load_adapted
+from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.model.loading import load_base
 from tests.command import Cli, files_in
 

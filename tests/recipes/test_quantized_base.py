@@ -18,7 +18,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
-from mlxtune.backend.adapters.adapted import load_adapted
+from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
 from tests.command import Cli
@@ -212,8 +212,8 @@ def test_folder_that_mlx_lm_converted_is_the_same_base(
     assert json.loads(again.out)["adapted"] == json.loads(whole.out)["adapted"]
     other = tmp_path / "other"
     convert(str(home / "model"), str(other), quantize=True, q_group_size=64, q_bits=8)
-    assert "quantised otherwise than to 4" in cli("eval", *asked, other).error
-    with pytest.raises(ModelError, match="quantised otherwise than to 4"):
+    assert "is not quantised to 4" in cli("eval", *asked, other).error
+    with pytest.raises(ModelError, match="is not quantised to 4"):
         fuse(FuseConfig(adapter=str(adapter), output=str(tmp_path / "x"), model_path=str(other)))
 
 

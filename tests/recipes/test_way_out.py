@@ -28,7 +28,7 @@ from mlxtune import (
     import_adapter,
     train,
 )
-from mlxtune.backend.adapters.adapted import load_adapted
+from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
 from tests.models import sums, write_chat, write_model

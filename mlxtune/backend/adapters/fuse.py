@@ -22,11 +22,12 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import make_shards, save_config
 
-from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_shapes, plain_weight
+from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_fits
 from mlxtune.backend.adapters.proof import coarsest
+from mlxtune.backend.model.layers import dequantized_weight
 from mlxtune.backend.model.loading import load_lazily
 from mlxtune.backend.model.model_folder import read_config
-from mlxtune.backend.model.quantize import config_of, quantize_lazily
+from mlxtune.backend.model.quantize import quantize_lazily, quantized_config
 from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
@@ -100,11 +101,11 @@ def fused_model(
     fused = []
     for name, update in adapter.modules.items():
         module = _module_at(model, name, folder)
-        check_shapes(module, update, name)
+        check_fits(module, update, name)
         dtype = base.dtype_of(name, module)
         fused.append((name, _fused(module, update, adapter.scale, dtype, dequantize)))
     if not dequantize and quantization:
-        config |= config_of(model, quantization["quantize"])
+        config |= quantized_config(model, quantization["quantize"])
     model.update_modules(tree_unflatten(fused))
     if dequantize:
         _dequantize(base)
@@ -121,7 +122,7 @@ def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
             continue
         if "global_scale" in module:
             raise ModelError(f"{name}: is quantised with a global scale: it cannot be dequantised")
-        weight = plain_weight(module).astype(base.dtype_of(name, module))
+        weight = dequantized_weight(module).astype(base.dtype_of(name, module))
         plain.append((name, _plain_module(module, weight)))
     base.model.update_modules(tree_unflatten(plain))
 
@@ -202,7 +203,7 @@ def _module_at(model: nn.Module, name: str, folder: Path) -> nn.Module:
 
 def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
     """Return what the weight of a module becomes, in float32."""
-    weight = plain_weight(module).astype(mx.float32)
+    weight = dequantized_weight(module)
     a, b = mx.array(update.a), mx.array(update.b)
     if update.of_experts:
         return weight + (scale * b) @ a
@@ -269,12 +270,12 @@ def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float
 
     Both are relative to the largest weight of the matrix.
     """
-    written = plain_weight(module)
+    written = dequantized_weight(module)
     rounded = wanted.astype(dtype)
     if isinstance(module, _QUANTIZED):
         plain: Any = _plain_module(module, rounded)
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        rounded = plain_weight(plain.to_quantized(**how))
+        rounded = dequantized_weight(plain.to_quantized(**how))
     scale = mx.abs(wanted).max()
     off, rounding = (
         mx.abs(each.astype(mx.float32) - wanted).max() / scale for each in (written, rounded)

@@ -13,7 +13,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxtune.backend.adapters.adapted import Adapted
+from mlxtune.backend.adapters.attach import Adapted
 from mlxtune.core.runs.certificate import Comparison, Logits
 
 NEW_TOKENS = 64

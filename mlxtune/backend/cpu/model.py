@@ -15,11 +15,10 @@ from mlx_lm.models import base as mlx_lm_base
 from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kept import in_use, values_needed
-from mlxtune.backend.lora.dora import DoRALinear
-from mlxtune.backend.lora.lora_layer import LoRALinear
-from mlxtune.backend.model import stored
+from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
+from mlxtune.backend.model import layers
 from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.dequantized import DequantizedEmbedding, DequantizedLinear, PackedRows
+from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
 from mlxtune.backend.model.nf4 import NF4Linear
 
 Weight = products.Weight
@@ -66,7 +65,7 @@ class _Embedding(nn.Embedding):
         return _product(x, lambda: self["weight"]) if computes(x) else super().as_linear(x)
 
 
-class _StoredEmbedding(_Embedding, stored.Embedding):
+class _StoredEmbedding(_Embedding, layers.StoredEmbedding):
     pass
 
 
@@ -104,9 +103,9 @@ class _DoRALinear(DoRALinear):
             return super().product(x)
         return _product(x, self.linear.frozen_weight)
 
-    def updated(self, x: mx.array) -> mx.array:
+    def updated_product(self, x: mx.array) -> mx.array:
         if not _serves_layer(self, x):
-            return super().updated(x)
+            return super().updated_product(x)
         return _product_with_update(x, self.linear.frozen_weight, *self.factors(), self.scale)
 
 
@@ -222,7 +221,7 @@ _REPLACED: dict[int, Any] = {
 _KINDS: dict[type, type] = {
     nn.Linear: _Linear,
     nn.Embedding: _Embedding,
-    stored.Embedding: _StoredEmbedding,
+    layers.StoredEmbedding: _StoredEmbedding,
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,
     DequantizedLinear: _DequantizedLinear,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, matrix, view
 from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.dequantized import PackedRows
+from mlxtune.backend.model.layers import PackedRows
 
 # A frozen matrix (out, in), as it is or quantised.
 Weight = mx.array | PackedRows

@@ -1,78 +1,16 @@
-"""What MLX computes on, and how fast: facts for `mlxtune doctor`, in a process of their own.
-
-    python -m mlxtune.backend.doctor
-
-A damaged installation of MLX may end its process without any Python exception; the one that asks
-is to survive that, and to see what a run would see. Prints a JSON object.
-"""
+"""The device that MLX computes on."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict
-
 import mlx.core as mx
-import numpy as np
-
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.blas import BLAS
-from mlxtune.config import TrainConfig
-from mlxtune.core.machine.facts import Device
-
-_CPU_SIZE, _GPU_SIZE = 512, 2048
-# What measuring one of them may take, where the product is not slower than that by itself.
-_SECONDS = 0.12
 
 
-def device_facts() -> Device:
-    """Return what MLX computes on, the memory there, and the speed of a product."""
-    info = mx.device_info()
-    limits = memory.find_limits(TrainConfig.memory_limit)
-    return Device(
-        kind=_kind(),
-        name=str(info.get("device_name", "unknown")),
-        capacity=memory.capacity(),
-        recommended=limits.recommended,
-        limit=limits.memory,
-        blas=BLAS,
-        gflops=_mlx_gflops(),
-        numpy_gflops=_numpy_gflops() if memory.on_cpu() else None,
-    )
+def on_cpu() -> bool:
+    """Return whether MLX computes on the CPU."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
-def _kind() -> str:
-    if memory.on_cpu():
-        return "CPU"
-    return "Metal" if mx.metal.is_available() else "CUDA"
-
-
-def _mlx_gflops() -> float:
-    size = _CPU_SIZE if memory.on_cpu() else _GPU_SIZE
-    a = mx.random.uniform(-1, 1, (size, size))
-    mx.eval(a)
-    return _best(size, lambda: mx.eval(a @ a))
-
-
-def _numpy_gflops() -> float:
-    a = np.random.default_rng(0).random((_CPU_SIZE, _CPU_SIZE), dtype=np.float32)
-    return _best(_CPU_SIZE, lambda: a @ a)
-
-
-def _best(size: int, product: Callable[[], object]) -> float:
-    """Return the best speed of a product of square matrices, in 10^9 operations a second."""
-    product()
-    ends, best = time.perf_counter() + _SECONDS, float("inf")
-    while True:
-        started = time.perf_counter()
-        product()
-        now = time.perf_counter()
-        best = min(best, now - started)
-        if now > ends:
-            return 2 * size**3 / best / 1e9
-
-
-if __name__ == "__main__":
-    json.dump(asdict(device_facts()), sys.stdout)
+def device_name() -> str:
+    """Return the device's name and type, such as "Apple M3 Max (gpu)"."""
+    name = mx.device_info().get("device_name", "unknown device")
+    return f"{name} ({mx.default_device().type.name})"

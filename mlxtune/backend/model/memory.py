@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxtune.backend.model.device import on_cpu
+
 GB = 10**9
 # Of the limit: what MLX may keep of freed buffers, and the use above which it gives them back.
 _CACHE_SHARE = 1 / 8
@@ -160,14 +162,3 @@ def over_limit() -> bool:
 def ran_out(error: BaseException) -> bool:
     """Tell whether an error says that memory could not be allocated."""
     return isinstance(error, MemoryError) or bool(_RAN_OUT.search(str(error)))
-
-
-def device_name() -> str:
-    """Return what MLX computes on, in words."""
-    name = mx.device_info().get("device_name", "unknown device")
-    return f"{name} ({mx.default_device().type.name})"
-
-
-def on_cpu() -> bool:
-    """Tell whether MLX computes on the CPU."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)

@@ -1,7 +1,8 @@
-"""The folder of a model: found, and its files checked before any library reads them."""
+"""A model's folder: found, and its files checked before any library reads them."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.errors import ModelError, one_line
 
-# What tokenizer and template are made of.
+# The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -24,13 +25,11 @@ _MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
 
 
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
-    """Return the model's folder, downloaded by mlx-lm when `model_path` is owner/name.
+    """Return a model's folder, downloaded where `model_path` is owner/name.
 
-    Without `weights`, only the small files are downloaded.
-
-    Raises ModelError.
+    Without `weights`, only the small files are downloaded. Raises ModelError.
     """
-    # Unlike Path.expanduser, leaves alone what is no home of anybody.
+    # Unlike Path.expanduser, this leaves the home of an unknown user alone.
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
     try:
         if folder.is_dir():
@@ -44,9 +43,10 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         raise ModelError(f"{model_path}: is a file: --model-path takes the folder that holds it")
     if not _REPOSITORY.fullmatch(model_path):
         raise ModelError(f"{model_path}: no such folder: check --model-path")
+    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
-        patterns = None if weights else _SMALL_FILES
-        return Path(mlx_lm_utils._download(model_path, allow_patterns=patterns))
+        # mlx-lm's, which downloads from ModelScope where the user has set that up.
+        return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
         raise ModelError(
             f"{model_path}: no such folder, and downloading it failed: {one_line(error)}"
@@ -54,9 +54,9 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Read a model's config.json, and see that no other file of the folder is out of the ordinary.
+    """Read a model's config.json, having checked the folder's other files.
 
-    Raises ModelError when it names no type that mlx-lm knows, or code to run that is not trusted.
+    Raises ModelError, also for a type that mlx-lm does not have, or for code that is not trusted.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -70,42 +70,51 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         ) from error
     except (AttributeError, TypeError) as error:
         raise ModelError(
-            f"{path} or generation_config.json beside it: is no JSON object: download it again"
+            f"{path} or generation_config.json beside it: is not a JSON object: download it again"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path}: names no model_type: is this a language model's folder?")
+        raise ModelError(f"{path}: has no model_type: is this a language model's folder?")
     if config.get("model_file") is not None:
         _check_code(path, config["model_file"], trusted=trust_remote_code)
-        return config
-    try:
-        mlx_lm_utils._get_classes(config)
-    except Exception as error:
-        raise ModelError(
-            f"{path}: mlx-lm has no model type {config['model_type']!r:.60}: "
-            "upgrade mlx-lm or use another model"
-        ) from error
+    else:
+        _check_model_type(path, config)
     return config
 
 
-def check_auto_map(folder: Path) -> None:
-    """Raise ModelError where transformers, which is to run code, would run what lies elsewhere.
+def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError unless mlx-lm has the model's type, by its own tables of other names."""
+    kind = config["model_type"]
+    try:
+        special = mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING
+        names = (special.get((kind, each)) for each in _as_list(config.get("architectures")))
+        name = next(filter(None, names), mlx_lm_utils.MODEL_REMAPPING.get(kind, kind))
+        _ = importlib.import_module(f"mlx_lm.models.{name}").ModelArgs
+    except Exception as error:
+        raise ModelError(
+            f"{path}: mlx-lm does not support model type {kind!r:.60}: "
+            "upgrade mlx-lm, or use another model"
+        ) from error
 
-    What begins with a repository and `--` it downloads, as the model's makers say.
+
+def check_auto_map(folder: Path) -> None:
+    """Raise ModelError where trusted code for transformers is not in the model's folder.
+
+    transformers downloads what the auto_map prefixes with a repository and `--`.
     """
     for name in ("config.json", "tokenizer_config.json"):
-        named = _json_object(folder / name).get("auto_map")
-        named = list(named.values()) if isinstance(named, dict) else [named]
-        for each in (inner for outer in named for inner in _listed(outer)):
+        auto_map = _json_object(folder / name).get("auto_map")
+        entries = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+        for each in (inner for outer in entries for inner in _as_list(outer)):
             if isinstance(each, str):
                 _check_code(folder / name, each.rpartition("--")[2], trusted=True)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
-    """Raise ModelError unless a file of the folder may be run as the model's code."""
+    """Raise ModelError unless a file may run as the model's code: trusted, and of its folder."""
     if not trusted:
         raise ModelError(
             f"{path}: asks to run {file!r:.100} of its folder: read that file, then give "
@@ -117,21 +126,21 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a file that is none, such as a pipe, or holds far more than such a file.
+    """Raise ModelError for a file that is not a regular one, such as a pipe, or is far too large.
 
-    Links to files elsewhere are as good as files: Hugging Face's cache is made of them.
+    Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if path.is_dir() or path.suffix not in _READ:
             continue
         if not path.is_file():
-            raise ModelError(f"{path}: is no regular file: download it again")
+            raise ModelError(f"{path}: is not a regular file: download it again")
         if path.suffix == ".safetensors":
             continue
         vocabulary = path.name.startswith(("tokenizer.", "vocab", "merges"))
         if path.stat().st_size > (_MAX_VOCABULARY if vocabulary else _MAX_BYTES):
-            raise ModelError(f"{path}: is too large to be what its name says: download it again")
-    # transformers makes lists of as many entries, for the tokenizer already.
+            raise ModelError(f"{path}: is far larger than such a file should be: download it again")
+    # transformers makes lists of this length, even to load the tokenizer.
     for name, count in _layer_counts(_json_object(folder / "config.json")):
         if count > _MAX_LAYERS:
             raise ModelError(
@@ -140,9 +149,9 @@ def check_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless there are weights whose headers are right, for as many layers.
+    """Raise ModelError unless there are weights with valid headers, and tensors for every layer.
 
-    mlx-lm would end in a crash, or make layers until memory runs out.
+    mlx-lm would crash, or make layers until memory runs out.
     """
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -159,7 +168,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     for name, count in _layer_counts(config):
         if count > tensors:
             raise ModelError(
-                f"{folder / 'config.json'}: {name} is {count}, but the weights have {tensors} "
+                f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
                 "tensors: they do not belong together: download it again"
             )
 
@@ -173,7 +182,7 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def vocab_size(folder: Path) -> int:
-    """Return how many tokens a model knows by its config.json; 0 where that does not say."""
+    """Return the size of a model's vocabulary by its config.json; 0 where it is not given."""
     config = _json_object(folder / "config.json")
     for part in (config.get("text_config"), config):
         size = part.get("vocab_size") if isinstance(part, dict) else None
@@ -183,9 +192,9 @@ def vocab_size(folder: Path) -> int:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Return the object of a file; an empty one where there is none: others say what is wrong."""
+    """Return a file's object, or an empty one: its errors surface where the file is needed."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

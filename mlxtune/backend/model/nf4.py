@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.model.dequantized import DequantizedLinear
+from mlxtune.backend.model.layers import DequantizedLinear
 
 BLOCK = 64
 # Scales that share one of their own, where they are quantised too.

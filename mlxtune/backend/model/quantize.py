@@ -11,12 +11,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxtune.backend.model.memory import on_cpu
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.nf4 import BLOCK, NF4Linear
 from mlxtune.errors import ModelError
 
-# MLX's own formats by what --quantize calls them: mode, bits and the group that shares a scale, as
-# mlx-lm has them by default.
+# MLX's formats by their name in --quantize: mode, bits and group size, mlx-lm's defaults.
 _MODES = {
     "4": ("affine", 4, 64),
     "8": ("affine", 8, 64),
@@ -24,10 +23,10 @@ _MODES = {
     "nvfp4": ("nvfp4", 4, 16),
     "mxfp8": ("mxfp8", 8, 32),
 }
-# Entries that are quantised at once on the CPU, which runs some operations ahead.
-_AT_ONCE = 1 << 16
 NF4 = "nf4"
 FORMATS = (*_MODES, NF4)
+# Entries to quantise at once on the CPU, which runs some operations ahead.
+_AT_ONCE = 1 << 16
 
 Predicate = Callable[[str, nn.Module], Any]
 
@@ -35,11 +34,11 @@ Predicate = Callable[[str, nn.Module], Any]
 def quantize_lazily(
     model: nn.Module, config: Mapping[str, Any], quantize: str, double_quant: bool = False
 ) -> str:
-    """Quantise a model of which no weight is read yet; return what was done, in words.
+    """Quantise a model whose weights are not read yet; return a description of the format.
 
     In MLX's formats the result is that of `mlx_lm.convert`: embeddings and head are quantised too,
-    what the architecture says of its layers is heeded, and shapes that no group divides stay as
-    they are. In nf4 it is what QLoRA quantises: the linear layers but for the head.
+    the architecture's own predicate is respected, and shapes that no group divides stay as they
+    are. In nf4 it is what QLoRA quantises: the linear layers except the head.
 
     Raises ModelError for what cannot be quantised.
     """
@@ -66,35 +65,51 @@ def quantize_lazily(
     return f"{bits}-bit {mode}, group {group}"
 
 
-def name_of(quantize: str, double_quant: bool = False) -> str:
-    """Return what a format is called, with its scales."""
+def format_name(quantize: str, double_quant: bool = False) -> str:
+    """Return the name of a format, with that of its scales."""
     return f"{quantize} with double quantisation" if double_quant else quantize
 
 
-def parameters_of(quantize: str) -> dict[str, Any]:
-    """Return what mlx-lm calls one of MLX's own formats: group_size, bits and mode."""
+def format_parameters(quantize: str) -> dict[str, Any]:
+    """Return the parameters of one of MLX's formats: group_size, bits and mode."""
     mode, bits, group = _MODES[quantize]
     return {"group_size": group, "bits": bits, "mode": mode}
 
 
-def config_of(model: nn.Module, quantize: str) -> dict[str, Any]:
-    """Return what `mlx_lm.convert` adds to the config of a model that was quantised so."""
-    said = parameters_of(quantize)
-    # What the architecture gives other sizes is named by its path.
-    others = {
-        path: {name: getattr(module, name) for name in said}
+def quantized_config(model: nn.Module, quantize: str) -> dict[str, Any]:
+    """Return what `mlx_lm.convert` adds to the config of a model in one of MLX's formats."""
+    parameters = format_parameters(quantize)
+    # Layers for which the architecture chooses other parameters are listed by path.
+    exceptions = {
+        path: {name: getattr(module, name) for name in parameters}
         for path, module in model.named_modules()
-        if "scales" in module and any(getattr(module, name) != said[name] for name in said)
+        if "scales" in module and any(getattr(module, n) != v for n, v in parameters.items())
     }
-    quantization = {**said, **others}
+    quantization = parameters | exceptions
     return {"quantization": quantization, "quantization_config": quantization}
 
 
-def read_one_by_one(model: nn.Module) -> None:
-    """Read and quantise a model's weights, one module at a time and the largest first.
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's config says that its weights are quantised."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    return any(part.get("quantization") or part.get("quantization_config") for part in parts)
 
-    What was read of a module is freed before the next: beside what is quantised already, memory
-    holds one of them as it was.
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group_size, bits and mode of a quantised model's config, where it has them."""
+    saved = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(saved, Mapping):
+        return {}
+    named = {name: saved[name] for name in ("group_size", "bits", "mode") if name in saved}
+    return {"mode": "affine", **named}
+
+
+def read_one_by_one(model: nn.Module) -> None:
+    """Read and quantise a model's weights one module at a time, the largest first.
+
+    The original of each is freed before the next is read: beside the quantised weights, memory
+    holds one module.
     """
     parts = [module for _, module in model.named_modules() if not module.children()]
     for module in sorted(parts, key=_size, reverse=True):
@@ -103,18 +118,8 @@ def read_one_by_one(model: nn.Module) -> None:
     mx.eval(model.parameters())
 
 
-def already_quantized(config: Mapping[str, Any]) -> bool:
-    """Tell whether a model's config says that its weights are quantised."""
-    text = config.get("text_config")
-    return any(
-        bool(each.get(name))
-        for each in (config, text if isinstance(text, Mapping) else {})
-        for name in ("quantization", "quantization_config")
-    )
-
-
-def kept_as_they_are(model: nn.Module) -> set[str]:
-    """Return the paths of parameters that no compute dtype changes: the scales of nf4."""
+def nf4_scales(model: nn.Module) -> set[str]:
+    """Return the paths of the scales of nf4, which are float32 whatever the compute dtype."""
     return {
         f"{name}.{parameter}"
         for name, module in model.named_modules()
@@ -124,9 +129,9 @@ def kept_as_they_are(model: nn.Module) -> set[str]:
 
 
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
-    """Have a quantised module's arrays made some rows after the other, which gives the same.
+    """Have a module quantised some rows at a time on the CPU, with the same result.
 
-    On the CPU, what MLX works with for 4-bit floats takes up to 80 bytes an entry.
+    MLX's temporary arrays take up to 80 bytes per entry there for 4-bit floats.
     """
     if module.mode == "affine" or not on_cpu():
         return
@@ -138,12 +143,10 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
         if parts:
             part = mx.depends([part], [parts[-1][0]])[0]
         parts.append(mx.quantize(part, module.group_size, module.bits, mode=module.mode))
-    made = [
+    module.weight, module.scales = (
         mx.concatenate(list(each)).reshape(*weight.shape[:-1], -1)
         for each in zip(*parts, strict=True)
-    ]
-    module.weight, module.scales = made[:2]
-    module.biases = made[2] if len(made) > 2 else None
+    )
 
 
 def _size(module: nn.Module) -> int:
@@ -169,22 +172,24 @@ def _convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:
     names = {id(module): name for name, module in model.named_modules()}
-    found = False
+    count = 0
     for layer in model.layers:
         made = []
         for key, module in layer.named_modules():
             path = names[id(module)]
             if isinstance(module, SwitchLinear):
                 raise ModelError(
-                    f"--quantize nf4: {path} holds experts, which nf4 is not made for: "
-                    "use --quantize mxfp4"
+                    f"--quantize nf4: not supported for experts ({path}): use --quantize mxfp4"
                 )
             if type(module) is not nn.Linear or module.weight.shape[1] % BLOCK:
                 continue
-            # What an architecture asks more bits for stays as it is.
+            # Layers for which an architecture asks more bits are not quantised.
             if predicate is None or predicate(path, module) is True:
                 made.append((key, NF4Linear(module, double_quant=double_quant)))
         layer.update_modules(tree_unflatten(made))
-        found = found or bool(made)
-    if not found:
-        raise ModelError(f"--quantize nf4: no linear layer is a multiple of {BLOCK} wide")
+        count += len(made)
+    if not count:
+        raise ModelError(
+            f"--quantize nf4: this model has no linear layer whose width is a multiple of {BLOCK}: "
+            "use --quantize 4"
+        )

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.cpu.arrays import quiet
-from mlxtune.backend.lora.lora import DropoutKeys
+from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model import memory
 from mlxtune.backend.step.forward import Execution, Forward
 from mlxtune.backend.step.micro_batches import MicroBatches, step_cost

@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.lora.lora import projections
-from mlxtune.backend.model.memory import on_cpu
+from mlxtune.backend.lora.targets import projections
+from mlxtune.backend.model.device import on_cpu
 
 # A sample of a product lasts so long, by repeating it.
 _SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.1, 3, 64

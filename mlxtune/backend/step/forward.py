@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.cpu.packed import Layout, PackedCache, laid_out
-from mlxtune.backend.lora.lora import DropoutKeys
-from mlxtune.backend.model.memory import on_cpu
+from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import (
     cross_entropies,

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.cpu.packed import Layout, PackedCache, laid_out
-from mlxtune.backend.model.dequantized import DequantizedEmbedding, DequantizedLinear, PackedRows
+from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
 from mlxtune.backend.step.prefix import PrefixCache
 from mlxtune.core.steps.pack import ANY_LENGTH, Segment
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxtune.backend.model import memory
+from mlxtune.backend.model import device, memory
 from mlxtune.backend.step.forward import Forward
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, collate, run_length
@@ -121,4 +121,4 @@ def _unless_out_of_memory(run: Callable[[], _Result]) -> _Result | None:
 
 def step_cost() -> StepCost:
     """Return what a micro-batch takes beyond its tokens on the device in use."""
-    return StepCost(fixed=80) if memory.on_cpu() else StepCost(fixed=512, width_multiple=32)
+    return StepCost(fixed=80) if device.on_cpu() else StepCost(fixed=512, width_multiple=32)

@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-from mlxtune.backend.adapters import adapter_state
-from mlxtune.backend.lora import lora
+from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_lazily
-from mlxtune.backend.model.memory import on_cpu
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
 from mlxtune.config import InstructConfig, TrainConfig
@@ -229,9 +229,9 @@ def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
 
     Puts LoRA on the model, of which no weight is read. Raises ModelError.
     """
-    summary = lora.apply_lora(base.model, config)
+    summary = apply_lora(base.model, config)
     make_folder(adapter)
-    adapter_state.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
+    checkpoints.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:

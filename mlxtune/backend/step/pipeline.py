@@ -13,9 +13,10 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
-from mlxtune.backend.adapters import adapter_state, initial
+from mlxtune.backend.adapters import checkpoints, initialise
 from mlxtune.backend.cpu.arrays import quiet
-from mlxtune.backend.lora.lora import LoRASummary, apply_lora, step_keys
+from mlxtune.backend.lora.apply import LoRASummary, apply_lora
+from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import make_optimizer, set_rate
 from mlxtune.backend.model import memory
 from mlxtune.backend.step.forward import Execution, Forward
@@ -85,7 +86,7 @@ class InstructPipeline:
         self._base = base_model, base_said
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA began as, if it did.
-        self.initial_hash = initial.begin(model, self.lora, config.seed) if begins else None
+        self.initial_hash = initialise.initialise(model, self.lora, config.seed) if begins else None
         self._optimizer = make_optimizer(config)
         self._optimizer.init(model.trainable_parameters())
         gradients = mx.value_and_grad(self.scaled_loss)
@@ -211,7 +212,7 @@ class InstructPipeline:
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
         make_folder(weights.parent)
-        adapter_state.adapter_writer(self.model, self.lora, *self._base)(weights)
+        checkpoints.adapter_writer(self.model, self.lora, *self._base)(weights)
 
     def save(self, folder: Path) -> None:
         """Write into a folder what `load` and `restore` read. Raises OutputError."""
@@ -223,28 +224,28 @@ class InstructPipeline:
         It writes what is now, whenever it is called, and raises OutputError.
         """
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
-        adapter = adapter_state.adapter_writer(self.model, self.lora, *self._base)
-        parameters = adapter_state.parameters_writer(self.model, self.lora)
-        optimizer = adapter_state.optimizer_writer(self._optimizer.state, settings)
+        adapter = checkpoints.adapter_writer(self.model, self.lora, *self._base)
+        parameters = checkpoints.parameters_writer(self.model, self.lora)
+        optimizer = checkpoints.optimizer_writer(self._optimizer.state, settings)
 
         def write(folder: Path) -> None:
             adapter(folder / ADAPTER)
             parameters(folder)
-            optimizer(folder / adapter_state.OPTIMIZER)
+            optimizer(folder / checkpoints.OPTIMIZER)
 
         return write
 
     def load(self, folder: Path) -> None:
         """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
-        adapter_state.read_parameters(folder, self.model, self.lora)
+        checkpoints.read_parameters(folder, self.model, self.lora)
 
     def restore(self, folder: Path) -> None:
         """Go on from a snapshot as if nothing had come between.
 
         Raises ModelError when it does not fit.
         """
-        path = folder / adapter_state.OPTIMIZER
-        state, settings = adapter_state.read_optimizer(path, self._optimizer.state)
+        path = folder / checkpoints.OPTIMIZER
+        state, settings = checkpoints.read_optimizer(path, self._optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path}: says nothing of the step or the micro-batches it was at")
@@ -256,9 +257,9 @@ class InstructPipeline:
     def describe(self) -> Mapping[str, Any]:
         """Return what a checkpoint says of the adapter and the versions that made it."""
         return {
-            "lora_rank": self.lora.rank,
-            "lora_alpha": self.lora.alpha,
-            "targets": list(self.lora.targets),
+            "lora_rank": self.config.lora_rank,
+            "lora_alpha": self.config.lora_alpha,
+            "targets": list(self.config.targets),
             **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),
             **self._provenance(),
         }

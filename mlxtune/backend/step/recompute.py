@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlxtune.backend.cpu import packed
 from mlxtune.backend.cpu.arrays import detached, has_nan
 from mlxtune.backend.cpu.kept import KeptProducts, Reads
-from mlxtune.backend.lora.lora import DropoutKeys
+from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.step.prefix import PrefixCache
 

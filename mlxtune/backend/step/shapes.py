@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.lora import lora
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.dequantized import QUANTIZED
+from mlxtune.backend.lora import targets
+from mlxtune.backend.model import device
+from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.step.forward import Execution
 from mlxtune.config import InstructConfig
@@ -49,7 +49,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
     sizes = [
         [
             _matrix(module, dtype, kernels, updated=key in keys)
-            for key, module in lora.projections(layer).items()
+            for key, module in targets.projections(layer).items()
         ]
         for layer in layers[first:]
     ]
@@ -96,7 +96,7 @@ def way_of(how: Execution, base: BaseModel) -> Way:
         loss_chunk=how.loss_chunk,
         kernels=kernels,
         # Metal and CUDA have a lean attention, unless it is capped; MLX's on the CPU has not.
-        holds_scores=(memory.on_cpu() and not kernels) or _caps(base, attention=True),
+        holds_scores=(device.on_cpu() and not kernels) or _caps(base, attention=True),
         split_head=how.split_head,
         packs_up_to=_packs_up_to(base) if how.pack and kernels else 0,
     )
@@ -117,15 +117,15 @@ def _trained(model: nn.Module, config: InstructConfig) -> tuple[int, int, set[st
 
     Raises ModelError when a target matches nothing.
     """
-    layers, chosen = list(model.layers), lora.chosen_layers(model, config)
-    keys = lora.match_targets(chosen, config.targets)
+    layers, chosen = list(model.layers), targets.chosen_layers(model, config)
+    keys = targets.match_targets(chosen, config.targets)
     names = {id(module): name for name, module in model.named_modules()}
     total, first = 0, len(layers)
     for i, layer in enumerate(chosen, len(layers) - len(chosen)):
-        for key, module in lora.projections(layer).items():
+        for key, module in targets.projections(layer).items():
             if key in keys:
                 inputs, outputs, copies = _widths(module)
-                rank = lora.rank_of(names[id(module)], config)
+                rank = targets.rank_of(names[id(module)], config)
                 total += rank * copies * (inputs + outputs)
                 total += outputs if config.dora else 0
                 first = min(first, i)

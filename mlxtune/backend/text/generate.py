@@ -15,7 +15,7 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlxtune.backend.model import memory
+from mlxtune.backend.model import device, memory
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of
 from mlxtune.errors import MemoryLimitError, MlxTuneError
@@ -48,7 +48,7 @@ class Sampling:
         # As many as there are is all of them, which mlx-lm takes for a mistake.
         top_k = 0 if vocab_size and self.top_k >= vocab_size else self.top_k
         sampler = make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)
-        return _uncompiled(sampler) if memory.on_cpu() else sampler
+        return _uncompiled(sampler) if device.on_cpu() else sampler
 
 
 def _uncompiled(sampler: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:

@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
-from mlxtune.backend.adapters.adapted import load_adapted
-from mlxtune.backend.adapters.written import fitted, refitted
-from mlxtune.backend.lora.lora import adapted_modules
+from mlxtune.backend.adapters.attach import load_adapted
+from mlxtune.backend.adapters.checkpoints import pad_rank, unpad_rank
+from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -126,8 +126,8 @@ def test_what_is_no_lora_of_a_projection_is_named(folder: Path, tmp_path: Path) 
     (tmp_path / "adapter_config.json").write_text(json.dumps(said))
     pair = {"lora_a": np.zeros((320, 4), "f4"), "lora_b": np.zeros((4, 64), "f4")}
     for name, problem in {
-        "model.embed_tokens": "has LoRA on embeddings, model.embed_tokens",
-        "model.layers.0.input_layernorm": "is no projection",
+        "model.embed_tokens": "model.embed_tokens, which is not a projection",
+        "model.layers.0.input_layernorm": "is not a projection",
         "model.layers.9.self_attn.q_proj": "which has no model.layers.9.self_attn.q_proj",
         "model.layers.0.self_attn.q_proj": r"q_proj.lora_a is \(320, 4\), the model has \(64, 4\)",
     }.items():
@@ -136,7 +136,7 @@ def test_what_is_no_lora_of_a_projection_is_named(folder: Path, tmp_path: Path) 
         with pytest.raises(ModelError, match=problem):
             load_adapted(load_base(folder, "float32"), str(tmp_path))
     safetensors.numpy.save_file({"x.m": np.zeros(3, "f4")}, tmp_path / "adapters.safetensors")
-    with pytest.raises(ModelError, match=r"is no adapter of type lora: it holds x\.m"):
+    with pytest.raises(ModelError, match=r"is not a lora adapter: it has x\.m"):
         load_adapted(load_base(folder, "float32"), str(tmp_path))
 
 
@@ -158,7 +158,7 @@ def test_padding_and_folding_keep_the_product_and_are_undone(
     a, b = (mx.array(rng.standard_normal(each).astype("f4")) for each in shapes)
     ratio = 2.0**power
 
-    wide_a, wide_b = fitted(a, b, rank + more, ratio)
+    wide_a, wide_b = pad_rank(a, b, rank + more, ratio)
 
     def product(a: mx.array, b: mx.array) -> Any:
         x, y = np.array(a, np.float64), np.array(b, np.float64)
@@ -166,12 +166,12 @@ def test_padding_and_folding_keep_the_product_and_are_undone(
 
     assert wide_a.shape[1] == rank + more
     np.testing.assert_allclose(product(wide_a, wide_b), ratio * product(a, b), atol=1e-12)
-    again = refitted(wide_a, wide_b, rank, ratio)
+    again = unpad_rank(wide_a, wide_b, rank, ratio)
     assert mx.array_equal(again[0], a)
     assert mx.array_equal(again[1], b)
     if more:
         with pytest.raises(ValueError, match=f"beyond rank {rank}"):
-            refitted(mx.ones_like(wide_a), mx.ones_like(wide_b), rank, ratio)
+            unpad_rank(mx.ones_like(wide_a), mx.ones_like(wide_b), rank, ratio)
 
 
 def test_dora_leaves_the_model_as_it_is_before_it_is_trained(folder: Path) -> None:
@@ -220,8 +220,8 @@ def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(fold
         found = 2.0 * (np.array(module.lora_a) @ np.array(module.lora_b)).T
         np.testing.assert_allclose(found, expected, atol=1e-5)
         # What a compiled step takes for constants is none of what it trains.
-        assert module.taken.a is not module.lora_a
-        assert mx.array_equal(module.taken.a, module.lora_a)
+        assert module.principal.a is not module.lora_a
+        assert mx.array_equal(module.principal.a, module.lora_a)
         # A and B share the sizes evenly.
         sizes_of_a = np.linalg.norm(np.array(module.lora_a), axis=0)
         np.testing.assert_allclose(sizes_of_a, np.sqrt(s[:4] / 2), rtol=1e-5)
@@ -230,14 +230,16 @@ def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(fold
 def test_rank_above_that_of_a_weight_is_an_error_of_pissa(folder: Path) -> None:
     config = InstructConfig(lora_rank=40, init="pissa", targets=("v_proj",))
     with pytest.raises(
-        ModelError, match=r"v_proj has 32 singular vectors, fewer than a rank of 40"
+        ModelError, match=r"v_proj has only 32 singular vectors, fewer than a rank of 40"
     ):
         InstructPipeline(load_base(folder, "float32").model, config)
 
 
 def test_target_rank_of_no_target_is_an_error(folder: Path) -> None:
     config = InstructConfig(target_rank=("q_proj=2", "mlp.up_proj=3"))
-    with pytest.raises(ModelError, match=r"--target-rank: mlp.up_proj is no target; these are"):
+    with pytest.raises(
+        ModelError, match=r"--target-rank: mlp.up_proj is not a target; the targets are"
+    ):
         InstructPipeline(load_base(folder, "float32").model, config)
 
 
@@ -245,4 +247,4 @@ def test_summary_says_what_is_used(folder: Path) -> None:
     said = trained(folder, **FAMILY["DoRA with ranks"]).lora.describe()
     assert "rank 4 (v_proj 5), alpha 8 (scale 4 = alpha / √rank)" in said
     assert said.endswith("; DoRA; B learns 4 times as fast as A")
-    assert trained(folder, init="pissa").lora.describe().endswith("; begun by pissa")
+    assert trained(folder, init="pissa").lora.describe().endswith("; initialised by pissa")

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.model import loading, model_folder
 from mlxtune.backend.model.loading import load_base
@@ -76,17 +77,17 @@ def test_size_of_the_vocabulary_is_read_without_the_model(
     assert model_folder.vocab_size(tmp_path) == size
 
 
-def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_name_is_downloaded_with_or_without_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "mlx-community/Qwen3-0.6B-bf16"
     asked: list[tuple[str, bool]] = []
 
-    def download(name: str, allow_patterns: list[str] | None) -> Path:
-        # None is mlx-lm's own choice, weights and all.
-        weights = allow_patterns is None or any("safetensors" in each for each in allow_patterns)
-        asked.append((name, weights))
+    def download(name: str, allow_patterns: list[str]) -> Path:
+        asked.append((name, any("safetensors" in each for each in allow_patterns)))
         return tmp_path
 
-    monkeypatch.setattr(loading.mlx_lm_utils, "_download", download)
+    monkeypatch.setattr(mlx_lm_utils, "snapshot_download", download)
     assert model_folder.find_folder(name) == tmp_path
     assert model_folder.find_folder(name, weights=False) == tmp_path
     assert asked == [(name, True), (name, False)]
@@ -96,7 +97,7 @@ def test_repository_name_is_left_to_mlx_lm(tmp_path: Path, monkeypatch: pytest.M
 def test_path_that_is_no_repository_name_is_not_downloaded(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading.mlx_lm_utils, "_download", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(mlx_lm_utils, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(ModelError, match="no such folder: check --model-path"):
         model_folder.find_folder(name)
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.convert import convert
 
 from mlxtune.backend.model import nf4, quantize
-from mlxtune.backend.model.loading import load_base, open_base, read_weights, said_of
+from mlxtune.backend.model.loading import base_quantization, load_base, open_base, read_weights
 from mlxtune.backend.model.nf4 import NF4Linear
 from mlxtune.backend.model.quantize import FORMATS
 from mlxtune.errors import ModelError
@@ -87,7 +87,7 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     assert kinds["lm_head"] is nn.Linear
     assert base.quantization == "4-bit nf4, group 64, scales in 8 bits"
-    assert said_of(base) == {"quantize": "nf4", "double_quant": True}
+    assert base_quantization(base) == {"quantize": "nf4", "double_quant": True}
     # What scales are made of is no matter of the compute dtype.
     nested = parameters(base.model)["model.layers.0.self_attn.q_proj.nested_scales"]
     assert nested.dtype == mx.float32
@@ -96,17 +96,17 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
 
 
 def test_nf4_refuses_what_it_would_leave_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds experts"):
+    with pytest.raises(ModelError, match="nf4: not supported for experts"):
         open_base(write_model(tmp_path / "moe", "qwen3_moe", **EXPERTS), "auto", quantize="nf4")
     narrow = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3}
     folder = write_model(tmp_path / "narrow", "llama", **narrow, num_key_value_heads=1)
-    with pytest.raises(ModelError, match="no linear layer is a multiple of 64 wide"):
+    with pytest.raises(ModelError, match="no linear layer whose width is a multiple of 64"):
         open_base(folder, "auto", quantize="nf4")
 
 
 def test_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", quantize=4)
-    with pytest.raises(ModelError, match="is quantised already: leave out --quantize 8"):
+    with pytest.raises(ModelError, match="is already quantised: leave out --quantize 8"):
         open_base(folder, "auto", quantize="8")
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxtune import TrainConfig, train
-from mlxtune.backend.adapters.adapted import Adapted, load_adapted
+from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu import products
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator

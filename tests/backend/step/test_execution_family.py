@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.lora.lora import adapted_modules
+from mlxtune.backend.lora.apply import adapted_modules
 from tests.backend.step.executions import (
     WAYS,
     assert_same,

@@ -1,4 +1,4 @@
-"""Stopped and gone on with, LoRA's family takes the steps that it would have taken."""
+"""Interrupted and resumed, LoRA's family takes the steps that it would have taken."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters import adapter_state
+from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora import pissa
-from mlxtune.backend.lora.lora import adapted_modules
+from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -60,7 +60,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     first.save(tmp_path)
 
     # What it began as is read, not found again.
-    monkeypatch.setattr(pissa, "principal", None)
+    monkeypatch.setattr(pissa, "principal_svd", None)
     again = pipeline(folder, how, begins=False, **options)
     again.restore(tmp_path)
     assert take(again, range(STOP + 1, STEPS + 1)) == expected[STOP:]
@@ -81,11 +81,11 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
     made.save(tmp_path)
     weights = tmp_path / "adapters.safetensors"
     count = len(safetensors.numpy.load_file(weights))
-    assert adapter_state.check_adapter(weights, made.model, made.lora) == count
+    assert checkpoints.check_adapter(weights, made.model, made.lora) == count
     other = pipeline(folder, Execution(), **FAMILY[member] | {"lora_rank": 3})
     with pytest.raises(ModelError, match="does not fit the model"):
-        adapter_state.check_adapter(weights, other.model, other.lora)
-    path = tmp_path / adapter_state.PARAMETERS
+        checkpoints.check_adapter(weights, other.model, other.lora)
+    path = tmp_path / checkpoints.PARAMETERS
     assert path.exists() == ("ranks" in member or member == "all")
     if path.exists():
         tensors = safetensors.numpy.load_file(path)
@@ -93,7 +93,7 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
         del tensors[name]
         safetensors.numpy.save_file(tensors, path)
         with pytest.raises(ModelError, match=f"{name} is missing"):
-            adapter_state.check_adapter(weights, made.model, made.lora)
+            checkpoints.check_adapter(weights, made.model, made.lora)
 
 
 def reference(

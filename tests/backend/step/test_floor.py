@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.utils import load_model
 
-from mlxtune.backend.lora.lora import apply_lora
+from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.floor import Product, ProductTimer, StepTokens, _rounded, step_products
 from mlxtune.backend.step.pipeline import InstructPipeline

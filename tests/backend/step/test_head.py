@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.model.dequantized import PackedRows
+from mlxtune.backend.model.layers import PackedRows
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.head import SplitModel

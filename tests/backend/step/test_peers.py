@@ -14,8 +14,8 @@ from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import load_base, open_base
-from mlxtune.backend.model.memory import on_cpu
 from mlxtune.backend.step.peers import MlxLm, masked_loss, padded, spans, write_start
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import TrainConfig

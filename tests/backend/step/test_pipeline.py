@@ -32,7 +32,7 @@ def reference(
     written out, the sum over supervised targets divided by their count.
     """
     model = load_base(folder, "float32").model
-    scale = pipeline.lora.alpha / pipeline.lora.rank
+    scale = pipeline.config.lora_alpha / pipeline.config.lora_rank
     adapters = dict(tree_flatten(pipeline.model.trainable_parameters()))
     dense = dict(tree_flatten(model.parameters()))
     names = [name.removesuffix(".lora_a") for name in adapters if name.endswith(".lora_a")]

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters import adapter_state
+from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -61,7 +61,7 @@ def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None
 
 def state(made: InstructPipeline) -> dict[str, bytes]:
     """Every trainable tensor and every moment, as bytes."""
-    tensors = adapter_state.adapter_tensors(made.model) | dict(tree_flatten(made._optimizer.state))
+    tensors = checkpoints.trained_tensors(made.model) | dict(tree_flatten(made._optimizer.state))
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
 
@@ -117,7 +117,7 @@ def test_optimizer_file_that_does_not_fit_is_an_error_and_changes_nothing(
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 3))
     made.save(tmp_path)
-    path = tmp_path / adapter_state.OPTIMIZER
+    path = tmp_path / checkpoints.OPTIMIZER
     tensors = safetensors.numpy.load_file(path)
     other = pipeline(folder, WAYS["plain"])
     before = state(other)
@@ -149,6 +149,6 @@ def test_adapter_of_a_snapshot_is_what_mlx_lm_loads(folder: Path, tmp_path: Path
     made.save(tmp_path)
     theirs = load_adapters(load_base(folder, "float32").model, str(tmp_path))
     found = dict(tree_flatten(theirs.trainable_parameters()))
-    ours = adapter_state.adapter_tensors(made.model)
+    ours = checkpoints.trained_tensors(made.model)
     assert (tmp_path / ADAPTER).is_file()
     assert all(mx.array_equal(found[name], value) for name, value in ours.items())

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.cpu.kept import Reads
-from mlxtune.backend.lora.lora import DropoutKeys
+from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.step.recompute import Layerwise
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.lora.lora import apply_lora
+from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model.loading import BaseModel, load_base, open_base, read_weights
 from mlxtune.backend.model.quantize import FORMATS
 from mlxtune.backend.step.forward import Execution

@@ -17,8 +17,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, train
-from mlxtune.backend.adapters.adapted import load_adapted
-from mlxtune.backend.model import memory
+from mlxtune.backend.adapters.attach import load_adapted
+from mlxtune.backend.model import device
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.text.generate import Generator, Sampling, answers, seed
 from mlxtune.backend.text.tokenizer import load_tokenizer
@@ -252,7 +252,7 @@ except RuntimeError:
 """
 
 
-@pytest.mark.skipif(not memory.on_cpu(), reason="a GPU compiles with no program of the machine's")
+@pytest.mark.skipif(not device.on_cpu(), reason="a GPU compiles with no program of the machine's")
 def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> None:
     """One that is there, and fails at whatever it is given, shows who starts it."""
     compiler = tmp_path / "g++"

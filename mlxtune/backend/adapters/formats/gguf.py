@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, place_in_layer
+from mlxtune.backend.adapters.formats.adapter import (
+    Adapter,
+    Matrix,
+    Update,
+    layers_from,
+    path_in_layer,
+)
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line
 
@@ -129,8 +135,8 @@ def read_gguf(
     if tensors or not updates:
         raise ModelError(f"{path}: has tensors that are no LoRA: {join_few(tensors)}")
     rank = next(iter(updates.values())).a.shape[1]
-    first_layer = min(place_in_layer(name)[0] for name in updates)
-    return Adapter(scale=alpha / rank, num_layers=num_layers - first_layer, modules=updates)
+    layers = layers_from(updates, num_layers)
+    return Adapter(scale=alpha / rank, num_layers=layers, modules=updates)
 
 
 def permuted(rows: Matrix, heads: int) -> Matrix:
@@ -166,7 +172,7 @@ def _gguf_names(
     names = gguf.get_tensor_name_map(by_name[architecture], num_layers)
     found, unknown = {}, []
     for module in modules:
-        layer, inside = place_in_layer(module)
+        layer, inside = path_in_layer(module)
         name = names.get_name(f"model.layers.{layer}.{inside}")
         if name is None:
             unknown.append(module)

@@ -1,18 +1,109 @@
-"""mlx-lm's adapter folder: the one that training writes, as it is."""
+"""mlx-lm's adapter folder: read, written, copied, and loaded by mlx-lm itself."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tuner.utils import load_adapters
 
-from mlxtune.core.machine.files import write_file
+from mlxtune.backend.adapters.files import read_adapter_config, read_info, write_tensors
+from mlxtune.backend.adapters.formats.adapter import (
+    Adapter,
+    Matrix,
+    Update,
+    path_in_layer,
+    read_tensors,
+)
+from mlxtune.core.machine.files import write_file, write_json
+from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
+_TENSOR = re.compile(r"(.+)\.(lora_a|lora_b|m)")
 
-def write_mlx_lm(weights: Path, folder: Path) -> None:
+
+def read_mlx_lm(weights: Path) -> Adapter:
+    """Return an adapter in mlx-lm's layout. Raises ModelError."""
+    config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
+    info = read_info(weights)
+    try:
+        dropout = float(config["lora_parameters"].get("dropout", 0.0))
+        if not 0 <= dropout < 1:
+            raise ValueError(f"a dropout of {dropout}")
+        num_layers = int(config["num_layers"])
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: has no valid num_layers or dropout: {one_line(error)}"
+        ) from error
+    return Adapter(
+        scale=info.scale,
+        num_layers=num_layers,
+        modules=_modules_of(weights, read_tensors(weights), dora=info.kind == "dora"),
+        dropout=dropout,
+        model=str(config.get("model") or ""),
+        settings={"mlxtune": dict(info.mlxtune)} if _can_be_written(info.mlxtune) else {},
+    )
+
+
+def _can_be_written(value: Mapping[str, Any]) -> bool:
+    """Return whether there is anything, and none of it is infinite or nested beyond reason."""
+    try:
+        return bool(value) and bool(json.dumps(dict(value), allow_nan=False))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _modules_of(path: Path, tensors: Mapping[str, Matrix], *, dora: bool) -> dict[str, Update]:
+    """Return tensors by module. Raises ModelError for other tensors and incomplete modules."""
+    parts: dict[str, dict[str, Matrix]] = {}
+    others = []
+    for name, tensor in tensors.items():
+        if found := _TENSOR.fullmatch(name):
+            parts.setdefault(found[1], {})[found[2]] = tensor
+        else:
+            others.append(name)
+    needed = {"lora_a", "lora_b", "m"} if dora else {"lora_a", "lora_b"}
+    problem = "" if parts else "no LoRA tensors"
+    if incomplete := [name for name, each in parts.items() if each.keys() != needed]:
+        problem = f"not exactly {', '.join(sorted(needed))} for {join_few(incomplete)}"
+    if others:
+        problem = f"tensors other than LoRA's: {join_few(others)}"
+    if problem:
+        raise ModelError(f"{path}: has {problem}: it is not an adapter in mlx-lm's layout")
+    return {
+        name: Update(each["lora_a"], each["lora_b"], each.get("m"))
+        for name, each in sorted(parts.items())
+    }
+
+
+def write_mlx_lm(adapter: Adapter, folder: Path) -> None:
+    """Write adapter.safetensors and adapter_config.json. Raises OutputError."""
+    tensors: dict[str, Matrix] = {}
+    for name, update in adapter.modules.items():
+        tensors |= {f"{name}.lora_a": update.a, f"{name}.lora_b": update.b}
+        if update.m is not None:
+            tensors[f"{name}.m"] = update.m
+    write_tensors(folder / ADAPTER, tensors, {"format": "mlx"})
+    config = {
+        "fine_tune_type": "dora" if adapter.is_dora else "lora",
+        "model": adapter.model,
+        "num_layers": adapter.num_layers,
+        "lora_parameters": {
+            "rank": adapter.rank,
+            "scale": adapter.scale,
+            "dropout": adapter.dropout,
+            "keys": sorted({path_in_layer(name)[1] for name in adapter.modules}),
+        },
+    }
+    write_json(folder / ADAPTER_CONFIG, config | dict(adapter.settings))
+
+
+def copy_mlx_lm(weights: Path, folder: Path) -> None:
     """Copy an adapter and its config, byte for byte. Raises ModelError or OutputError."""
     for path, name in (weights, ADAPTER), (weights.with_name(ADAPTER_CONFIG), ADAPTER_CONFIG):
         try:
@@ -27,6 +118,6 @@ def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:
     try:
         adapted = load_adapters(model, str(folder))
     except Exception as error:
-        raise ModelError(f"{folder}: mlx-lm does not load it: {one_line(error)}") from error
+        raise ModelError(f"{folder}: mlx-lm cannot load it: {one_line(error)}") from error
     adapted.eval()
     return adapted

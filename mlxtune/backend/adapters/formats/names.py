@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.nn as nn
 import safetensors
 
-from mlxtune.backend.lora.lora import projections
+from mlxtune.backend.lora.targets import projections
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import regex
 
+from mlxtune.backend.adapters.files import write_tensors
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    place_in_layer,
+    layers_from,
+    path_in_layer,
     read_tensors,
-    write_tensors,
 )
 from mlxtune.backend.adapters.formats.names import (
     folder_names,
@@ -76,7 +77,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
         if update.m is not None:
             tensors[f"{name}.lora_magnitude_vector"] = update.m
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    chosen = {names[path]: place_in_layer(path) for path in modules or adapter.modules}
+    chosen = {names[path]: path_in_layer(path) for path in modules or adapter.modules}
     targets, layers = shortest_targets(chosen, present)
     rank = max(ranks.values())
     patterns = {re.escape(name): each for name, each in sorted(ranks.items()) if each != rank}
@@ -138,10 +139,9 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     updates = {
         names[name]: _update(each, rank, scales[name] / scale) for name, each in parts.items()
     }
-    first_layer = min(place_in_layer(name)[0] for name in updates)
     return Adapter(
         scale=scale,
-        num_layers=num_layers - first_layer,
+        num_layers=layers_from(updates, num_layers),
         modules=updates,
         dropout=_dropout(folder, config),
         model=str(config.get("base_model_name_or_path") or ""),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.lora.lora import DropoutKeys, LoRALinear, step_keys
+from mlxtune.backend.lora.layers import DropoutKeys, LoRALinear, step_keys
 from mlxtune.errors import ModelError
 from tests.backend.conftest import MakePipeline
 
@@ -163,5 +163,5 @@ def test_experts_get_lora_of_their_own(make_pipeline: MakePipeline) -> None:
         "--dora": {"dora": True},
         "--init pissa": {"init": "pissa"},
     }.items():
-        with pytest.raises(ModelError, match=f"{option} is not possible on the experts of model"):
+        with pytest.raises(ModelError, match=f"{option} does not work on the experts of model"):
             make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",), **given)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.model import dequantized
-from mlxtune.backend.model.dequantized import DequantizedLinear, PackedRows, product
+from mlxtune.backend.model import layers
+from mlxtune.backend.model.layers import DequantizedLinear, PackedRows
 from mlxtune.backend.model.loading import load_base, slow_products
 from mlxtune.backend.model.quantize import FORMATS
 from mlxtune.backend.step.forward import Execution
@@ -107,7 +107,7 @@ def test_auto_is_dequantised_on_the_cpu_alone(
     folder = write_model(tmp_path / "model", "llama")
     assert load_base(folder, "auto", quantize="4").quantized_compute == "dequantized"
     assert load_base(folder, "auto").quantized_compute is None
-    monkeypatch.setattr(dequantized, "on_cpu", lambda: False)
+    monkeypatch.setattr(layers, "on_cpu", lambda: False)
     assert load_base(folder, "auto", quantize="4").quantized_compute == "quantized"
     # MLX has no products of it.
     assert load_base(folder, "auto", quantize="nf4").quantized_compute == "dequantized"
@@ -123,8 +123,7 @@ def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
-    layer = nn.QuantizedLinear(128, 96, bias=False, mode=mode)
-    layer.__class__ = DequantizedLinear
+    layer = DequantizedLinear(nn.QuantizedLinear(128, 96, bias=False, mode=mode))
     packed = PackedRows(layer)
     whole = layer.unpacked(mx.float32)
     assert (packed.shape, packed.size) == (whole.shape, whole.size)
@@ -135,15 +134,14 @@ def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
 
 def test_unpacked_matrices_are_not_kept() -> None:
     size, layers = 512, 16
-    stack = [nn.QuantizedLinear(size, size, bias=False) for _ in range(layers)]
+    plain = [nn.QuantizedLinear(size, size, bias=False) for _ in range(layers)]
+    stack = [DequantizedLinear(layer) for layer in plain]
     x = mx.ones((4, size))
     mx.eval([layer.parameters() for layer in stack], x)
-    for layer in stack:
-        layer.__class__ = DequantizedLinear
 
     def run(x: mx.array) -> mx.array:
         for layer in stack:
-            x = product(x, layer)
+            x = layer(x)
         return x.sum()
 
     gc.collect()

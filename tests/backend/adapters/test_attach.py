@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxtune import TrainConfig, train
-from mlxtune.backend.adapters.adapted import find_adapter, load_adapted
+from mlxtune.backend.adapters.attach import find_adapter, load_adapted
 from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
 from tests.models import sums, write_chat, write_model
@@ -78,7 +78,7 @@ def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
 
 
 def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no adapters\.safetensors: --adapter takes"):
+    with pytest.raises(ModelError, match=r"has no adapters\.safetensors: --adapter takes"):
         find_adapter(str(tmp_path))
 
 
@@ -86,9 +86,9 @@ def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"fine_tune_type": "full"}, "fine_tune_type 'full'"),
-        ({"lora_parameters": None}, "is of no kind"),
-        ({"lora_parameters": {"rank": "x", "scale": 2.0}}, "does not say rank, scale and keys"),
-        ({"lora_parameters": {"rank": 8}}, "does not say rank, scale and keys"),
+        ({"lora_parameters": None}, "is not supported"),
+        ({"lora_parameters": {"rank": "x", "scale": 2.0}}, "has no valid rank and scale"),
+        ({"lora_parameters": {"rank": 8}}, "has no valid rank and scale"),
     ],
 )
 def test_config_that_says_nothing_is_an_error(
@@ -112,7 +112,7 @@ def test_rank_that_is_not_that_of_the_tensors_makes_nothing_of_that_size(
     config = json.loads(path.read_text())
     config["lora_parameters"]["rank"] = rank
     path.write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"says rank|does not say rank"):
+    with pytest.raises(ModelError, match=r"says rank|no valid rank"):
         load_adapted(load_base(model, "float32"), str(tmp_path / "adapter"))
 
 

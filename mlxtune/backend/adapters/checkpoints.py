@@ -1,0 +1,196 @@
+"""A checkpoint's tensors: the adapter, what is trained where that differs, and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import safetensors
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.adapters.files import check_shapes, read_shapes, write_tensors
+from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
+from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
+from mlxtune.config.ranks import target_ranks
+from mlxtune.core.machine.files import write_json
+from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
+from mlxtune.errors import ModelError, one_line
+
+OPTIMIZER = "optimizer.safetensors"
+# The trained tensors, in checkpoints whose adapter computes the same but is not what is trained.
+PARAMETERS = "parameters.safetensors"
+# PiSSA's initial factors, which are needed beside what is trained.
+_PRINCIPAL = (".taken_a", ".taken_b")
+
+
+def trained_tensors(model: nn.Module) -> dict[str, mx.array]:
+    """Return the trainable tensors by their full names."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+def _saved_parameters(model: nn.Module) -> dict[str, mx.array]:
+    """Return the trainable tensors, with PiSSA's initial factors."""
+    tensors = trained_tensors(model)
+    for name, module in adapted_modules(model).items():
+        if (principal := getattr(module, "principal", None)) is not None:
+            tensors |= {f"{name}.taken_a": principal.a, f"{name}.taken_b": principal.b}
+    return tensors
+
+
+def adapter_tensors(model: nn.Module, lora: LoRASummary) -> dict[str, mx.array]:
+    """Return an adapter's tensors by their full names, as mlx-lm computes with them.
+
+    An adapter file has one rank and one scale, and applies to the weights as they are stored. So
+    lower ranks are padded with zeros, B makes up for differing scales, and PiSSA's initial product
+    is subtracted by as many further directions: (A | A0), (B / -B0).
+    """
+    tensors: dict[str, mx.array] = {}
+    for name, module in adapted_modules(model).items():
+        plain = (module.lora_a, module.lora_b)
+        a, b = module.factors() if isinstance(module, LoRALinear) else plain
+        a, b = pad_rank(a, b, lora.written_rank, module.scale / lora.scale)
+        tensors |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
+        if "m" in module:
+            tensors[f"{name}.m"] = module.m
+    return tensors
+
+
+def pad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.array, mx.array]:
+    """Return A (in, r) and B (r, out) padded with zeros to `rank`, B times a factor.
+
+    Those of experts are A (experts, r, in) and B (experts, out, r).
+    """
+
+    def padded(x: mx.array, axis: int) -> mx.array:
+        missing = rank - x.shape[axis]
+        return mx.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else x
+
+    axes = _rank_axes(a)
+    return padded(a, axes[0]), padded(b if factor == 1 else b * factor, axes[1])
+
+
+def unpad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.array, mx.array]:
+    """Undo `pad_rank`. Raises ValueError unless there are only zeros beyond the rank."""
+    (a, extra_a), (b, extra_b) = (
+        mx.split(x, [rank], axis=axis) for x, axis in zip((a, b), _rank_axes(a), strict=True)
+    )
+    if extra_b.size and (mx.any(extra_b) or mx.any(extra_a)):
+        raise ValueError(f"has values other than zero beyond rank {rank}")
+    return a, (b if factor == 1 else b / factor)
+
+
+def _rank_axes(a: mx.array) -> tuple[int, int]:
+    return (1, 0) if a.ndim == 2 else (1, 2)
+
+
+def adapter_writer(
+    model: nn.Module, lora: LoRASummary, base_model: str, extra: Mapping[str, Any] | None = None
+) -> Callable[[Path], None]:
+    """Return a function that writes the adapter as it is now, and adapter_config.json beside it.
+
+    `extra` goes into the config's `mlxtune` part. Each file is written whole or not at all.
+    Tensors are float32 and sorted by name, so that equal adapters are equal bytes. The function
+    raises OutputError.
+    """
+    tensors, options = adapter_tensors(model, lora), lora.config
+    config: dict[str, Any] = {
+        "fine_tune_type": lora.kind,
+        "model": base_model,
+        "num_layers": lora.num_layers,
+        "lora_parameters": {
+            "rank": lora.written_rank,
+            "scale": lora.scale,
+            "dropout": options.dropout,
+            "keys": list(lora.keys),
+        },
+        # mlx-lm needs nothing of this.
+        "mlxtune": {
+            "rank": options.lora_rank,
+            "alpha": options.lora_alpha,
+            "rslora": options.rslora,
+            "init": options.init,
+            "target_ranks": target_ranks(options.target_rank),
+            **(extra or {}),
+        },
+    }
+
+    def write(weights: Path) -> None:
+        arrays = {name: value.astype(mx.float32) for name, value in tensors.items()}
+        write_tensors(weights, arrays, {"format": "mlx"})
+        write_json(weights.with_name(ADAPTER_CONFIG), config)
+
+    return write
+
+
+def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:
+    """Return a function that writes the trained tensors as they are now into a folder.
+
+    It writes nothing where the adapter holds them. It raises OutputError.
+    """
+    if lora.trained_as_written:
+        return lambda folder: None
+    tensors = _saved_parameters(model)
+    return lambda folder: write_tensors(folder / PARAMETERS, tensors, {"format": "mlx"})
+
+
+def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
+    """Put a checkpoint's trained tensors into a model with LoRA of the same shapes.
+
+    Raises ModelError, naming every tensor that does not fit, and then changes nothing.
+    """
+    path = folder / (ADAPTER if lora.trained_as_written else PARAMETERS)
+    tensors, _ = _read(path, _saved_parameters(model))
+    principal = {name: tensors.pop(name) for name in list(tensors) if name.endswith(_PRINCIPAL)}
+    model.update(tree_unflatten(list(tensors.items())))
+    for name, module in adapted_modules(model).items():
+        if f"{name}.taken_a" in principal:
+            module.principal = PrincipalFactors(*(principal[name + leaf] for leaf in _PRINCIPAL))
+
+
+def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
+    """Return the number of tensors in a checkpoint's adapter.
+
+    Raises ModelError where they, or the trained tensors, do not fit the model with LoRA.
+    """
+    if not lora.trained_as_written:
+        _read(weights.with_name(PARAMETERS), _saved_parameters(model))
+    return len(_read(weights, adapter_tensors(model, lora))[0])
+
+
+def optimizer_writer(
+    state: Mapping[str, Any], settings: Mapping[str, int]
+) -> Callable[[Path], None]:
+    """Return a function that writes an optimizer's state as it is now, with settings."""
+    tensors = dict(tree_flatten(state))
+    metadata = {name: str(value) for name, value in settings.items()}
+    return lambda path: write_tensors(path, tensors, metadata)
+
+
+def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return an optimizer's state, of the shapes of `state`, and its settings.
+
+    Raises ModelError where it does not fit.
+    """
+    tensors, metadata = _read(path, dict(tree_flatten(state)))
+    try:
+        settings = {name: int(value) for name, value in metadata.items()}
+    except ValueError as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return tree_unflatten(list(tensors.items())), settings
+
+
+def _read(
+    path: Path, expected: Mapping[str, mx.array]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return a file's tensors, of the expected shapes, and its metadata. Raises ModelError."""
+    shapes = read_shapes(path)
+    check_shapes(path, shapes, expected)
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            tensors = {name: mx.array(file.get_tensor(name)) for name in shapes}
+            return tensors, dict(file.metadata() or {})
+    except (OSError, safetensors.SafetensorError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error

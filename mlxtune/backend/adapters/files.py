@@ -1,0 +1,200 @@
+"""Adapter files in mlx-lm's layout: found, read, checked and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from mlxtune.core.machine.files import read_given_json, write_file
+from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
+from mlxtune.errors import ModelError, one_line
+
+LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
+# Longer names are invalid and slow to match.
+_LONGEST_NAME = 1000
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
+_UNREADABLE = (OSError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError)
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """The contents of adapter_config.json. `mlxtune` is the part that only mlxtune writes."""
+
+    kind: str
+    rank: int
+    scale: float
+    num_layers: int | None
+    mlxtune: Mapping[str, Any]
+
+
+def find_adapter(path: str, option: str = "--adapter") -> Path:
+    """Return the adapter file that a path means: the file, its folder, or a run's folder.
+
+    A run without an adapter beside its checkpoints has that of its best checkpoint. `option` is
+    where the path was given. Raises ModelError.
+    """
+    given = Path(os.path.expanduser(path))  # noqa: PTH111
+    candidates = (
+        *(given, given / ADAPTER, given / BEST / ADAPTER),
+        given / "checkpoints" / BEST / ADAPTER,
+    )
+    try:
+        found = next((each for each in candidates if each.is_file()), None)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
+    if found is None:
+        raise ModelError(
+            f"{path}: has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
+        )
+    return found
+
+
+def read_adapter_config(weights: Path) -> dict[str, Any]:
+    """Return the adapter_config.json beside an adapter. Raises ModelError."""
+    path = weights.with_name(ADAPTER_CONFIG)
+    try:
+        return read_given_json(path)
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path}: is missing: copy it there from where the adapter was trained"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+
+
+def read_info(weights: Path) -> AdapterInfo:
+    """Return the kind, rank and scale of an adapter from its config. Raises ModelError."""
+    config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
+    parameters = config.get("lora_parameters")
+    # The first versions of mlx-lm did not write it, and mlx-lm defaults to this.
+    kind = config.get("fine_tune_type", "lora")
+    if not isinstance(kind, str) or kind not in LEAVES or not isinstance(parameters, Mapping):
+        raise ModelError(
+            f"{path}: fine_tune_type {kind!r:.40} is not supported: "
+            "mlxtune loads lora and dora adapters that have lora_parameters"
+        )
+    layers, extra = config.get("num_layers"), config.get("mlxtune")
+    try:
+        rank, scale = int(parameters["rank"]), float(parameters["scale"])
+        if not 0 < rank < 2**31 or not 0 < scale < float("inf"):
+            raise ValueError(f"rank {rank:.6g} and scale {scale:.6g} are out of range")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ModelError(
+            f"{path}: lora_parameters has no valid rank and scale: {one_line(error)}"
+        ) from error
+    return AdapterInfo(
+        kind=kind,
+        rank=rank,
+        scale=scale,
+        num_layers=layers if isinstance(layers, int) and layers > 0 else None,
+        mlxtune=extra if isinstance(extra, Mapping) else {},
+    )
+
+
+def read_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors by their names. Raises ModelError."""
+    try:
+        with safetensors.safe_open(weights, framework="numpy") as file:
+            if long := [name for name in file.keys() if len(name) > _LONGEST_NAME]:  # noqa: SIM118
+                raise ValueError(f"a tensor's name has {len(long[0]):,} characters")
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except _UNREADABLE as error:
+        raise ModelError(f"{weights}: cannot be read: {one_line(error)}") from error
+
+
+def read_tensors(weights: Path) -> dict[str, mx.array]:
+    """Return a safetensors file's tensors in float32, whatever their dtype. Raises ModelError."""
+    # Unlike MLX, this checks the header; unlike numpy, MLX knows bfloat16.
+    read_shapes(weights)
+    try:
+        loaded: Any = mx.load(str(weights), format="safetensors")
+        tensors = {name: value.astype(mx.float32) for name, value in loaded.items()}
+        mx.eval(tensors)
+    except _UNREADABLE as error:
+        raise ModelError(f"{weights}: cannot be read: {one_line(error)}") from error
+    return tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write arrays of MLX or numpy in the order of their names: equal tensors, equal bytes.
+
+    Raises OutputError.
+    """
+    arrays = {name: np.array(value, order="C") for name, value in sorted(tensors.items())}
+    write_file(path, [_sort_metadata(safetensors.numpy.save(arrays, metadata=dict(metadata)))])
+
+
+def _sort_metadata(content: bytes) -> bytes:
+    """Return a safetensors file with its metadata sorted by name.
+
+    The library writes metadata in a different order in each process. The order of the tensors,
+    which does matter, is kept.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Padded as the library does, so that the tensors start at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
+def check_shapes(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, mx.array]
+) -> None:
+    """Raise ModelError, naming every tensor whose shape is not the expected one."""
+    wanted = {name: tuple(value.shape) for name, value in expected.items()}
+    problems = [
+        f"{name} is {shapes.get(name, 'missing')}, the model has {wanted.get(name, 'none')}"
+        for name in sorted(wanted.keys() | shapes.keys())
+        if wanted.get(name) != shapes.get(name)
+    ]
+    if problems:
+        raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")
+
+
+def check_rank(weights: Path, shapes: Mapping[str, tuple[int, ...]], info: AdapterInfo) -> None:
+    """Raise ModelError where the tensors have another rank than the config says.
+
+    Called before anything of that size is allocated.
+    """
+    for name, shape in shapes.items():
+        if not name.endswith(".lora_a") or len(shape) not in (2, 3):
+            continue
+        # (in, rank), or (experts, rank, in).
+        rank = shape[1]
+        if rank != info.rank:
+            raise ModelError(
+                f"{weights.with_name(ADAPTER_CONFIG)}: says rank {info.rank}, but {name:.200} has "
+                f"{rank:,}: the two files do not belong together"
+            )
+
+
+def module_names(weights: Path, names: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the modules that an adapter's tensors belong to, sorted.
+
+    Raises ModelError for a tensor that such an adapter does not have.
+    """
+    leaves = LEAVES[kind]
+    strange = sorted(name for name in names if name.rpartition(".")[2] not in leaves)
+    if strange or not names:
+        found = ", ".join(strange[:3]) or "no tensors"
+        raise ModelError(f"{weights}: is not a {kind} adapter: it has {found:.200}")
+    return sorted({name.rpartition(".")[0] for name in names})
+
+
+def split_layer(name: str) -> tuple[int, str] | None:
+    """Return the number of the layer that a module is in, and its path there; None outside."""
+    found = _IN_LAYER.search(name)
+    return (int(found[1]), found[2]) if found else None

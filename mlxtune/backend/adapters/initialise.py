@@ -1,0 +1,125 @@
+"""LoRA's initial values where they are not random: PiSSA's, or those of an adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxtune.backend.adapters.checkpoints import adapter_tensors, unpad_rank
+from mlxtune.backend.adapters.files import (
+    AdapterInfo,
+    check_rank,
+    check_shapes,
+    find_adapter,
+    module_names,
+    read_info,
+    read_shapes,
+    read_tensors,
+    split_layer,
+)
+from mlxtune.backend.lora.apply import LoRASummary, adapted_modules, trained_rank
+from mlxtune.backend.lora.layers import DoRALinear
+from mlxtune.backend.lora.pissa import init_pissa
+from mlxtune.config.ranks import alpha_of
+from mlxtune.core.machine.files import file_hash
+from mlxtune.errors import ModelError
+
+# The scales of an adapter and of the options are rounded separately.
+_SCALE_TOLERANCE = 1e-9
+
+
+def initialise(model: nn.Module, lora: LoRASummary, seed: int) -> str | None:
+    """Give LoRA its initial values; return the SHA-256 of the adapter it starts from, if any.
+
+    Raises ModelError where that does not fit the options.
+    """
+    modules, config = adapted_modules(model), lora.config
+    for module in modules.values():
+        if isinstance(module, DoRALinear):
+            module.compute_magnitudes()
+    if config.init != "lora":
+        init_pissa(modules, config.init, seed)
+    if config.init_adapter is None:
+        return None
+    weights = find_adapter(config.init_adapter, "--init-adapter")
+    _start_from(weights, model, lora)
+    return file_hash(weights)
+
+
+def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
+    if problems := _disagreements(read_info(weights), lora):
+        raise ModelError(
+            f"--init-adapter {weights}: {'; '.join(problems)}: leave these options out to use "
+            "the adapter's"
+        )
+    tensors = read_tensors(weights)
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    check_shapes(weights, shapes, adapter_tensors(model, lora))
+    for name, module in adapted_modules(model).items():
+        a, b, rank = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"], trained_rank(module)
+        try:
+            a, b = unpad_rank(a, b, rank, module.scale / lora.scale)
+        except ValueError as error:
+            raise ModelError(f"{weights}: {name} {error}: check --target-rank") from error
+        tensors |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
+    # Row-major, as a resumed run reads them: products of another layout round differently.
+    rows = [(name, mx.contiguous(value)) for name, value in tensors.items()]
+    model.update(tree_unflatten(rows))
+    mx.eval(model.trainable_parameters())
+
+
+def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
+    """Return how an adapter and the options contradict each other."""
+    problems, alpha = [], lora.config.lora_alpha
+    if info.kind != lora.kind:
+        dora = "on" if lora.config.dora else "off"
+        problems.append(f"its type is {info.kind}, but --dora is {dora}")
+    if info.rank != lora.written_rank:
+        problems.append(
+            f"its rank is {info.rank}, but --rank and --target-rank give {lora.written_rank}"
+        )
+    elif not math.isclose(info.scale, lora.scale, rel_tol=_SCALE_TOLERANCE):
+        problems.append(f"its scale is {info.scale:g}, but --alpha {alpha:g} gives {lora.scale:g}")
+    return problems
+
+
+def options_of(adapter: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of TrainConfig with which a run continues an adapter.
+
+    `given` are the options that the user set; --rslora among them changes in which terms the scale
+    is expressed. Raises ModelError.
+    """
+    weights = find_adapter(adapter, "--init-adapter")
+    info, shapes = read_info(weights), read_shapes(weights)
+    check_rank(weights, shapes, info)
+    places = []
+    for name in module_names(weights, shapes, info.kind):
+        if (place := split_layer(name)) is None:
+            raise ModelError(
+                f"{weights}: has LoRA on {name:.200}, outside the layers, where mlxtune cannot "
+                "train it"
+            )
+        places.append(place)
+    last = 1 + max(layer for layer, _ in places)
+    saved = info.mlxtune
+    rslora = bool(given.get("rslora", saved.get("rslora", False)))
+    # A PiSSA adapter has twice the rank of its options, and continues as plain LoRA of that rank.
+    exact = saved.get("init", "lora") == "lora" and {"rank", "alpha"} <= saved.keys()
+    exact = exact and rslora == saved.get("rslora", False)
+    alpha = alpha_of(info.scale, info.rank, rslora=rslora)
+    return {
+        "rank": saved["rank"] if exact else info.rank,
+        "alpha": saved["alpha"] if exact else alpha,
+        "target_rank": saved.get("target_ranks", {}) if exact else {},
+        "targets": sorted({path for _, path in places}),
+        # mlx-lm reads a num_layers beyond the model's as all layers.
+        "num_layers": info.num_layers if (info.num_layers or last) < last else None,
+        "rslora": rslora,
+        "dora": info.kind == "dora",
+    }

@@ -1,0 +1,223 @@
+"""Putting LoRA or DoRA on a model, and what was put on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.lora import LoRASwitchLinear
+from mlx_lm.utils import get_total_parameters
+
+from mlxtune.backend.lora.layers import (
+    DoRALinear,
+    DropoutKeys,
+    LoRALinear,
+    PrincipalFactors,
+    hash_of,
+)
+from mlxtune.backend.lora.targets import (
+    EXPERTS,
+    chosen_layers,
+    match_targets,
+    projections,
+    rank_of,
+)
+from mlxtune.config import InstructConfig
+from mlxtune.config.ranks import pattern_of, scale_of, target_ranks
+from mlxtune.errors import ModelError
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """The LoRA of one projection. `kind` is mlx-lm's fine_tune_type, "lora" or "dora"."""
+
+    rank: int
+    scale: float
+    kind: str = "lora"
+    dropout: float = 0.0
+    pissa: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LoRASummary:
+    """The LoRA on a model: its options, and what they matched.
+
+    `keys` are the paths of the targets within a layer, `num_layers` how many of the last layers
+    were searched, `layers` how many of these had a match. An adapter file has one rank and one
+    scale: `written_rank` is the largest, and `scale` the one that belongs to it.
+    `trained_as_written` is true where the file's tensors are the trained ones, unpadded.
+    """
+
+    config: InstructConfig
+    keys: tuple[str, ...]
+    num_layers: int
+    modules: int
+    layers: int
+    trainable_parameters: int
+    total_parameters: int
+    dropout_keys: DropoutKeys
+    scale: float
+    written_rank: int
+    trained_as_written: bool
+
+    @property
+    def kind(self) -> str:
+        """mlx-lm's fine_tune_type."""
+        return "dora" if self.config.dora else "lora"
+
+    def describe(self) -> str:
+        """Describe in one line what is trained."""
+        config = self.config
+        share = self.trainable_parameters / self.total_parameters
+        ranks = target_ranks(config.target_rank)
+        exceptions = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
+        scale = scale_of(config.lora_alpha, config.lora_rank, rslora=config.rslora)
+        formula = " = alpha / √rank" if config.rslora else ""
+        extras = [
+            "DoRA" if config.dora else "",
+            f"initialised by {config.init}" if config.init != "lora" else "",
+            f"starting from {config.init_adapter}" if config.init_adapter is not None else "",
+            f"B learns {config.lr_ratio:g} times as fast as A" if config.lr_ratio != 1 else "",
+        ]
+        return (
+            f"rank {config.lora_rank}{f' ({exceptions})' if ranks else ''}, "
+            f"alpha {config.lora_alpha:g} (scale {scale:g}{formula}) on "
+            f"{', '.join(config.targets)}: {self.modules} modules in {self.layers} layers, "
+            f"{self.trainable_parameters:,} trainable parameters ({share:.3%})"
+            + "".join(f"; {extra}" for extra in extras if extra)
+        )
+
+
+def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
+    """Freeze a model and put LoRA on the targets of its last `num_layers` layers (None: all).
+
+    No weight is read. PiSSA and a first adapter are applied by `initialise`.
+
+    Raises ModelError when a target matches nothing, even if another does.
+    """
+    layers = chosen_layers(model, config)
+    keys = match_targets(layers, config.targets)
+    total = get_total_parameters(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    ranks = target_ranks(config.target_rank)
+    dropout_keys, used = DropoutKeys(), set()
+    model.freeze()
+    matches = []
+    for layer in layers:
+        adapted = []
+        for key, module in projections(layer).items():
+            if key not in keys:
+                continue
+            name = names[id(module)]
+            used.add(pattern_of(name, ranks))
+            rank = rank_of(name, config)
+            settings = LayerSettings(
+                rank=rank,
+                scale=scale_of(config.lora_alpha, rank, rslora=config.rslora),
+                kind="dora" if config.dora else "lora",
+                dropout=config.dropout,
+                pissa=config.init != "lora",
+                seed=config.seed,
+            )
+            adapted.append((key, lora_layer(module, name, settings, dropout_keys)))
+        layer.update_modules(tree_unflatten(adapted))
+        matches.append(len(adapted))
+    if unused := [target for target in ranks if target not in used]:
+        raise ModelError(
+            f"--target-rank: {', '.join(unused)} is not a target; "
+            f"the targets are {', '.join(sorted(keys))}"
+        )
+    return summarise(model, config, keys, matches, total, dropout_keys)
+
+
+def summarise(
+    model: nn.Module,
+    config: InstructConfig,
+    keys: Iterable[str],
+    matches: list[int],
+    total_parameters: int,
+    dropout_keys: DropoutKeys,
+) -> LoRASummary:
+    """Return the summary of a model with LoRA; `matches` counts the modules in each layer."""
+    written = {_written(module) for module in adapted_modules(model).values()}
+    rank, scale = max(written)
+    return LoRASummary(
+        config=config,
+        keys=tuple(sorted(keys)),
+        num_layers=len(matches),
+        modules=sum(matches),
+        layers=sum(count > 0 for count in matches),
+        trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
+        total_parameters=total_parameters,
+        dropout_keys=dropout_keys,
+        scale=scale,
+        written_rank=rank,
+        trained_as_written=len(written) == 1 and config.init == "lora",
+    )
+
+
+def _written(module: nn.Module) -> tuple[int, float]:
+    """Return the rank and scale with which an adapter file holds a module."""
+    pissa = getattr(module, "principal", None) is not None
+    return trained_rank(module) * (2 if pissa else 1), module.scale
+
+
+def trained_rank(module: nn.Module) -> int:
+    """Return the rank of a module's A: (in, rank), or (experts, rank, in)."""
+    return module.lora_a.shape[-1 if module.lora_a.ndim == 2 else 1]
+
+
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have LoRA by their full names."""
+    return {name: module for name, module in model.named_modules() if "lora_a" in module}
+
+
+def lora_layer(
+    module: nn.Module, name: str, settings: LayerSettings, dropout_keys: DropoutKeys
+) -> nn.Module:
+    """Return a projection with LoRA on it. Raises ModelError where that is not possible."""
+    key = mx.random.key(hash_of(f"{settings.seed}/lora/{name}", 8))
+    if isinstance(module, EXPERTS):
+        return _lora_experts(module, name, settings, key)
+    kind = DoRALinear if settings.kind == "dora" else LoRALinear
+    layer = kind(
+        module,
+        rank=settings.rank,
+        scale=settings.scale,
+        dropout=settings.dropout,
+        key=key,
+        dropout_keys=dropout_keys,
+        salt=hash_of(f"dropout/{name}", 4),
+    )
+    if settings.pissa:
+        limit = min(layer.lora_a.shape[0], layer.lora_b.shape[1])
+        if settings.rank > limit:
+            raise ModelError(
+                f"--init pissa: {name} has only {limit} singular vectors, fewer than a rank of "
+                f"{settings.rank}: lower its rank with --rank or --target-rank"
+            )
+        # Placeholders of the right shape, until they are computed or read.
+        layer.principal = PrincipalFactors(mx.zeros_like(layer.lora_a), layer.lora_b)
+    return layer
+
+
+def _lora_experts(
+    module: nn.Module, name: str, settings: LayerSettings, key: mx.array
+) -> nn.Module:
+    if settings.dropout:
+        raise ModelError(f"--dropout does not work on the experts of {name}: set it to 0")
+    for option, given in ("--dora", settings.kind == "dora"), ("--init pissa", settings.pissa):
+        if given:
+            raise ModelError(
+                f"{option} does not work on the experts of {name}: "
+                "leave it out, or name other --targets"
+            )
+    experts = LoRASwitchLinear.from_base(module, r=settings.rank, scale=settings.scale)
+    bound = 1 / math.sqrt(module.input_dims)
+    experts.lora_a = mx.random.uniform(-bound, bound, experts.lora_a.shape, key=key)
+    return experts

@@ -1,0 +1,204 @@
+"""Linear layers with LoRA or DoRA, and the randomness of their dropout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.model.layers import dequantized_weight, frozen_product
+from mlxtune.errors import ModelError
+
+# Keeps the norm of a row of zeros, and its gradient, finite.
+_SMALLEST_SQUARE = 1e-30
+
+
+@dataclass
+class DropoutKeys:
+    """The randomness of the current forward pass, shared by all LoRA layers of a model.
+
+    `rows` is uint32 (B,), one number for each line of the micro-batch, or (B, T), one for each
+    token, or None for no dropout; `positions` is uint32 (T,), or None for 0 to T - 1. A token's
+    mask depends on its row, position and layer alone, so that neither padding nor the split into
+    micro-batches changes it.
+    """
+
+    rows: mx.array | None = None
+    positions: mx.array | None = None
+
+    def set(self, rows: mx.array | None, positions: mx.array | None) -> None:
+        """Set the randomness of the next forward pass."""
+        self.rows, self.positions = rows, positions
+
+
+@dataclass(frozen=True)
+class PrincipalFactors:
+    """PiSSA's initial values of A and B: A0 float32 (in, rank) and B0 (rank, out).
+
+    The frozen layer is then the residual W - scale * (A0 B0)^T, which is never stored: it is
+    computed as the stored weight, quantised or not, less this product.
+    """
+
+    a: mx.array
+    b: mx.array
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus `scale * (dropout(x) @ lora_a) @ lora_b`.
+
+    `lora_a` is float32 (in, rank), `lora_b` float32 (rank, out); both are applied in the dtype of
+    `x`. Parameter names and shapes are those of mlx-lm, which loads what is trained here. With
+    `principal`, the frozen layer is PiSSA's residual.
+
+    Source: LoRA, arXiv:2106.09685, section 4.1; A as in its code, Kaiming uniform with a = √5,
+    which is uniform within ±1/√in.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        *,
+        rank: int,
+        scale: float,
+        dropout: float,
+        key: mx.array,
+        dropout_keys: DropoutKeys,
+        salt: int,
+    ) -> None:
+        super().__init__()
+        output_dims, input_dims = linear.weight.shape
+        if "scales" in linear:
+            input_dims = input_dims * 32 // linear.bits
+        bound = 1 / math.sqrt(input_dims)
+        self.linear = linear
+        self.scale = scale
+        self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
+        self.lora_b = mx.zeros((rank, output_dims))
+        self.principal: PrincipalFactors | None = None
+        self._dropout = dropout
+        self._dropout_keys = dropout_keys
+        self._salt = salt
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.linear(x) + self.lora_update(x)
+
+    def factors(self) -> tuple[mx.array, mx.array]:
+        """Return A (in, k) and B (k, out), whose product is the update of the stored weight.
+
+        k is the rank, or twice the rank for PiSSA: (A | A0) and (B / -B0).
+        """
+        if self.principal is None:
+            return self.lora_a, self.lora_b
+        return (
+            mx.concatenate([self.lora_a, self.principal.a], axis=1),
+            mx.concatenate([self.lora_b, -self.principal.b], axis=0),
+        )
+
+    def lora_update(self, x: mx.array) -> mx.array:
+        """Return what LoRA adds to the frozen layer's output for inputs x (..., in)."""
+        if not self.drops():
+            return self._low_rank(x, *self.factors())
+        update = self._low_rank(self._drop(x), self.lora_a, self.lora_b)
+        if self.principal is None:
+            return update
+        # The residual belongs to the frozen layer, whose input is not dropped.
+        return update - self._low_rank(x, self.principal.a, self.principal.b)
+
+    def _low_rank(self, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        # The scale is applied where the array is smallest.
+        return ((x @ a.astype(x.dtype)) * self.scale) @ b.astype(x.dtype)
+
+    def drops(self) -> bool:
+        """Return whether dropout applies to the current forward pass."""
+        return self._dropout_keys.rows is not None and self._dropout != 0
+
+    def _drop(self, x: mx.array) -> mx.array:
+        """Zero entries of x (B, T, in) with probability p and scale the rest by 1 / (1 - p)."""
+        rows, positions = self._dropout_keys.rows, self._dropout_keys.positions
+        if rows is None or x.ndim != 3 or x.shape[0] != rows.shape[0]:
+            raise ModelError("--dropout does not work with this architecture: set it to 0")
+        batch, length, width = x.shape
+        if positions is None:
+            positions = mx.arange(length, dtype=mx.uint32)
+        # One counter-based generator for each token, keyed by (row ^ layer, position).
+        keys = mx.stack(
+            [
+                mx.broadcast_to((rows ^ self._salt).reshape(batch, -1), (batch, length)),
+                mx.broadcast_to(positions, (batch, length)),
+            ],
+            axis=-1,
+        ).reshape(-1, 2)
+        keep_probability = 1 - self._dropout
+        draw = mx.vmap(lambda key: mx.random.bernoulli(keep_probability, (width,), key=key))
+        keep = draw(keys).reshape(x.shape)
+        return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
+
+
+class DoRALinear(LoRALinear):
+    """LoRALinear whose weight W + ΔW has its rows scaled to the magnitudes `m`, float32 (out,).
+
+        y = m / ‖W + ΔW‖ * (W + ΔW) x + bias,   ΔW = scale * (A B)^T
+
+    `m` is initialised to ‖W‖, the norms of the rows of W, which leaves the output unchanged. The
+    norm in the denominator is a constant for the gradient. Dropout, on the input, affects all that
+    is learned:
+
+        y = W x + (m / ‖W + ΔW‖ - 1) * W dropout(x) + m / ‖W + ΔW‖ * ΔW dropout(x) + bias
+
+    Neither W + ΔW nor a dequantised W is materialised for the norm. For each row w,
+    ‖w + Δw‖² = ‖w‖² + 2 w·Δw + ‖Δw‖², where the first term is constant and the others are
+    products of the rank's width.
+
+    Source: DoRA, arXiv:2402.09353, equation 5 and section 4.3; dropout as in PEFT's
+    DoraLinearVariant; names and shapes as in mlx-lm's DoRALinear.
+    """
+
+    def __init__(self, linear: nn.Module, **options: Any) -> None:
+        super().__init__(linear, **options)
+        # Lazy: the weights may not have been read yet.
+        self._squares = mx.square(dequantized_weight(linear)).sum(axis=1)
+        self.m = mx.sqrt(self._squares)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        factor = (self.m / self.norm()).astype(x.dtype)
+        if self.drops():
+            dropped = self._drop(x)
+            frozen = self.product(x) + (factor - 1) * self.product(dropped)
+            y = frozen + factor * self._low_rank(dropped, self.lora_a, self.lora_b)
+        else:
+            y = factor * self.updated_product(x)
+        return y + self.linear["bias"] if "bias" in self.linear else y
+
+    def norm(self) -> mx.array:
+        """Return the norms of the rows of W + ΔW, float32 (out,), without a gradient."""
+        a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
+        # w·Δw by row is the sum over the rank of B times W A.
+        low = self.scale * self.product(a.T) + (0.5 * self.scale**2) * ((a.T @ a) @ b)
+        squares = self._squares + 2 * (b * low).sum(axis=0)
+        return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _SMALLEST_SQUARE)))
+
+    def compute_magnitudes(self) -> None:
+        """Compute `m` now, so that one dequantised weight at a time is in memory."""
+        mx.eval(self.m, self._squares)
+
+    def product(self, x: mx.array) -> mx.array:
+        """Return W x for inputs x (..., in): the frozen layer without its bias."""
+        return frozen_product(self.linear, x)
+
+    def updated_product(self, x: mx.array) -> mx.array:
+        """Return (W + ΔW) x for inputs x (..., in)."""
+        return self.product(x) + self._low_rank(x, self.lora_a, self.lora_b)
+
+
+def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:
+    """Return uint32 (B,): the dropout key of each row at a step, whatever ran before."""
+    return mx.array([hash_of(f"{seed}/{step}/{row}", 4) for row in rows], dtype=mx.uint32)
+
+
+def hash_of(text: str, size: int) -> int:
+    """Return a number of `size` bytes that depends on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")

@@ -1,0 +1,216 @@
+"""Frozen layers that are stored in fewer bits than they compute in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.device import on_cpu
+
+# The values of --quantized-compute, but for auto.
+QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
+
+
+class StoredEmbedding(nn.Embedding):
+    """Embeddings that are stored in 16 bits and returned in float32."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.weight = embedding.weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x).astype(mx.float32)
+
+
+class _Dequantized(nn.Module):
+    """A quantised layer whose weight is dequantised for each product."""
+
+    def unpacked(
+        self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
+    ) -> mx.array:
+        """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
+        return _dequantize(self, dtype, rows, after)
+
+
+class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
+    """A quantised linear layer whose weight is dequantised for each product."""
+
+    def __init__(self, linear: nn.QuantizedLinear) -> None:
+        nn.Module.__init__(self)
+        _copy_quantized(linear, self)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = _dequantized_product(x, self)
+        return y + self["bias"] if "bias" in self else y
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    """Quantised embeddings that are returned in the compute dtype.
+
+    MLX's return bfloat16 in the modes whose scales are not floating-point numbers, and the model
+    would then compute in that.
+    """
+
+    def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
+        nn.Module.__init__(self)
+        _copy_quantized(embedding, self)
+        self.num_embeddings, self.dims = embedding.num_embeddings, embedding.dims
+        self.compute_dtype = compute_dtype
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _dequantize(self, self.compute_dtype, x)
+
+
+class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
+    """Quantised embeddings which, as a head, are dequantised for each product."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits (..., V) of hidden states (..., H)."""
+        return _dequantized_product(x, self)
+
+
+def _copy_quantized(source: nn.Module, target: nn.Module) -> None:
+    target.group_size, target.bits, target.mode = source.group_size, source.bits, source.mode
+    target.biases = None
+    for name, value in source.items():
+        setattr(target, name, value)
+    target.freeze()
+
+
+class PackedRows:
+    """A quantised matrix that is dequantised to float32 some rows at a time, by indexing it."""
+
+    dtype = mx.float32
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        inputs = module.weight.shape[-1] * 32 // module.bits
+        self.shape = (module.weight.shape[0], inputs)
+        self.size = self.shape[0] * inputs
+
+    def __getitem__(self, rows: Any) -> mx.array:
+        return self._module.unpacked(mx.float32, rows)
+
+
+def dequantized_weight(module: nn.Module) -> mx.array:
+    """Return the weight of a layer in float32, dequantised where it is quantised."""
+    if hasattr(module, "unpacked"):
+        return module.unpacked(mx.float32)
+    return _dequantize(module) if "scales" in module else module.weight.astype(mx.float32)
+
+
+def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
+    """Return the output of a frozen linear layer for x (..., in), without its bias."""
+    if "bias" not in linear:
+        return linear(x)
+    if hasattr(linear, "unpacked"):
+        return _dequantized_product(x, linear)
+    if not isinstance(linear, nn.QuantizedLinear):
+        return x @ linear["weight"].T
+    return mx.quantized_matmul(
+        x,
+        linear["weight"],
+        scales=linear["scales"],
+        biases=linear.get("biases"),
+        transpose=True,
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+    )
+
+
+def _dequantized_product(x: mx.array, module: Any) -> mx.array:
+    """Return x (..., in) times the transpose of a module's frozen matrix, in the dtype of x.
+
+    The matrix is dequantised for the product, and again for the gradient of x; on the CPU in
+    float32, whose products of other dtypes are slow. That waits for the other factor, so that a
+    graph of many layers does not dequantise all of them first.
+    """
+    dtype = mx.float32 if on_cpu() else x.dtype
+
+    def forward(x: mx.array) -> mx.array:
+        weight = module.unpacked(dtype, after=x)
+        return (x.astype(dtype) @ weight.T).astype(x.dtype)
+
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
+        weight = module.unpacked(dtype, after=cotangent)
+        return (cotangent.astype(dtype) @ weight).astype(cotangent.dtype)
+
+    return differentiable(forward, gradient)(x)
+
+
+def _dequantize(
+    module: Any, dtype: mx.Dtype = mx.float32, rows: Any = None, after: mx.array | None = None
+) -> mx.array:
+    """Return the weight of a module in one of MLX's formats, or some of its rows, in a dtype."""
+    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
+    if rows is not None:
+        weight, scales = weight[rows], scales[rows]
+        biases = None if biases is None else biases[rows]
+    if after is not None:
+        weight = mx.depends([weight], [after])[0]
+    if mx.issubdtype(scales.dtype, mx.floating):
+        # MLX computes in the dtype of the scales, and rounds to it.
+        scales = scales.astype(dtype)
+        biases = None if biases is None else biases.astype(dtype)
+    return mx.dequantize(
+        weight, scales, biases, module.group_size, module.bits, mode=module.mode, dtype=dtype
+    )
+
+
+def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
+    """Have a model compute with its quantised matrices as --quantized-compute says.
+
+    `auto` takes what is faster: MLX's quantised products on a GPU, dequantised matrices on the
+    CPU. Experts are left to MLX; nf4, for which MLX has no products, is always dequantised.
+    Returns the choice, or None where nothing is quantised.
+    """
+    quantised = [module for _, module in model.named_modules() if "scales" in module]
+    if not quantised:
+        return None
+    if option == "auto":
+        native = any(module.mode != "nf4" for module in quantised)
+        option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
+
+    def make(module: nn.Module) -> nn.Module | None:
+        if type(module) is nn.QuantizedEmbedding:
+            kind = DequantizedEmbedding if option == DEQUANTIZED else QuantizedEmbedding
+            return kind(module, dtype)
+        if type(module) is nn.QuantizedLinear and option == DEQUANTIZED:
+            return DequantizedLinear(module)
+        return None
+
+    _replace(model, make)
+    return option
+
+
+def stored_weights(model: nn.Module) -> set[str]:
+    """Return the paths of the matrices that may stay in 16 bits where float32 is computed.
+
+    Those are the weights of linear layers and embeddings: each use makes a float32 copy of one,
+    which is exact.
+    """
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != mx.float32
+    }
+
+
+def embed_in_float32(model: nn.Module) -> None:
+    """Have the embeddings of a model return float32, whatever they are stored in."""
+    _replace(model, lambda each: StoredEmbedding(each) if type(each) is nn.Embedding else None)
+
+
+def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace the modules of a model for which `make` returns another one."""
+    # By identity: a module that two layers share is still shared.
+    modules = {id(module): module for _, module in model.named_modules()}
+    made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
+    paths = [(name, made[id(old)]) for name, old in model.named_modules() if id(old) in made]
+    model.update_modules(tree_unflatten(paths))
