@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mlxtune.core.training.metrics import InstructTrainResult
     from mlxtune.core.training.observer import TrainingObserver
     from mlxtune.core.training.profile import Profiler
-    from mlxtune.core.training.run_folder import Resumable
+    from mlxtune.core.training.run_folder import ResumePoint
     from mlxtune.core.training.trainer import InstructTrainer
     from mlxtune.terminal.console import RunConsole
 
@@ -60,7 +60,7 @@ def train(
     config: TrainConfig,
     *,
     dry_run: bool = False,
-    resume: Resumable | None = None,
+    resume: ResumePoint | None = None,
     stop_after: int | None = None,
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
@@ -147,7 +147,7 @@ class Setup:
     plan: MemoryPlan
 
     def about(
-        self, config: TrainConfig, trainer: InstructTrainer, resume: Resumable | None
+        self, config: TrainConfig, trainer: InstructTrainer, resume: ResumePoint | None
     ) -> dict[str, Any]:
         """Return what the run writes down of itself."""
         made = (self.base, self.pipeline, self.plan, trainer, self.dataset)
@@ -159,7 +159,7 @@ def prepare(
     folder: Path,
     console: RunConsole,
     held: ExitStack | None,
-    resume: Resumable | None = None,
+    resume: ResumePoint | None = None,
 ) -> Setup:
     """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
 
@@ -229,8 +229,8 @@ def make_profiler(
         config.profile_interval,
         PipelineMeter(pipeline),
         config.checkpoint_path,
-        tell=observer.on_profile,
-        warn=observer.on_problem,
+        on_record=observer.on_profile,
+        on_problem=observer.on_problem,
     )
 
 
@@ -253,7 +253,7 @@ def say_plan(
     console.say("", plan_text.peak_line(plan))
 
 
-def compare(resume: Resumable, trainer: InstructTrainer, console: RunConsole) -> None:
+def compare(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
     """Say where the run goes on. Raises DataError or ModelError where it would be another run."""
     from mlxtune.setup.resuming import changed_versions, check_same
 
@@ -276,9 +276,9 @@ def finish(
 ) -> None:
     """Write the adapter, and that the run came to its end; say how. Raises OutputError."""
     from mlxtune.backend.model import memory
-    from mlxtune.core.machine.files import file_hash
+    from mlxtune.core.machine.files import file_hash, write_json
     from mlxtune.core.reports import run_text
-    from mlxtune.core.training.run_folder import write_result
+    from mlxtune.core.training.run_folder import RESULT
 
     output = config.output_path
     if result.best_epoch is not None:
@@ -299,7 +299,7 @@ def finish(
         "adapter": os.path.relpath(output, config.checkpoint_path),
         "sha256": file_hash(output),
     }
-    write_result(config.checkpoint_path, ended)
+    write_json(config.checkpoint_path / RESULT, ended)
     keep_speed_of(config, setup.planned, setup.base.dtype, result.steps)
     predicted = setup.plan.peak.total / memory.GB
     for line in run_text.summary_lines(result, config, memory.peak_gb(), predicted):

@@ -95,15 +95,15 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
     """Train again from the first checkpoint to the newest, in a folder of its own."""
     from mlxtune.core.machine.files import file_hash
     from mlxtune.core.training.checkpoint import ADAPTER, METRICS
-    from mlxtune.core.training.progress import Progress, same_but_for_times
-    from mlxtune.core.training.run_folder import Resumable
+    from mlxtune.core.training.progress import Progress, same_except_measurements
+    from mlxtune.core.training.run_folder import ResumePoint
     from mlxtune.recipes.train import train
     from mlxtune.setup.resuming import check_initial
 
     newest, first = good[0], good[-1]
     resumed = None
     if first.step < newest.step:
-        resumed = Resumable(first, Progress.from_jsonl(first.metrics), [], {})
+        resumed = ResumePoint(first, Progress.from_jsonl(first.metrics), [], {})
     elif config.init_adapter is not None:
         check_initial(config.init_adapter, newest.metadata)
     with tempfile.TemporaryDirectory(prefix="mlxtune-verify-") as scratch:
@@ -129,6 +129,6 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
     before = Progress.from_jsonl(newest.metrics).records[: len(records)]
     start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
     problem = None
-    if not same or not same_but_for_times(records, before):
+    if not same or not same_except_measurements(records, before):
         problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
     found.add("replay", problem, f"{start}: the same bytes")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.model.loading import BaseModel
     from mlxtune.backend.step.pipeline import InstructPipeline
     from mlxtune.core.steps.memory_plan import MemoryPlan, Work
-    from mlxtune.core.training.run_folder import Resumable
+    from mlxtune.core.training.run_folder import ResumePoint
 
 
 def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
@@ -68,7 +68,7 @@ def build_pipeline(
     plan: MemoryPlan,
     console: RunConsole,
     provenance: Callable[[], Mapping[str, Any]] = dict,
-    resume: Resumable | None = None,
+    resume: ResumePoint | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 

@@ -17,7 +17,7 @@ from mlxtune.setup.dataset import check_outputs, data_files
 
 if TYPE_CHECKING:
     from mlxtune.core.steps.memory_plan import MemoryPlan
-    from mlxtune.core.training.run_folder import Resumable
+    from mlxtune.core.training.run_folder import ResumePoint
     from mlxtune.terminal.console import RunConsole
 
 
@@ -41,7 +41,7 @@ def check_paths(config: TrainConfig) -> Path:
     return folder
 
 
-def lock_folder(config: TrainConfig, resume: Resumable | None, held: ExitStack) -> None:
+def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:
     """Have no other process train into the folder for as long as `held`, or this process, lives.
 
     Raises OutputError when one does, or when there is an unfinished run that is not to be resumed.
@@ -49,8 +49,8 @@ def lock_folder(config: TrainConfig, resume: Resumable | None, held: ExitStack) 
     from mlxtune.core.training import run_folder
 
     run = config.checkpoint_path
-    held.callback(run_folder.lock(run).release)
-    if resume is None and not config.overwrite and run_folder.unfinished(run):
+    held.callback(run_folder.lock_run(run).release)
+    if resume is None and not config.overwrite and run_folder.is_unfinished(run):
         raise OutputError(
             f"{run}: holds an unfinished run: go on with it by mlxtune train --resume "
             f"{shlex.quote(str(run))}, or start over with --overwrite"

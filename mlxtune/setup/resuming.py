@@ -15,24 +15,24 @@ from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
 
 if TYPE_CHECKING:
     from mlxtune.core.training.checkpoint import Checkpoint
-    from mlxtune.core.training.run_folder import Resumable
+    from mlxtune.core.training.run_folder import ResumePoint
 
 
-def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resumable]:
+def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
     """Return the options of the run in a folder, with those that are given, and where it stood.
 
     Without a folder, it is where the options given would put the checkpoints.
 
     Raises ConfigError or OutputError.
     """
-    from mlxtune.core.training.run_folder import find_resumable
+    from mlxtune.core.training.run_folder import find_resume_point
 
     if folder:
         run = run_folder_of(folder)
     else:
         places = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
         run = TrainConfig(model_path="any", data=("any",), **places).checkpoint_path
-    found = find_resumable(run)
+    found = find_resume_point(run)
     if found is None:
         raise OutputError(
             f"{run}: holds no checkpoint to go on from: name the folder of a run after --resume"
@@ -152,7 +152,7 @@ def _from(working_directory: str, path: str, name: str) -> str:
 
 
 def check_same(
-    found: Resumable, pipeline: Mapping[str, Any], data_hash: str, validation_hash: str
+    found: ResumePoint, pipeline: Mapping[str, Any], data_hash: str, validation_hash: str
 ) -> None:
     """Raise DataError or ModelError where data or model are not those of the run.
 
@@ -203,7 +203,7 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def changed_versions(found: Resumable, versions: Mapping[str, str]) -> list[str]:
+def changed_versions(found: ResumePoint, versions: Mapping[str, str]) -> list[str]:
     """Return, in words, which versions differ from those of the run."""
     before = found.checkpoint.metadata.get("versions")
     before = before if isinstance(before, Mapping) else {}

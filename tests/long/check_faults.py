@@ -34,8 +34,8 @@ from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig, InstructTrainingConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.progress import same_but_for_times
-from mlxtune.core.training.run_folder import find_resumable
+from mlxtune.core.training.progress import same_except_measurements
+from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
 from tests.faults import KINDS, Crash, FaultyDisk
@@ -62,7 +62,7 @@ def run(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list
         epochs=2, batch_size=3, checkpoint_dir=str(folder), save_steps=2, keep=2
     )
     trainer = InstructTrainer(pipeline, corpus(), config)
-    trainer.train(resume=find_resumable(folder) if resume else None)
+    trainer.train(resume=find_resume_point(folder) if resume else None)
     adapter = (trainer.best_folder / "adapters.safetensors").read_bytes()
     return adapter, trainer.progress.records
 
@@ -78,7 +78,7 @@ def run_whole(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes
     )
     if not resume:
         train(config)
-    elif find_resumable(config.checkpoint_path) is None:
+    elif find_resume_point(config.checkpoint_path) is None:
         train(replace(config, overwrite=True))
     else:
         resume_run(folder)
@@ -99,7 +99,7 @@ def bury(folder: Path) -> None:
 
 def check(every: int, scratch: Path, *, whole: bool) -> tuple[Counter[str], list[str]]:
     """Fail each operation, or one of so many; return how runs ended and what went wrong."""
-    go, agree = (run_whole, operator.eq) if whole else (run, same_but_for_times)
+    go, agree = (run_whole, operator.eq) if whole else (run, same_except_measurements)
     model = write_model(scratch / "model", "qwen3")
     write_chat(scratch / "chat.jsonl", sums(12))
     adapter, records = go(model, scratch / "whole")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlxtune import ConfigError, TrainConfig, train, verify
-from mlxtune.core.training.run_folder import TRACKING, find_resumable
+from mlxtune.core.training.run_folder import TRACKING, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
 from mlxtune.tracking.observer import TrackingObserver
@@ -56,7 +56,7 @@ def tracked(
         observer=TrackingObserver("fake", tracker, config, warnings.append),
         should_stop=lambda: trainer.progress.step == stop_at,
     )
-    trainer.train(resume=find_resumable(run / "checkpoints") if resume else None)
+    trainer.train(resume=find_resume_point(run / "checkpoints") if resume else None)
     return warnings
 
 

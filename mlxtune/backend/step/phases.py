@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlxtune.backend.step.forward import Forward
-from mlxtune.core.training.profile import Laps
+from mlxtune.core.training.profile import PhaseTimer
 
 
 class Computes(Protocol):
@@ -35,16 +35,16 @@ class Phases:
 
 
 class MeasuredPhases(Phases):
-    """Evaluates at each border, and tells `laps` of it."""
+    """Evaluates at the end of each phase, and reports it to `timer`."""
 
-    def __init__(self, laps: Laps) -> None:
-        self._laps = laps
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timer = timer
 
     def end(self, name: str, *arrays: Any) -> None:
         """Wait for what the phase computed."""
         if arrays:
             mx.eval(*arrays)
-        self._laps.end(name)
+        self._timer.end(name)
 
     def gradients(self, pipeline: Computes, *args: Any) -> tuple[mx.array, dict[str, Any]]:
         """Tell the head, which is the loss, from the layers below it where the graph shows both.

@@ -24,7 +24,7 @@ from mlxtune.backend.step.phases import MeasuredPhases, Phases
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.recompute import LayerCall, intercept
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.profile import Laps, LayerProfile
+from mlxtune.core.training.profile import LayerProfile, PhaseTimer
 from mlxtune.errors import MlxTuneError
 
 _HEAD = "head"
@@ -55,9 +55,9 @@ class PipelineMeter:
         """Return the bytes in use, and the most that were in use since this was last asked."""
         return int(mx.get_active_memory()), memory.lap_peak()
 
-    def attach(self, laps: Laps | None) -> None:
+    def attach(self, timer: PhaseTimer | None) -> None:
         """Have the pipeline's next steps tell of their borders; None ends that."""
-        self._pipeline.phases = Phases() if laps is None else MeasuredPhases(laps)
+        self._pipeline.phases = Phases() if timer is None else MeasuredPhases(timer)
 
     def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
         """Run the micro-batches of a step once more, layer by layer; change nothing.

@@ -1,14 +1,14 @@
-"""Checkpoint folders: whole or not at all, checked before they are used, the recent ones kept.
+"""Checkpoint folders: written completely or not at all, verified before use, and pruned.
 
     epoch-2/
       adapters.safetensors, adapter_config.json   what mlx-lm loads
-      optimizer.safetensors                       what the backend needs to go on, and
-      parameters.safetensors                      what it trains, where the adapter is not that
+      optimizer.safetensors                       what the backend needs to resume, and
+      parameters.safetensors                      the trained values, if the adapter differs
       metrics.jsonl                               every step, validation and epoch so far
-      metadata.json                               how it came about: options, data, versions
+      metadata.json                               options, data and versions
       manifest.json                               size and SHA-256 of each file, written last
 
-A folder without a manifest is no checkpoint.
+A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,42 +33,38 @@ from mlxtune.core.machine.files import (
     write_json,
 )
 
-# What mlx-lm looks for in an adapter folder.
+# The names mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
 BEST = "best"
-# Of the layout above; one that a program does not know, it does not read.
+# The version of the layout above; others are rejected.
 FORMAT = 1
 _NUMBERED = ("epoch-*", "step-*")
 
 
-class BadCheckpoint(Exception):
-    """A folder that cannot be used as a checkpoint, and why."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are those that were written."""
+    """A checkpoint whose files match its manifest."""
 
     folder: Path
     metadata: Mapping[str, Any]
 
     @property
     def step(self) -> int:
-        """How many steps had been taken."""
+        """The number of steps taken."""
         return int(self.metadata["step"])
 
     def seconds(self, name: str) -> float:
-        """Return a time of the metadata, which is in milliseconds there; 0 where it is missing."""
+        """Return a duration that the metadata has in milliseconds; 0 if it is missing."""
         value = self.metadata.get(name)
         return value / 1000 if isinstance(value, int | float) else 0.0
 
     @cached_property
     def metrics(self) -> bytes:
-        """The content of its metrics.jsonl. Raises OSError or ValueError."""
+        """The content of metrics.jsonl. Raises OSError or ValueError."""
         return read_own(self.folder / METRICS)
 
 
@@ -78,43 +74,43 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     metrics: Iterable[bytes] = (),
 ) -> None:
-    """Put a checkpoint folder in place: what `save` writes into it, metadata, metrics, manifest.
+    """Write a checkpoint folder: the files of `save`, then metrics, metadata and manifest.
 
-    A folder of that name gives way only when the new one is complete.
+    An existing folder of that name is replaced only once the new one is complete.
 
     Raises OutputError.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    replaced = _aside(target)
-    with as_output_error(target, "--checkpoint-dir"):
-        # What a killed process may have left.
+    temporary, replaced = target.with_name(f".{target.name}.tmp"), _backup(target)
+
+    def clean_up() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        _put_back(target)
+        _restore_backup(target)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    with as_output_error(target, "--checkpoint-dir"):
+        clean_up()  # a killed process may have left some
         try:
             temporary.mkdir(parents=True)
             save(temporary)
             write_file(temporary / METRICS, metrics)
             write_json(temporary / METADATA, metadata)
             write_json(temporary / MANIFEST, _manifest(temporary))
-            # A folder that is not empty cannot be renamed over; the old one steps aside first.
+            # rename cannot replace a folder that is not empty, so the old one moves first.
             if target.exists():
                 target.rename(replaced)
             temporary.rename(target)
             sync_folder(target.parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            _put_back(target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            clean_up()
 
 
-def _aside(target: Path) -> Path:
+def _backup(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def _put_back(target: Path) -> None:
-    if _aside(target).exists() and not target.exists():
-        _aside(target).rename(target)
+def _restore_backup(target: Path) -> None:
+    if _backup(target).exists() and not target.exists():
+        _backup(target).rename(target)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -125,95 +121,90 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return {"format": FORMAT, "files": files}
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return a checkpoint, having compared every file with its manifest.
+def _read_checkpoint(folder: Path) -> Checkpoint:
+    """Return a checkpoint after comparing each file with the manifest.
 
-    Raises BadCheckpoint with the reason, and FileNotFoundError where there is no manifest.
+    Raises ValueError, TypeError or OSError with the reason.
     """
     if folder.is_symlink():
-        raise BadCheckpoint("it is a link to another folder")
-    try:
-        manifest = read_json(folder / MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise BadCheckpoint(f"its format is {manifest.get('format')!r:.40}, not {FORMAT}")
-        files = manifest.get("files")
-        if not isinstance(files, dict) or not files.keys() >= {METADATA, METRICS, ADAPTER}:
-            raise BadCheckpoint(f"its {MANIFEST} does not name its files")
-        for name, said in files.items():
-            _check_file(folder, name, said)
-        metadata = read_json(folder / METADATA)
-        if type(metadata.get("step")) is not int or metadata["step"] < 0:
-            raise BadCheckpoint(f"its {METADATA} names no step")
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError) as error:
-        raise BadCheckpoint(str(error)) from error
+        raise ValueError("it is a link to another folder")
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"its format is {manifest.get('format')!r:.40}, not {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files.keys() >= {METADATA, METRICS, ADAPTER}:
+        raise ValueError(f"its {MANIFEST} does not name its files")
+    for name, expected in files.items():
+        _check_file(folder, name, expected)
+    metadata = read_json(folder / METADATA)
+    if type(metadata.get("step")) is not int or metadata["step"] < 0:
+        raise ValueError(f"its {METADATA} names no step")
     return Checkpoint(folder, metadata)
 
 
-def _check_file(folder: Path, name: str, said: Any) -> None:
-    if not isinstance(said, dict) or os.sep in name or name in ("", ".", ".."):
-        raise BadCheckpoint(f"its {MANIFEST} does not name its files")
+def _check_file(folder: Path, name: str, expected: Any) -> None:
+    if not isinstance(expected, dict) or os.sep in name or name in ("", ".", ".."):
+        raise ValueError(f"its {MANIFEST} does not name its files")
     path = folder / name
     try:
-        found = path.lstat()
+        actual = path.lstat()
     except FileNotFoundError:
-        raise BadCheckpoint(f"{name} is missing") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise BadCheckpoint(f"{name} is no regular file")
-    if found.st_size != said.get("size"):
-        raise BadCheckpoint(f"{name} has {found.st_size} bytes, not {said.get('size')!r:.40}")
-    if file_hash(path) != said.get("sha256"):
-        raise BadCheckpoint(f"{name} is not what was written: its SHA-256 differs")
+        raise ValueError(f"{name} is missing") from None
+    if not stat.S_ISREG(actual.st_mode):
+        raise ValueError(f"{name} is not a regular file")
+    if actual.st_size != expected.get("size"):
+        raise ValueError(f"{name} has {actual.st_size} bytes, not {expected.get('size')!r:.40}")
+    if file_hash(path) != expected.get("sha256"):
+        raise ValueError(f"{name} has changed: its SHA-256 differs from the manifest")
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """Return the folders in a run's folder that hold a manifest, whatever it says.
+    """Return the folders of a run that have a manifest, valid or not.
 
-    One that a killed process had set aside to replace it is put back.
+    A process killed while replacing `best/` may have left it renamed; that is undone first.
     """
     if not run.is_dir():
         return []
-    _put_back(run / BEST)
-    found = [path for pattern in (*_NUMBERED, BEST) for path in run.glob(pattern)]
-    return sorted(path for path in found if os.path.lexists(path / MANIFEST))
+    _restore_backup(run / BEST)
+    folders = [path for pattern in (*_NUMBERED, BEST) for path in run.glob(pattern)]
+    return sorted(path for path in folders if os.path.lexists(path / MANIFEST))
 
 
 def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return the good checkpoints of a run, the newest first, and why others are none.
+    """Return the valid checkpoints of a run, the newest first, and why others are invalid.
 
-    Of two after the same step, the one of the epoch's end comes first.
+    After the same step, `epoch-N` comes before `best` and `step-N`.
     """
     good, bad = [], {}
     for folder in checkpoint_folders(run):
         try:
-            good.append(read_checkpoint(folder))
-        except (BadCheckpoint, FileNotFoundError) as problem:
+            good.append(_read_checkpoint(folder))
+        except (OSError, ValueError, TypeError) as problem:
             bad[folder] = str(problem)
     order = {"epoch": 2, BEST: 1, "step": 0}
     good.sort(key=lambda each: (each.step, order[each.folder.name.split("-")[0]]), reverse=True)
     return good, bad
 
 
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; killed halfway, what is left is none. What cannot be removed stays."""
+def prune(run: Path, keep: set[Path]) -> None:
+    """Remove a run's other numbered checkpoints, and what killed processes left behind."""
+    for path in (path for pattern in _NUMBERED for path in run.glob(pattern)):
+        if path not in keep:
+            _remove_checkpoint(path)
+    for name in (*_NUMBERED, BEST):
+        for left in (*run.glob(f".{name}.tmp"), *run.glob(f".{name}.old")):
+            # A backup is removed only if its replacement is there.
+            if left.suffix == ".tmp" or (run / left.stem[1:]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+    for left in run.glob(f".{METRICS}.*.tmp"):
+        left.unlink(missing_ok=True)
+
+
+def _remove_checkpoint(folder: Path) -> None:
+    # The manifest goes first: if killed halfway, what is left is not a checkpoint.
     with suppress(OSError):
         if folder.is_symlink():
             folder.unlink()
             return
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
-
-
-def prune(run: Path, keep: set[Path]) -> None:
-    """Remove the numbered checkpoints of a run but these, and what killed processes left."""
-    for path in (path for pattern in _NUMBERED for path in run.glob(pattern)):
-        if path not in keep:
-            remove_checkpoint(path)
-    for name in (*_NUMBERED, BEST):
-        for left in (*run.glob(f".{name}.tmp"), *run.glob(f".{name}.old")):
-            # What was replaced, where the new one is there; what was never finished.
-            if left.suffix == ".tmp" or (run / left.stem[1:]).exists():
-                shutil.rmtree(left, ignore_errors=True)
-    for left in run.glob(f".{METRICS}.*.tmp"):
-        left.unlink(missing_ok=True)

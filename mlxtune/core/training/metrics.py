@@ -1,4 +1,4 @@
-"""What is measured at each step and epoch, and what follows from it."""
+"""The measurements of steps, validations, epochs and whole runs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class InstructBatchResult:
 
     `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
     the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too.
-    The others say how it was run, 0 where that was not measured: the most `memory` in use at once,
-    in bytes, `micro_batches`, and the tokens that went through the model, those of `padding` among
-    them.
+    The other fields describe the execution, 0 if not measured: peak `memory` in bytes,
+    `micro_batches`, and `run_tokens`, all that the model processed, `padding` included.
     """
 
     avg_loss: float
@@ -50,10 +49,10 @@ class InstructBatchResult:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer update. `tokens` are those of its examples, `seconds` wall time.
+    """One optimizer update. `tokens` counts its examples' tokens; `seconds` is wall time.
 
-    What follows `seconds` says how it was run, as in InstructBatchResult; 0 where that was not
-    measured, as by earlier versions.
+    The fields after `seconds` are those of InstructBatchResult, 0 if an earlier version did not
+    measure them.
     """
 
     step: int
@@ -73,9 +72,9 @@ class StepRecord:
 
 
 class StepHistory(Sequence[StepRecord]):
-    """The records of many steps in little memory: numbers alone, until a record is asked for.
+    """Step records stored as columns of numbers.
 
-    A run of a hundred thousand steps would hold 70 MB of objects otherwise.
+    As objects, the records of a hundred thousand steps would take 70 MB.
     """
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class StepHistory(Sequence[StepRecord]):
             column.append(getattr(record, name))
 
     def pop(self) -> StepRecord:
-        """Take the last record away."""
+        """Remove and return the last record."""
         return StepRecord(**{name: column.pop() for name, column in self._columns.items()})
 
     def __len__(self) -> int:
@@ -106,9 +105,9 @@ class StepHistory(Sequence[StepRecord]):
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step that was not applied, as its loss or gradient was not finite.
+    """A step that was not applied because its loss or gradient was not finite.
 
-    `rows` are those that were in it, as `path:line`.
+    `rows` are its rows as `path:line`.
     """
 
     step: int
@@ -118,19 +117,19 @@ class SkippedStep:
     rows: list[str]
 
     def places(self) -> str:
-        """Return the rows in few words: `chat.jsonl:4, 11, 12 and 5 more`."""
-        words, file = [], ""
+        """Return the rows in short: `chat.jsonl:4, 11, 12 and 5 more`."""
+        places, file = [], ""
         for row in self.rows[:_ROWS_SHOWN]:
             path, colon, line = row.rpartition(":")
-            words.append(line if colon and path == file else row)
+            places.append(line if colon and path == file else row)
             file = path
-        more = len(self.rows) - len(words)
-        return ", ".join(words) + (f" and {more} more" if more else "")
+        more = len(self.rows) - len(places)
+        return ", ".join(places) + (f" and {more} more" if more else "")
 
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """The loss over the whole validation set after so many steps, 0 before the first."""
+    """The loss over the whole validation set after `step` steps, 0 before the first."""
 
     step: int
     val_loss: float
@@ -142,7 +141,7 @@ class InstructEpochMetrics:
     """One pass over the training rows; epochs count from 1.
 
     `train_loss` is over all supervised tokens of the epoch, `val_loss` over the whole validation
-    set after it; both are nats per supervised token. Validation's are None when there is none.
+    set after it, None without one; both are in nats per supervised token.
     """
 
     epoch: int
@@ -164,7 +163,7 @@ class InstructEpochMetrics:
         learning_rate: float,
         epoch_time_ms: int,
     ) -> InstructEpochMetrics:
-        """Return what the steps of an epoch, of all those given, came to."""
+        """Summarise the steps of an epoch."""
         steps = [record for record in history if record.epoch == epoch]
         train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
         seconds = sum(record.seconds for record in steps)
@@ -180,16 +179,12 @@ class InstructEpochMetrics:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingMetrics:
-    """The steps of a run so far. `max_steps` is how many it will have."""
+    """A view of the steps taken so far, in a run of `max_steps`."""
 
     max_steps: int
-    history: StepHistory | list[StepRecord] = field(default_factory=list)
-
-    def add(self, record: StepRecord) -> None:
-        """Append a step's record."""
-        self.history.append(record)
+    history: Sequence[StepRecord] = ()
 
     def average_loss(self) -> float | None:
         """Return the loss over all supervised tokens so far, or None before the first step."""
@@ -203,7 +198,7 @@ class TrainingMetrics:
         return self.history[-1] if self.history else None
 
     def convergence_rate(self) -> float | None:
-        """Return (first - last) / first of the losses.
+        """Return (first loss - last loss) / first loss.
 
         None with fewer than two steps, or a first loss of zero.
         """
@@ -213,7 +208,7 @@ class TrainingMetrics:
         return (first - last) / first
 
     def is_complete(self) -> bool:
-        """Tell whether all steps have been taken."""
+        """Return whether all steps have been taken."""
         return len(self.history) >= self.max_steps
 
 
@@ -221,8 +216,8 @@ class TrainingMetrics:
 class InstructTrainResult:
     """A run as a whole. Epochs count from 1.
 
-    `best_epoch` is the one with the lowest validation loss and `best_val_loss` that loss, None
-    without validation; `initial_val_loss` is the loss before the first step.
+    `best_epoch` has the lowest validation loss, `best_val_loss`; `initial_val_loss` is the loss
+    before the first step. All three are None without validation.
     """
 
     epoch_metrics: list[InstructEpochMetrics]

@@ -1,8 +1,8 @@
-"""Who hears of a run as it goes."""
+"""Events of a training run, and the observers that receive them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mlxtune.core.training.progress import Progress
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run is about to do, and the records of what it did before a pause."""
+    """The size of a run, and its progress so far, which a resumed run reads from its checkpoint."""
 
     total_steps: int
     epochs: int
@@ -23,22 +23,22 @@ class RunStart:
 
 
 class TrainingObserver:
-    """Hears of a run as it goes; each method does nothing by itself."""
+    """Receives the events of a run. Override what you need; each method does nothing by default."""
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Training is about to begin; `previous` holds the files of an earlier run."""
+        """Training is about to start; `previous` is where an earlier run's files were moved."""
 
     def on_step(self, record: StepRecord) -> None:
         """A step was taken."""
 
     def on_evaluated(self, done: int, total: int) -> None:
-        """So many of the validation examples have been evaluated."""
+        """`done` of `total` validation examples have been evaluated."""
 
     def on_validation(self, step: int, loss: float) -> None:
         """The validation set was evaluated after `step` steps, 0 before the first."""
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """An epoch ended; `best` tells whether no epoch had a lower validation loss."""
+        """An epoch ended; `best` if its validation loss is the lowest so far."""
 
     def on_checkpoint(self, folder: Path) -> None:
         """A checkpoint was written."""
@@ -47,67 +47,26 @@ class TrainingObserver:
         """A step, or the writing of a checkpoint, was profiled."""
 
     def on_problem(self, message: str) -> None:
-        """Something went wrong that the run survives."""
+        """Something went wrong, and training continues."""
 
     def on_result(self, result: InstructTrainResult) -> None:
-        """Training came to its end."""
+        """Training is complete."""
 
     def on_end(self) -> None:
-        """Training ended, however it did."""
+        """Training ended, complete or not."""
 
 
 class Observers(TrainingObserver):
-    """Several observers, each of which hears of everything, in their order."""
+    """Passes each event on to several observers, in order."""
 
     def __init__(self, observers: Sequence[TrainingObserver]) -> None:
-        self._observers = list(observers)
+        def broadcast(event: str) -> Callable[..., None]:
+            def call(*details: object) -> None:
+                for observer in observers:
+                    getattr(observer, event)(*details)
 
-    def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_start(run, previous)
+            return call
 
-    def on_step(self, record: StepRecord) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_step(record)
-
-    def on_evaluated(self, done: int, total: int) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_evaluated(done, total)
-
-    def on_validation(self, step: int, loss: float) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_validation(step, loss)
-
-    def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_epoch(metrics, best)
-
-    def on_checkpoint(self, folder: Path) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_checkpoint(folder)
-
-    def on_profile(self, record: ProfileRecord) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_profile(record)
-
-    def on_problem(self, message: str) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_problem(message)
-
-    def on_result(self, result: InstructTrainResult) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_result(result)
-
-    def on_end(self) -> None:
-        """Tell each."""
-        for each in self._observers:
-            each.on_end()
+        for name in vars(TrainingObserver):
+            if name.startswith("on_"):
+                setattr(self, name, broadcast(name))

@@ -1,4 +1,4 @@
-"""What the core asks of a backend."""
+"""What the trainer needs from a backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxtune.core.training.saving import Snapshot
 
 
 class Pipeline(Protocol):
-    """What the trainer asks of a backend: a model, its LoRA matrices and an optimizer."""
+    """A model with its LoRA matrices and an optimizer."""
 
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
@@ -26,16 +26,13 @@ class Pipeline(Protocol):
         """Return the loss over all supervised tokens of the examples."""
 
     def snapshot(self) -> Snapshot:
-        """Return what writes the adapter, and all else that `restore` needs, into a folder.
-
-        It writes what is now, whenever it is called.
-        """
+        """Capture the adapter and whatever else `restore` needs, to be written then or later."""
 
     def load(self, folder: Path) -> None:
-        """Read back the adapter of a snapshot."""
+        """Load the adapter of a snapshot."""
 
     def restore(self, folder: Path) -> None:
-        """Go on from a snapshot as if nothing had come between."""
+        """Restore a snapshot, so that training continues as if uninterrupted."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what a checkpoint says of the adapter: lora_rank, lora_alpha, targets, …"""
+        """Return the adapter's entries in a checkpoint's metadata: lora_rank, targets, …"""

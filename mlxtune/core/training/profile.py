@@ -1,7 +1,7 @@
-"""Where the time and memory of a step go: what is measured, how it is kept, and how it reads.
+"""Where the time and memory of a step go: the measurements, and the file that keeps them.
 
-A step is cut into phases by a clock that is read at their borders: what lies between two borders
-belongs to the phase that the second one names, so that the phases and `other` add up to the step.
+A timer divides a step at the boundaries of its phases: the time since the last boundary belongs to
+the phase that ends there, so the phases and `other` add up to the step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step. `bytes` is what it took at most beyond what was in use as it began,
-    `peak_bytes` the most that was in use at once.
+    """A phase of a step.
+
+    `bytes` is its peak memory beyond what was in use at its start, `peak_bytes` the peak in all.
     """
 
     seconds: float
@@ -38,8 +39,8 @@ class Phase:
 class LayerProfile:
     """A layer's two passes over all micro-batches of a step.
 
-    `kept_bytes` is what its forward pass leaves for its backward pass, its outputs included, and
-    `peak_bytes` the most that the two take; both of the micro-batch where they are largest.
+    `kept_bytes` is what the forward pass keeps for the backward pass, outputs included, and
+    `peak_bytes` the peak of both passes; each for the micro-batch where it is largest.
     """
 
     name: str
@@ -49,7 +50,7 @@ class LayerProfile:
     peak_bytes: int
 
     def plus(self, other: LayerProfile) -> LayerProfile:
-        """Return the two together."""
+        """Return the sum of the times and the larger of the sizes."""
         return LayerProfile(
             self.name,
             self.forward_seconds + other.forward_seconds,
@@ -61,10 +62,10 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One step. Its `phases`, `other` among them, add up to its `seconds`.
+    """One step. Its `phases`, `other` included, add up to its `seconds`.
 
-    `layers` come from another pass over the same micro-batches, which took `layers_seconds` after
-    the step; they are empty where that was not possible.
+    `layers` come from a second pass over the same micro-batches, which takes `layers_seconds`
+    after the step; they are empty if memory did not allow it.
     """
 
     step: int
@@ -76,7 +77,7 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class SaveProfile:
-    """A checkpoint that was written after so many steps. `bytes` is the size of its files."""
+    """A checkpoint written after `step` steps. `bytes` is the size of its files."""
 
     step: int
     name: str
@@ -87,10 +88,10 @@ class SaveProfile:
 ProfileRecord = StepProfile | SaveProfile
 
 
-class Laps:
-    """Cuts time into phases at the borders that it is told of.
+class PhaseTimer:
+    """Divides the time and memory of a step into phases.
 
-    `memory` returns the bytes in use and the most that were in use since it was last asked.
+    `memory` returns the bytes in use and the peak since its last call.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class Laps:
         self._started = self._last = clock()
 
     def end(self, name: str) -> None:
-        """Count what came since the last border to a phase, which may come more than once."""
+        """Add everything since the last boundary to a phase, which may end more than once."""
         now = self._clock()
         active, peak = self._memory()
-        # Where nothing was allocated, no peak was counted.
+        # If nothing was allocated, no peak was counted.
         peak = max(peak, active, self._active)
         before = self._phases.get(name, Phase(0.0, 0, 0))
         self._phases[name] = Phase(
@@ -119,128 +120,117 @@ class Laps:
         self._last, self._active = now, active
 
     def finish(self, step: int) -> StepProfile:
-        """Count the rest to `other`, and return the step."""
+        """Add the rest to `other`, and return the step."""
         self.end(OTHER)
         names = [name for name in (*PHASES, OTHER) if name in self._phases]
         phases = {name: self._phases[name] for name in names}
         return StepProfile(step, self._last - self._started, phases)
 
 
-class Meter(Protocol):
-    """What profiling asks of a backend."""
+class ProfilerBackend(Protocol):
+    """What the profiler needs from a backend."""
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes in use, and the most that were in use since this was last asked."""
+        """Return the bytes in use, and the peak since the last call."""
 
-    def attach(self, laps: Laps | None) -> None:
-        """Have the next steps tell of their borders; None ends that."""
+    def attach(self, timer: PhaseTimer | None) -> None:
+        """Report the phases of the following steps to a timer, or to none."""
 
     def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
-        """Run the micro-batches of a step once more, layer by layer; change nothing.
+        """Run the micro-batches of a step again, layer by layer, without changing anything.
 
-        Returns the layers in their order, those of no name of their own among them; none where
-        there is too little memory for it.
+        Returns the layers in order, unnamed parts included; none if there is too little memory.
         """
 
 
 class Profiler:
-    """What the trainer tells of its steps. This one measures nothing."""
+    """What the trainer reports to while it runs. This one measures nothing."""
 
     def start(self, step: int) -> None:
-        """Training begins, or goes on after so many steps."""
+        """Start before the first step, or resume after `step` steps."""
 
-    def begin(self, step: int) -> None:
-        """A step begins."""
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Measure the step taken inside."""
+        return nullcontext()
 
-    def end(self, phase: str) -> None:
-        """A phase of the step under way ended."""
-
-    def finish(self) -> None:
-        """The step under way was taken."""
-
-    def abandon(self) -> None:
-        """The step under way was not taken."""
+    def end_phase(self, phase: str) -> None:
+        """End a phase of the current step."""
 
     def measure_layers(self, examples: Sequence[Example]) -> None:
-        """Measure the layers on the examples of the step that was taken."""
+        """Measure the layers on the examples of the last step."""
 
     def saving(self, step: int, folder: Path) -> AbstractContextManager[None]:
-        """Within it, a checkpoint is written."""
+        """Measure the checkpoint written inside."""
         return nullcontext()
 
 
 class StepProfiler(Profiler):
-    """Profiles every so many steps, and every checkpoint.
+    """Profiles one step in `interval`, and every checkpoint.
 
-    Writes a line of each into the run's folder; `tell` hears of each, and `warn` of what cannot be
-    written, once.
+    Each record is passed to `on_record` and appended to a file in the run's folder; if that fails,
+    `on_problem` is called once.
     """
 
     def __init__(
         self,
         interval: int,
-        meter: Meter,
+        backend: ProfilerBackend,
         folder: Path,
         *,
-        tell: Callable[[ProfileRecord], None],
-        warn: Callable[[str], None],
+        on_record: Callable[[ProfileRecord], None],
+        on_problem: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._interval = interval
-        self._meter = meter
+        self._backend = backend
         self._path = folder / PROFILE
-        self._tell = tell
-        self._warn = warn
+        self._on_record = on_record
+        self._on_problem = on_problem
         self._clock = clock
-        self._step = 0
-        self._laps: Laps | None = None
-        self._found: StepProfile | None = None
-        self._fails = False
+        self._timer: PhaseTimer | None = None
+        self._last: StepProfile | None = None
+        self._failing = False
 
     def start(self, step: int) -> None:
-        """Keep what the file has of the steps up to this one; what came after is done again."""
+        """Keep the records up to this step; later steps are taken again."""
         try:
             keep_until(self._path, step)
         except OutputError as error:
-            self._failed(error)
+            self._warn(error)
 
-    def begin(self, step: int) -> None:
-        """Begin to measure, if it is this step's turn."""
-        self._step = step
-        if step % self._interval == 0:
-            self._laps = Laps(self._meter.memory, self._clock)
-            self._meter.attach(self._laps)
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Measure the step taken inside, if it is due and applied."""
+        if step % self._interval:
+            yield
+            return
+        self._timer = PhaseTimer(self._backend.memory, self._clock)
+        self._backend.attach(self._timer)
+        try:
+            yield
+            self._last = self._timer.finish(step)
+        finally:
+            self._timer = None
+            self._backend.attach(None)
 
-    def end(self, phase: str) -> None:
-        """End a phase."""
-        if self._laps is not None:
-            self._laps.end(phase)
-
-    def finish(self) -> None:
-        """End the step."""
-        if self._laps is not None:
-            self._found = self._laps.finish(self._step)
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Measure no more."""
-        if self._laps is not None:
-            self._laps = None
-            self._meter.attach(None)
+    def end_phase(self, phase: str) -> None:
+        """End a phase of the current step."""
+        if self._timer is not None:
+            self._timer.end(phase)
 
     def measure_layers(self, examples: Sequence[Example]) -> None:
-        """Measure the layers if it was this step's turn, and write what was found."""
-        if self._found is None:
+        """Measure the layers if the last step was profiled, and write its record."""
+        if self._last is None:
             return
-        found, self._found = self._found, None
+        profile, self._last = self._last, None
         started = self._clock()
-        layers = self._meter.layers(examples, found.step)
+        layers = self._backend.layers(examples, profile.step)
         took = self._clock() - started
-        self._write(replace(found, layers=layers, layers_seconds=took))
+        self._write(replace(profile, layers=layers, layers_seconds=took))
 
     @contextmanager
     def saving(self, step: int, folder: Path) -> Iterator[None]:
-        """Measure the writing of a checkpoint, if it comes to its end."""
+        """Measure the checkpoint written inside, if it succeeds."""
         started = self._clock()
         yield
         took = self._clock() - started
@@ -251,27 +241,23 @@ class StepProfiler(Profiler):
         self._write(SaveProfile(step, folder.name, took, size))
 
     def _write(self, record: ProfileRecord) -> None:
-        self._tell(record)
+        self._on_record(record)
+        kind = "step" if isinstance(record, StepProfile) else "save"
+        line = json.dumps({"kind": kind, **asdict(record)}, allow_nan=False) + "\n"
         try:
             with as_output_error(self._path), self._path.open("ab") as file:
-                file.write(line_of(record))
+                file.write(line.encode())
         except OutputError as error:
-            self._failed(error)
+            self._warn(error)
 
-    def _failed(self, error: OutputError) -> None:
-        if not self._fails:
-            self._warn(f"{error}; training goes on without all of its profile")
-        self._fails = True
-
-
-def line_of(record: ProfileRecord) -> bytes:
-    """Return the line of profile.jsonl for a record."""
-    kind = "step" if isinstance(record, StepProfile) else "save"
-    return (json.dumps({"kind": kind, **asdict(record)}, allow_nan=False) + "\n").encode()
+    def _warn(self, error: OutputError) -> None:
+        if not self._failing:
+            self._on_problem(f"{error}; training continues, and its profile will be incomplete")
+        self._failing = True
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Take from a profile what came after a step, and what is no whole line. Raises OutputError."""
+    """Remove later steps and broken lines from a profile. Raises OutputError."""
     with as_output_error(path):
         try:
             lines = read_own(path).splitlines(keepends=True)
@@ -285,7 +271,7 @@ def keep_until(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a line; infinity where it has none."""
+    """Return the step of a line; infinity if it has none."""
     try:
         step: Any = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

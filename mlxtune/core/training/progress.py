@@ -1,18 +1,17 @@
-"""How far a run has come: its records, in the order of metrics.jsonl, and what follows from them.
+"""The record of a run, in the order of metrics.jsonl, and what can be derived from it.
 
-That file in a checkpoint is all that a trainer needs to know where it stood.
+The copy of metrics.jsonl in a checkpoint is all a trainer needs to know where to resume.
 """
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, overload
 
-from mlxtune.core.machine.files import make_folder, write_file
+from mlxtune.core.machine.files import as_output_error, make_folder, write_file
 from mlxtune.core.training.checkpoint import METRICS
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
@@ -34,13 +33,12 @@ _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
 class Records(Sequence[Record]):
-    """Records in their order, those of steps in little memory."""
+    """Records in their order, with those of steps stored compactly."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps = StepHistory()
-        # All others, and where they stand.
-        self.others: list[Record] = []
-        self._places: list[int] = []
+        # A step is the index of its record in `steps`.
+        self._entries: list[int | SkippedStep | ValidationRecord | InstructEpochMetrics] = []
         for record in records:
             self.append(record)
 
@@ -48,19 +46,17 @@ class Records(Sequence[Record]):
         """Add a record."""
         if isinstance(record, StepRecord):
             self.steps.append(record)
+            self._entries.append(len(self.steps) - 1)
         else:
-            self._places.append(len(self))
-            self.others.append(record)
+            self._entries.append(record)
 
     def pop(self) -> Record:
-        """Take the last record away."""
-        if self._places and self._places[-1] == len(self) - 1:
-            self._places.pop()
-            return self.others.pop()
-        return self.steps.pop()
+        """Remove and return the last record."""
+        entry = self._entries.pop()
+        return self.steps.pop() if isinstance(entry, int) else entry
 
     def __len__(self) -> int:
-        return len(self.steps) + len(self.others)
+        return len(self._entries)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
@@ -69,27 +65,19 @@ class Records(Sequence[Record]):
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        before = bisect_left(self._places, place)
-        if before < len(self._places) and self._places[before] == place:
-            return self.others[before]
-        return self.steps[place - before]
+        entry = self._entries[index]
+        return self.steps[entry] if isinstance(entry, int) else entry
+
+    def of(self, kind: type) -> Iterator[Any]:
+        """Yield the records of a kind other than StepRecord."""
+        return (entry for entry in self._entries if isinstance(entry, kind))
 
 
 class Progress:
-    """The records of a run so far.
-
-    `step` counts the steps that were taken or skipped: it is also the place in the run's order.
-    """
+    """How far a run has come, from its records."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.records = Records(records)
-
-    def of(self, kind: type) -> Iterator[Any]:
-        """Yield the records of a kind."""
-        if kind is StepRecord:
-            return iter(self.records.steps)
-        return (record for record in self.records.others if isinstance(record, kind))
 
     @property
     def step(self) -> int:
@@ -99,12 +87,12 @@ class Progress:
 
     @property
     def epochs(self) -> list[InstructEpochMetrics]:
-        """The epochs that ended."""
-        return list(self.of(InstructEpochMetrics))
+        """The completed epochs."""
+        return list(self.records.of(InstructEpochMetrics))
 
     @property
     def best(self) -> InstructEpochMetrics | None:
-        """The first epoch of the lowest validation loss; None without validation."""
+        """The first epoch with the lowest validation loss; None without validation."""
         best = None
         for metrics in self.epochs:
             best = metrics if improves(metrics, best) else best
@@ -113,12 +101,12 @@ class Progress:
     @property
     def initial_val_loss(self) -> float | None:
         """The validation loss before the first step."""
-        found = (r.val_loss for r in self.of(ValidationRecord) if r.step == 0)
-        return next(found, None)
+        losses = (r.val_loss for r in self.records.of(ValidationRecord) if r.step == 0)
+        return next(losses, None)
 
     @property
     def skipped_in_a_row(self) -> list[SkippedStep]:
-        """The steps skipped since the last that was taken."""
+        """The steps skipped since the last one taken."""
         skipped = []
         for record in reversed(self.records):
             if isinstance(record, StepRecord):
@@ -127,23 +115,19 @@ class Progress:
                 skipped.append(record)
         return skipped[::-1]
 
-    def is_validated(self, step: int) -> bool:
-        """Tell whether the validation set was evaluated after so many steps."""
-        return any(record.step == step for record in self.of(ValidationRecord))
+    def lines(self, count: int) -> Iterator[bytes]:
+        """Yield the first lines of metrics.jsonl one by one, to keep memory small."""
+        return (_line(self.records[i]) for i in range(count))
 
     def as_jsonl(self) -> bytes:
         """Return the content of metrics.jsonl."""
         return b"".join(self.lines(len(self.records)))
 
-    def lines(self, count: int) -> Iterator[bytes]:
-        """Yield the first lines of metrics.jsonl, so that it is never in memory as a whole."""
-        return (_line(self.records[i]).encode() for i in range(count))
-
     @classmethod
     def from_jsonl(cls, content: bytes) -> Progress:
-        """Read the content of a metrics.jsonl. Raises ValueError, with the line, where it is none.
+        """Parse metrics.jsonl.
 
-        Steps are checked to be without gaps.
+        Raises ValueError, with the line, for an invalid record or a gap between steps.
         """
         progress = cls()
         step = 0
@@ -159,15 +143,16 @@ class Progress:
                 raise ValueError(f"line {number} has a number that is too large") from error
         return progress
 
-    def reopen(self, steps_per_epoch: int, total_steps: int) -> None:
-        """Forget the end of an epoch that a limit had cut short, where more steps are to follow."""
+    def reopen_epoch(self, steps_per_epoch: int, total_steps: int) -> None:
+        """Drop the end of an epoch that a step limit cut short, if more steps are to follow."""
         if self.step < total_steps and self.step % steps_per_epoch:
             while self.records and not isinstance(self.records[-1], StepRecord | SkippedStep):
                 self.records.pop()
 
 
-def _line(record: Record) -> str:
-    return json.dumps({"kind": _KIND_OF[type(record)], **asdict(record)}, allow_nan=False) + "\n"
+def _line(record: Record) -> bytes:
+    values = {"kind": _KIND_OF[type(record)], **asdict(record)}
+    return (json.dumps(values, allow_nan=False) + "\n").encode()
 
 
 def _record(line: str, number: int) -> Record:
@@ -176,21 +161,18 @@ def _record(line: str, number: int) -> Record:
         kind = _KINDS[values.pop("kind")]
         record: Record = kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"line {number} is no record of a run") from error
-    for each in fields(kind):
-        value = getattr(record, each.name)
-        kinds = _VALUES[str(each.type)]
-        if not isinstance(value, kinds) or isinstance(value, bool) or not _is_plain(value):
-            raise ValueError(f"line {number}: its {each.name} is {value!r:.40}")
+        raise ValueError(f"line {number} is not a record of a run") from error
+    for field in fields(kind):
+        value = getattr(record, field.name)
+        types = _FIELD_TYPES[str(field.type)]
+        texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if not isinstance(value, types) or isinstance(value, bool) or not texts:
+            raise ValueError(f"line {number}: its {field.name} is {value!r:.40}")
     return record
 
 
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, list) or all(isinstance(each, str) for each in value)
-
-
-# What a field holds, by how it is annotated.
-_VALUES: dict[str, tuple[type, ...]] = {
+# The types a field accepts, by its annotation.
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
@@ -198,66 +180,66 @@ _VALUES: dict[str, tuple[type, ...]] = {
     "list[str]": (list,),
 }
 
-
-# Values that depend on the machine and its memory, not on what was learned.
+# Fields that depend on the machine and its memory, not on what was learned.
 MEASURED = (
     *("seconds", "epoch_time_ms", "samples_per_sec"),
     *("memory", "micro_batches", "run_tokens", "padding"),
 )
 
 
-def same_but_for_times(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    """Tell whether records are the same, whatever time and memory each took."""
-    return [_without_times(record) for record in some] == [_without_times(r) for r in others]
+def same_except_measurements(some: Sequence[Record], others: Sequence[Record]) -> bool:
+    """Return whether records are equal, apart from the time and memory each took."""
+    return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
 
 
-def _without_times(record: Record) -> dict[str, Any]:
+def _without_measurements(record: Record) -> dict[str, Any]:
     return {name: value for name, value in asdict(record).items() if name not in MEASURED}
 
 
 def improves(metrics: InstructEpochMetrics, best: InstructEpochMetrics | None) -> bool:
-    """Tell whether an epoch has the lowest validation loss so far."""
+    """Return whether an epoch has the lowest validation loss so far."""
     if metrics.val_loss is None:
         return False
     return best is None or best.val_loss is None or metrics.val_loss < best.val_loss
 
 
-class MetricsLog:
-    """Keeps metrics.jsonl in step with the records of a run, as far as the disk lets it.
+class MetricsFile:
+    """Writes the record of a run to metrics.jsonl.
 
-    What cannot be written stays in the records, and is written when the disk takes it again.
+    When the disk fails, it warns once; the next write that succeeds completes the file.
     """
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
+    def __init__(self, folder: Path, on_problem: Callable[[str], None]) -> None:
         self._path = folder / METRICS
-        self._progress = progress
-        # How many records the file holds, and in how many bytes; None where it is to be replaced.
+        self._on_problem = on_problem
+        self._failing = False
+        # The records and bytes in the file; None if the file has to be replaced.
         self._written = 0
         self._size: int | None = None
 
-    def write(self) -> None:
-        """Append the records that are not in the file yet. Raises OutputError."""
-        new = self._progress.records[self._written :]
-        if not new and self._path.exists():
-            return
+    def write(self, progress: Progress) -> None:
+        """Append the records that are not in the file yet."""
         try:
-            if self._size is None or self._path.stat().st_size != self._size:
-                self._replace()
-                return
-            content = "".join(map(_line, new)).encode()
-            size, self._size = self._size, None
+            with as_output_error(self._path):
+                self._write(progress)
+        except OutputError as error:
+            if not self._failing:
+                self._on_problem(f"{error}; training continues and will try again")
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _write(self, progress: Progress) -> None:
+        count = len(progress.records)
+        size, self._size = self._size, None
+        if size is None or not self._path.exists() or self._path.stat().st_size != size:
+            content = progress.as_jsonl()
+            make_folder(self._path.parent)  # it may have been removed
+            write_file(self._path, [content])
+            size = len(content)
+        elif count > self._written:
+            content = b"".join(map(_line, progress.records[self._written :]))
             with self._path.open("ab") as file:
                 file.write(content)
-            self._size = size + len(content)
-        except FileNotFoundError:
-            self._replace()
-        except OSError as error:
-            raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
-        self._written = len(self._progress.records)
-
-    def _replace(self) -> None:
-        content = self._progress.as_jsonl()
-        make_folder(self._path.parent)  # which may have been removed since
-        write_file(self._path, [content])
-        self._size = len(content)
-        self._written = len(self._progress.records)
+            size += len(content)
+        self._written, self._size = count, size

@@ -1,16 +1,17 @@
-"""The folder of a run: what lies in it, whether it can be gone on with, and how it gives way.
+"""The folder of a run: its files, where to resume from, and how it makes way for a new run.
 
 checkpoints/
-run.json                       what the run is: its options, model, plan and data
-metrics.jsonl  ledger.json     what the run said so far, and where its rows went
-profile.jsonl                  where the time of its steps went, if that was asked for
-best/  epoch-2/  step-40/      checkpoints
-result.json                    how the run ended, once it has
-tracking.json  tensorboard/  wandb/  what trackers know the run by, and their files
-evaluation.json                whether its adapter helped on the validation rows
-report.html                    a page of all that
-previous/                      the same of the run before
-.lock                          held by the process that trains here
+run.json                    options, model, plan and data
+metrics.jsonl  ledger.json  the record so far, and what became of each row
+profile.jsonl               where the time of steps went, with --profile-interval
+best/  epoch-2/  step-40/   checkpoints
+result.json                 how the run ended, once it has
+tracking.json               the run's identity with each tracker
+tensorboard/  wandb/        files of trackers
+evaluation.json             whether the adapter helped on the validation rows
+report.html                 a page of all this
+previous/                   the files of the previous run
+.lock                       held by the process that trains here
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import as_output_error, read_json, write_json
+from mlxtune.core.machine.files import as_output_error, read_json
 from mlxtune.core.machine.lock import Held, Lock
 from mlxtune.core.training.checkpoint import (
     BEST,
@@ -42,22 +43,22 @@ EVALUATION = "evaluation.json"
 REPORT = "report.html"
 PREVIOUS = "previous"
 LOCK = ".lock"
-# What the run is known by to each tracker, and the files of those that keep theirs here.
+# The run's identity with each tracker, and the files of trackers that keep them here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
     *("epoch-*", "step-*", BEST, METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT),
     PROFILE,
 )
-# The last tells them from folders of those names that are not ours, and is moved last.
+# TRACKING shows that folders of these names belong to the run, so it is moved last.
 _OF_TRACKERS = (TENSORBOARD, "wandb", TRACKING)
 
 
 @dataclass(frozen=True)
-class Resumable:
-    """A checkpoint to go on from, and where the run stood.
+class ResumePoint:
+    """A checkpoint to resume from.
 
-    `good` are all that check, the newest first; `skipped` says why newer ones do not serve.
+    `good` are all valid checkpoints, the newest first; `skipped` says why newer ones are unusable.
     """
 
     checkpoint: Checkpoint
@@ -69,35 +70,34 @@ class Resumable:
     def kept(self) -> list[Path]:
         """The numbered checkpoints up to this one, the oldest first."""
         step = self.checkpoint.step
-        found = [each.folder for each in reversed(self.good) if each.step <= step]
-        return [folder for folder in found if folder.name != BEST]
+        folders = [each.folder for each in reversed(self.good) if each.step <= step]
+        return [folder for folder in folders if folder.name != BEST]
 
     @property
     def names(self) -> set[str]:
-        """The names of the checkpoints that were written at the same moment."""
-        mine = self.checkpoint.metrics
-        return {each.folder.name for each in self.good if each.metrics == mine}
+        """The names of the checkpoints written at the same moment as this one."""
+        return {each.folder.name for each in self.good if each.metrics == self.checkpoint.metrics}
 
 
-def find_resumable(run: Path) -> Resumable | None:
-    """Return the newest checkpoint of a run that can be gone on from; None where there is none.
+def find_resume_point(run: Path) -> ResumePoint | None:
+    """Return the newest checkpoint to resume from; None if the folder has none.
 
-    It has to check, and so has the best one before it, which may be what the run gives in the end.
+    It must be valid, and so must `best/` if an earlier epoch is the best so far.
 
-    Raises OutputError when there are some and none of them serves.
+    Raises OutputError when there are checkpoints but none is usable.
     """
     good, skipped = find_checkpoints(run)
-    for each in good:
+    for checkpoint in good:
         try:
-            progress = Progress.from_jsonl(each.metrics)
-            if progress.step != each.step:
-                raise ValueError(f"its metrics end at step {progress.step}, not {each.step}")
+            progress = Progress.from_jsonl(checkpoint.metrics)
+            if progress.step != checkpoint.step:
+                raise ValueError(f"its metrics end at step {progress.step}, not {checkpoint.step}")
             if not _has_best(progress, good):
-                raise ValueError(f"{BEST}/, of an epoch before it, is gone or damaged")
+                raise ValueError(f"{BEST}/, of an earlier epoch, is missing or damaged")
         except (OSError, ValueError) as problem:
-            skipped[each.folder] = str(problem)
+            skipped[checkpoint.folder] = str(problem)
         else:
-            return Resumable(each, progress, good, skipped)
+            return ResumePoint(checkpoint, progress, good, skipped)
     if skipped:
         why = "; ".join(f"{folder.name}: {reason}" for folder, reason in sorted(skipped.items()))
         raise OutputError(
@@ -111,41 +111,37 @@ def _has_best(progress: Progress, good: list[Checkpoint]) -> bool:
     best = progress.best
     if best is None or progress.records[-1] == best:
         return True
-    mine = (best.epoch, best.val_loss)
-    found = (each.metadata for each in good if each.folder.name == BEST)
-    return any((each.get("epoch"), each.get("val_loss")) == mine for each in found)
+    saved = (each.metadata for each in good if each.folder.name == BEST)
+    return any(
+        (each.get("epoch"), each.get("val_loss")) == (best.epoch, best.val_loss) for each in saved
+    )
 
 
-def unfinished(run: Path) -> bool:
-    """Tell whether a folder holds a run that can be gone on with and did not come to its end."""
+def is_unfinished(run: Path) -> bool:
+    """Return whether a folder holds a run that has checkpoints but did not end."""
     return bool(checkpoint_folders(run)) and not (run / RESULT).exists()
 
 
 def reopen(run: Path) -> None:
-    """Have a run that may have ended go on. Raises OutputError."""
+    """Remove what says that a run ended, before it resumes. Raises OutputError."""
     for name in (RESULT, EVALUATION):
         with as_output_error(run / name):
             (run / name).unlink(missing_ok=True)
-    # It says that the run ended; that it stays where it cannot be removed costs nothing.
+    # A stale report does no harm.
     with suppress(OSError):
         (run / REPORT).unlink()
 
 
-def write_result(run: Path, result: Mapping[str, Any]) -> None:
-    """Say that the run came to its end, and how. Raises OutputError."""
-    write_json(run / RESULT, result)
-
-
 def read_result(run: Path) -> dict[str, Any] | None:
-    """Return how a run ended; None where it did not. Raises ValueError where it cannot be read."""
+    """Return how a run ended; None if it did not. Raises ValueError if the file is invalid."""
     try:
         return read_json(run / RESULT)
     except OSError:
         return None
 
 
-def lock(run: Path) -> Lock:
-    """Lock a run's folder, which is made where it is missing, for as long as this process lives.
+def lock_run(run: Path) -> Lock:
+    """Lock a run's folder, created if missing, for the lifetime of this process.
 
     Raises OutputError when another process trains there, or the folder cannot be written.
     """
@@ -156,14 +152,14 @@ def lock(run: Path) -> Lock:
         except Held as held:
             raise OutputError(
                 f"{run}: process {held.holder.get('pid', 'of another user')} is training here: "
-                "wait for its end, or choose another --checkpoint-dir"
+                "wait until it ends, or choose another --checkpoint-dir"
             ) from held
 
 
-def set_previous_aside(run: Path) -> Path | None:
-    """Move an earlier run's files into `previous/`, in place of what that held.
+def archive_previous_run(run: Path) -> Path | None:
+    """Move an earlier run's files into `previous/`, replacing its content.
 
-    What is there goes only when all has been moved; stopped halfway, the next call goes on.
+    That content is removed last; if interrupted, the next call completes the move.
 
     Returns `previous/`, or None when the folder holds no run. Raises OutputError.
     """

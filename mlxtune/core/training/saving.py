@@ -1,10 +1,11 @@
-"""When a run saves, what it does where it cannot, and which checkpoints it keeps."""
+"""When a run writes checkpoints, which ones it keeps, and what it does when the disk fails."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,28 @@ from mlxtune.core.machine.files import write_json
 from mlxtune.core.training import checkpoint
 from mlxtune.errors import OutputError
 
-# After a save that failed, the next is tried when it is due, or after so many seconds.
+# After a failed save, the next attempt is at the next regular save or after this many seconds.
 _RETRY_SECONDS = 60.0
 
-# Writes what a pipeline was when it was made, into a folder.
+# The state of a pipeline at one moment: writes itself into a folder, then or later.
 Snapshot = Callable[[Path], None]
-# Gives the lines of metrics.jsonl as they were when it was made.
-Lines = Callable[[], Iterable[bytes]]
 
 
-class Saver:
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint holds. `metrics` returns the lines of metrics.jsonl at that moment."""
+
+    snapshot: Snapshot
+    metadata: Mapping[str, Any]
+    metrics: Callable[[], Iterable[bytes]]
+
+
+class CheckpointSaver:
     """Writes the checkpoints of a run.
 
-    `every_steps` and `every_minutes` say when one is due between the ends of epochs; `keep` how
-    many remain beside `best/`. `records` are JSON values that each checkpoint holds, by file name.
-    `on_saved` hears of each that was written, `tell` of what could not be; each is written within
-    `saving(step, folder)`.
+    A checkpoint within an epoch is due every `every_steps` or `every_minutes`, whichever comes
+    first. The last `keep` remain, beside `best/`. Each is written inside `saving(step, folder)`.
+    `records` are JSON values, by file name, that each checkpoint holds.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class Saver:
         every_minutes: float,
         keep: int,
         on_saved: Callable[[Path], None],
-        tell: Callable[[str], None],
+        on_problem: Callable[[str], None],
         saving: Callable[[int, Path], AbstractContextManager[None]] = lambda *_: nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,77 +56,70 @@ class Saver:
         self._every_seconds = every_minutes * 60
         self._keep = keep
         self._on_saved = on_saved
-        self._tell = tell
+        self._on_problem = on_problem
         self._saving = saving
         self._clock = clock
         self._kept: list[Path] = []
         self._failing = False
-        self._at, self._step = clock(), 0
-        # The best epoch's, where the disk did not take it yet.
-        self._pending_best: Callable[[], Path] | None = None
+        self._saved_at, self._saved_step = clock(), 0
+        # The best epoch's, until the disk takes it.
+        self._pending_best: CheckpointContent | None = None
 
-    def go_on_from(self, kept: list[Path], step: int) -> None:
-        """Go on with these checkpoints, the oldest first, after so many steps."""
-        self._kept, self._step = list(kept), step
+    def resume(self, kept: list[Path], step: int) -> None:
+        """Continue after `step` steps, with the checkpoints kept so far, the oldest first."""
+        self._kept, self._saved_step = list(kept), step
         self.latest = kept[-1] if kept else None
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is to be written after so many steps."""
-        passed = self._clock() - self._at
-        if self._failing and passed >= _RETRY_SECONDS:
+        """Return whether to write a checkpoint after this step."""
+        elapsed = self._clock() - self._saved_at
+        if self._failing and elapsed >= _RETRY_SECONDS:
             return True
-        by_steps = self._every_steps is not None and step - self._step >= self._every_steps
-        return by_steps or 0 < self._every_seconds <= passed
+        by_steps = self._every_steps is not None and step - self._saved_step >= self._every_steps
+        return by_steps or 0 < self._every_seconds <= elapsed
 
-    def save(
-        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines
-    ) -> None:
-        """Write a checkpoint and remove older ones. Where it cannot be written, that is told.
+    def try_save(self, name: str, content: CheckpointContent) -> None:
+        """Write a checkpoint and remove older ones; if that fails, warn and let training continue.
 
-        The run goes on then: what it knows is lost only if it ends before the disk is mended.
+        Progress is lost only if the run ends before the disk works again.
         """
-        self._try(lambda: self.save_now(name, snapshot, metadata, metrics))
+        self._try(lambda: self.save(name, content))
 
-    def save_now(
-        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines
-    ) -> Path:
-        """Write a checkpoint and remove older ones. Raises OutputError where it cannot be."""
-        self._step, self._at = metadata["step"], self._clock()
-        # What comes after the best epoch is of no use without it.
-        self.save_pending()
-        target = self._write(name, snapshot, metadata, metrics)
+    def save(self, name: str, content: CheckpointContent) -> Path:
+        """Write a checkpoint and remove older ones. Raises OutputError."""
+        self._saved_step, self._saved_at = content.metadata["step"], self._clock()
+        # A checkpoint after the best epoch cannot be resumed without `best/`.
+        self._save_pending_best()
+        target = self._write(name, content)
         self._kept = [*(path for path in self._kept if path != target), target][-self._keep :]
         checkpoint.prune(self.folder, set(self._kept))
         return target
 
-    def save_best(self, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines) -> None:
-        """Write `best/`, at the next chance where it cannot be written now."""
-        self._pending_best = lambda: self._write(checkpoint.BEST, snapshot, metadata, metrics)
-        self._try(self.save_pending)
-
-    def save_pending(self) -> None:
-        """Write `best/` if that is still to be done. Raises OutputError."""
-        if self._pending_best is not None:
-            self._pending_best()
-            self._pending_best = None
+    def save_best(self, content: CheckpointContent) -> None:
+        """Write `best/`, or leave it to the next save if it cannot be written now."""
+        self._pending_best = content
+        self._try(self._save_pending_best)
 
     def finish(self) -> None:
-        """Do what is still to be done at the end of the run. Raises OutputError."""
-        self.save_pending()
+        """Write `best/` if it is still pending, and remove old checkpoints. Raises OutputError."""
+        self._save_pending_best()
         if self._kept:
             checkpoint.prune(self.folder, set(self._kept[-self._keep :]))
 
-    def _write(
-        self, name: str, snapshot: Snapshot, metadata: Mapping[str, Any], metrics: Lines
-    ) -> Path:
+    def _save_pending_best(self) -> None:
+        if self._pending_best is not None:
+            self._write(checkpoint.BEST, self._pending_best)
+            self._pending_best = None
+
+    def _write(self, name: str, content: CheckpointContent) -> Path:
         def fill(folder: Path) -> None:
-            snapshot(folder)
+            content.snapshot(folder)
             for file, record in self.records.items():
                 write_json(folder / file, record)
 
         target = self.folder / name
-        with self._saving(metadata["step"], target):
-            checkpoint.write_checkpoint(target, fill, metadata, metrics())
+        with self._saving(content.metadata["step"], target):
+            checkpoint.write_checkpoint(target, fill, content.metadata, content.metrics())
         self.latest, self._failing = target, False
         self._on_saved(target)
         return target
@@ -129,5 +129,5 @@ class Saver:
             write()
         except OutputError as error:
             if not self._failing:
-                self._tell(f"{error}; training goes on and tries again")
+                self._on_problem(f"{error}; training continues and will try again")
             self._failing = True

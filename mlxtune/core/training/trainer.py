@@ -29,24 +29,23 @@ from mlxtune.core.training.metrics import (
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
 from mlxtune.core.training.profile import Profiler
-from mlxtune.core.training.progress import MetricsLog, Progress, Record, improves
-from mlxtune.core.training.run_folder import Resumable
-from mlxtune.core.training.saving import Lines, Saver, Snapshot
-from mlxtune.core.training.schedule import Schedule, make_schedule
+from mlxtune.core.training.progress import MetricsFile, Progress, Record, improves
+from mlxtune.core.training.run_folder import ResumePoint
+from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
+from mlxtune.core.training.schedule import make_schedule
 from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 
-_EVALUATED_AT_ONCE = 32
-# Steps in a row that are not finite, after which a run ends.
-_SKIPPED_AT_MOST = 3
+_VALIDATION_CHUNK = 32
+# A run ends after this many steps in a row that are not finite.
+_MAX_SKIPPED_IN_A_ROW = 3
 
 
 class InstructTrainer:
     """Trains a pipeline on a corpus.
 
-    `validation` replaces the split: its examples are evaluated and the whole corpus trains; when
-    it is empty there is no validation. `sources` names the corpus's files. `run_config` is kept in
-    each checkpoint. `should_stop` is asked after each step and while validating. `profiler` hears
-    of each step's phases.
+    `validation` replaces the split: its examples are evaluated and the whole corpus trains; if it
+    is empty, there is no validation. `sources` names the corpus's files. `run_config` is saved in
+    each checkpoint. `should_stop` is called after each step and during validation.
 
     Raises ValueError when the corpus is empty or too small to split.
     """
@@ -72,19 +71,17 @@ class InstructTrainer:
         self._data_hash = corpus.data_hash()
         self._sources = sources
         if validation is None:
-            chosen, held_out = order.split_rows(
+            training, held_out = order.split_rows(
                 corpus.identities, config.val_split, config.seed, config.val_rows
             )
-            self.train_rows, self.val_rows = corpus.select(chosen), corpus.select(held_out)
+            self.train_rows, self.val_rows = corpus.select(training), corpus.select(held_out)
         else:
             self.train_rows, self.val_rows = corpus.select(), Corpus.of(validation).select()
         self.steps_per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
         self.total_steps = config.epochs * self.steps_per_epoch
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
-        self.progress = Progress()
-        self.metrics = TrainingMetrics(self.total_steps, self.progress.records.steps)
-        self._schedule: Schedule = make_schedule(
+        self._schedule = make_schedule(
             config.schedule,
             peak=config.learning_rate,
             total_steps=self.total_steps,
@@ -96,23 +93,30 @@ class InstructTrainer:
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
         self._profiler = profiler or Profiler()
-        self._saver = Saver(
+        self._saver = CheckpointSaver(
             self._folder,
             every_steps=config.save_steps,
             every_minutes=config.save_minutes,
             keep=config.keep,
             on_saved=self._observer.on_checkpoint,
-            tell=self._observer.on_problem,
+            on_problem=self._observer.on_problem,
             saving=self._profiler.saving,
         )
-        self._log_fails = False
+        self._metrics_file = MetricsFile(self._folder, self._observer.on_problem)
+        self.progress = Progress()
+        self._started = self._epoch_started = time.perf_counter()
+
+    @property
+    def metrics(self) -> TrainingMetrics:
+        """The steps of the run so far."""
+        return TrainingMetrics(self.total_steps, self.progress.records.steps)
 
     def data_hash(self) -> str:
         """Return `sha256:` over the whole corpus, before the split."""
         return self._data_hash
 
     def validation_hash(self) -> str:
-        """Return `sha256:` over the examples that are validated with, empty without any."""
+        """Return `sha256:` over the data that validation rows come from; empty without any."""
         corpus = self.val_rows.corpus
         held_out = bool(self.val_rows) and corpus is self.train_rows.corpus
         return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
@@ -127,47 +131,41 @@ class InstructTrainer:
         records: Mapping[str, Any] | None = None,
         *,
         beside: Mapping[str, Any] | None = None,
-        resume: Resumable | None = None,
+        resume: ResumePoint | None = None,
     ) -> InstructTrainResult:
-        """Run all epochs, or those that are left after the checkpoint of `resume`.
+        """Run all epochs, or those after the checkpoint to resume from.
 
-        `records` are written as JSON beside the checkpoints and into each, by file name, those
-        of `beside` not into each.
+        `records` are JSON values by file name, written to the run's folder and into each
+        checkpoint; those in `beside` only to the run's folder.
 
-        Raises NonFiniteLossError, OutputError when the best or the last checkpoint cannot be
-        written, ModelError when that to resume does not fit, and TrainingInterrupted, with the
-        state saved, when `should_stop` said so.
+        Raises NonFiniteLossError, OutputError if the best or last checkpoint cannot be written,
+        ModelError if the checkpoint does not fit, and TrainingInterrupted, with the state saved,
+        once `should_stop` returns true.
         """
         make_folder(self._folder)
-        previous = None if resume else run_folder.set_previous_aside(self._folder)
+        previous = None if resume else run_folder.archive_previous_run(self._folder)
         self._saver.records = dict(records or {})
         for name, record in {**self._saver.records, **(beside or {})}.items():
             write_json(self._folder / name, record)
-        self._started = self._epoch_started = time.perf_counter()
-        if resume is not None:
-            self._go_on_from(resume)
-        self._log = MetricsLog(self._folder, self.progress)
-        self._profiler.start(self.progress.step)
-        self._observer.on_start(
-            RunStart(
-                total_steps=self.total_steps,
-                epochs=self.config.epochs,
-                train_rows=len(self.train_rows),
-                val_rows=len(self.val_rows),
-                progress=self.progress,
-            ),
-            previous,
+        self._start(resume)
+        start = RunStart(
+            total_steps=self.total_steps,
+            epochs=self.config.epochs,
+            train_rows=len(self.train_rows),
+            val_rows=len(self.val_rows),
+            progress=self.progress,
         )
+        self._observer.on_start(start, previous)
         try:
             if resume is None:
                 self._validate()
-            elif self.progress.epochs and self._is_between_epochs():
-                # What was left unsaved where a run ended between two checkpoints.
+            elif self.progress.epochs and self._at_epoch_boundary():
+                # The run may have ended between the checkpoints of an epoch: write the others.
                 last = self.progress.epochs[-1]
-                self._end_epoch(last, last == self.progress.best, resume.names)
+                self._save_epoch(last, last == self.progress.best, resume.names)
             stopped_early = self._run_epochs()
             self._saver.finish()
-            self._write_log()
+            self._metrics_file.write(self.progress)
             result = self._result(stopped_early)
             self._observer.on_result(result)
         except (NonFiniteLossError, OutputError) as error:
@@ -178,6 +176,20 @@ class InstructTrainer:
             self._observer.on_end()
         return result
 
+    def _start(self, resume: ResumePoint | None) -> None:
+        """Set up the state of the run, from a checkpoint if there is one to resume from."""
+        self._started = self._epoch_started = time.perf_counter()
+        if resume is not None:
+            checkpoint = resume.checkpoint
+            self.pipeline.restore(checkpoint.folder)
+            run_folder.reopen(self._folder)
+            self.progress = resume.progress
+            self.progress.reopen_epoch(self.steps_per_epoch, self.total_steps)
+            self._saver.resume(resume.kept, self.progress.step)
+            self._started -= checkpoint.seconds("total_time_ms")
+            self._epoch_started -= checkpoint.seconds("epoch_time_ms")
+        self._profiler.start(self.progress.step)
+
     def _result(self, stopped_early: bool) -> InstructTrainResult:
         best = self.progress.best
         return InstructTrainResult(
@@ -187,74 +199,59 @@ class InstructTrainer:
             stopped_early=stopped_early,
             total_time_ms=_milliseconds_since(self._started),
             initial_val_loss=self.progress.initial_val_loss,
-            steps=list(self.metrics.history),
+            steps=list(self.progress.records.steps),
         )
 
-    def _go_on_from(self, resume: Resumable) -> None:
-        found = resume.checkpoint
-        self.pipeline.restore(found.folder)
-        run_folder.reopen(self._folder)
-        self.progress = resume.progress
-        self.progress.reopen(self.steps_per_epoch, self.total_steps)
-        self.metrics.history = self.progress.records.steps
-        self._saver.go_on_from(resume.kept, self.progress.step)
-        self._started -= found.seconds("total_time_ms")
-        if not self._is_between_epochs():
-            self._epoch_started -= found.seconds("epoch_time_ms")
-
-    def _is_between_epochs(self) -> bool:
+    def _at_epoch_boundary(self) -> bool:
         return len(self.progress.epochs) == math.ceil(self.progress.step / self.steps_per_epoch)
 
     def _run_epochs(self) -> bool:
-        """Run the epochs that are left; tell whether they ended before their number was full."""
+        """Run the remaining epochs; return whether training stopped early."""
         while True:
             epochs, best = self.progress.epochs, self.progress.best
-            if self._is_between_epochs() and self.progress.step >= self.total_steps:
-                return False
-            waited = epochs[-1].epoch - best.epoch if best else 0
-            if waited >= self.config.early_stopping_patience and self._is_between_epochs():
-                return True
+            if self._at_epoch_boundary():
+                if self.progress.step >= self.total_steps:
+                    return False
+                waited = epochs[-1].epoch - best.epoch if best else 0
+                if waited >= self.config.early_stopping_patience:
+                    return True
             metrics = self._run_epoch(len(epochs) + 1)
             is_best = improves(metrics, best)
-            self._write(metrics)
+            self._record(metrics)
             self._observer.on_epoch(metrics, is_best)
-            self._end_epoch(metrics, is_best)
+            self._save_epoch(metrics, is_best)
 
     def _run_epoch(self, epoch: int) -> InstructEpochMetrics:
         taken = self.progress.step - (epoch - 1) * self.steps_per_epoch
         if not taken:
             self._epoch_started = time.perf_counter()
-        for chosen in self._steps(epoch)[taken:]:
+        config = self.config
+        steps = order.steps_of(self.train_rows, config.batch_size, config.order, config.seed, epoch)
+        for chosen in steps[taken:]:
             if self.progress.step >= self.total_steps:
                 break
             self._run_step(epoch, chosen)
             if self._should_stop():
                 raise self._interrupted()
             if self._saver.is_due(self.progress.step):
-                self._saver.save(f"step-{self.progress.step}", *self._checkpoint())
-        if all(record.epoch != epoch for record in self.metrics.history[-1:]):
+                self._saver.try_save(f"step-{self.progress.step}", self._checkpoint())
+        if all(record.epoch != epoch for record in self.progress.records.steps[-1:]):
             raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
         return self._epoch_metrics(self._validate())
-
-    def _steps(self, epoch: int) -> list[list[int]]:
-        config = self.config
-        return order.steps_of(self.train_rows, config.batch_size, config.order, config.seed, epoch)
 
     def _run_step(self, epoch: int, chosen: Sequence[int]) -> None:
         step = self.progress.step + 1
         learning_rate = self._schedule(step)
         started = time.perf_counter()
-        self._profiler.begin(step)
-        examples = [example for i in chosen for example in self.train_rows[i]]
-        self._profiler.end("data")
         try:
-            result = self.pipeline.train_batch(examples, step=step, learning_rate=learning_rate)
+            with self._profiler.step(step):
+                examples = [example for i in chosen for example in self.train_rows[i]]
+                self._profiler.end_phase("data")
+                result = self.pipeline.train_batch(examples, step=step, learning_rate=learning_rate)
         except NonFiniteLossError as error:
-            self._profiler.abandon()
             rows = [self._place_of(i) for i in chosen]
             self._skip(SkippedStep(step, epoch, learning_rate, str(error), rows), error)
             return
-        self._profiler.finish()
         record = StepRecord(
             step=step,
             epoch=epoch,
@@ -271,7 +268,7 @@ class InstructTrainer:
             run_tokens=result.run_tokens,
             padding=result.padding,
         )
-        self._write(record)
+        self._record(record)
         self._observer.on_step(record)
         self._profiler.measure_layers(examples)
 
@@ -280,14 +277,14 @@ class InstructTrainer:
         return f"{self._sources[file]}:{row}" if file < len(self._sources) else f"row {row}"
 
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
-        self._write(skipped)
-        rows = f"{error}; its rows: {skipped.places()}"
+        self._record(skipped)
+        problem = f"{error}; its rows: {skipped.places()}"
         in_a_row = len(self.progress.skipped_in_a_row)
         if self.config.on_nonfinite == "stop":
-            raise NonFiniteLossError(rows) from error
-        if in_a_row >= _SKIPPED_AT_MOST:
-            raise NonFiniteLossError(f"{rows}; {in_a_row} steps in a row") from error
-        self._observer.on_problem(f"{rows}; training goes on with the next step")
+            raise NonFiniteLossError(problem) from error
+        if in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteLossError(f"{problem}; {in_a_row} steps in a row") from error
+        self._observer.on_problem(f"{problem}; training continues with the next step")
 
     def _validate(self) -> float | None:
         if not self.val_rows:
@@ -296,8 +293,8 @@ class InstructTrainer:
         # Neighbours in length share a micro-batch; the sum does not depend on the order.
         examples = sorted((example for row in self.val_rows for example in row), key=len)
         total, tokens = 0.0, 0
-        for start in range(0, len(examples), _EVALUATED_AT_ONCE):
-            end = min(start + _EVALUATED_AT_ONCE, len(examples))
+        for start in range(0, len(examples), _VALIDATION_CHUNK):
+            end = min(start + _VALIDATION_CHUNK, len(examples))
             result = self.pipeline.evaluate(examples[start:end])
             total += result.avg_loss * result.total_response_tokens
             tokens += result.total_response_tokens
@@ -311,56 +308,43 @@ class InstructTrainer:
                 f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
                 "lower --lr, or check the model and --dtype"
             )
-        self._write(ValidationRecord(step, loss, perplexity(loss)))
+        self._record(ValidationRecord(step, loss, perplexity(loss)))
         self._observer.on_validation(step, loss)
         return loss
 
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
         return InstructEpochMetrics.of(
             math.ceil(self.progress.step / self.steps_per_epoch),
-            self.metrics.history,
+            self.progress.records.steps,
             val_loss=val_loss,
             learning_rate=self._schedule(self.progress.step),
             epoch_time_ms=_milliseconds_since(self._epoch_started),
         )
 
-    def _write(self, record: Record) -> None:
-        """Keep a record; where the disk does not take it, it is written later."""
+    def _record(self, record: Record) -> None:
         self.progress.records.append(record)
-        self._write_log()
-
-    def _write_log(self) -> None:
-        try:
-            self._log.write()
-        except OutputError as error:
-            if not self._log_fails:
-                self._observer.on_problem(f"{error}; training goes on and tries again")
-            self._log_fails = True
-        else:
-            self._log_fails = False
+        self._metrics_file.write(self.progress)
 
     def _interrupted(self) -> TrainingInterrupted:
         step = self.progress.step
         if step == 0:
             return TrainingInterrupted(None, 0)
-        return TrainingInterrupted(self._saver.save_now(f"step-{step}", *self._checkpoint()), step)
+        return TrainingInterrupted(self._saver.save(f"step-{step}", self._checkpoint()), step)
 
-    def _end_epoch(
+    def _save_epoch(
         self, metrics: InstructEpochMetrics, is_best: bool, saved: Container[str] = ()
     ) -> None:
-        """Save what is to be saved after an epoch, short of what was."""
+        """Write the checkpoints of an epoch, apart from those already saved."""
         name = f"epoch-{metrics.epoch}"
         content = self._checkpoint(metrics)
         if is_best and BEST not in saved:
-            self._saver.save_best(*content)
-        saves = saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every)
-        if saves and name not in saved:
-            self._saver.save(name, *content)
+            self._saver.save_best(content)
+        is_due = saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every)
+        if is_due and name not in saved:
+            self._saver.try_save(name, content)
 
-    def _checkpoint(
-        self, metrics: InstructEpochMetrics | None = None
-    ) -> tuple[Snapshot, dict[str, Any], Lines]:
-        """Return what a checkpoint holds, as it is now."""
+    def _checkpoint(self, metrics: InstructEpochMetrics | None = None) -> CheckpointContent:
+        """Capture the current state for a checkpoint."""
         best = self.progress.best
         metadata = {
             "task": "instruct",
@@ -377,11 +361,11 @@ class InstructTrainer:
             "config": self._run_config,
         }
         lines = partial(self.progress.lines, len(self.progress.records))
-        return self.pipeline.snapshot(), metadata, lines
+        return CheckpointContent(self.pipeline.snapshot(), metadata, lines)
 
 
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
-    """Tell whether `epoch-N/` is written: every `save_every`, or each when there are no more."""
+    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a shorter run."""
     return epochs <= save_every or epoch % save_every == 0
 
 

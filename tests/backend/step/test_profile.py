@@ -14,16 +14,16 @@ from mlxtune.backend.model import memory
 from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.profile import PipelineMeter
-from mlxtune.core.training.profile import Laps, LayerProfile, StepProfile
+from mlxtune.core.training.profile import LayerProfile, PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
 
 
 def profiled_step(pipeline: InstructPipeline, step: int) -> tuple[StepProfile, list[LayerProfile]]:
     meter = PipelineMeter(pipeline)
-    laps = Laps(meter.memory)
-    meter.attach(laps)
+    timer = PhaseTimer(meter.memory)
+    meter.attach(timer)
     pipeline.train_batch(fixed_step(), step=step, learning_rate=1e-2)
-    found = laps.finish(step)
+    found = timer.finish(step)
     meter.attach(None)
     return found, meter.layers(fixed_step(), step)
 
@@ -145,7 +145,7 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
     profiled_step(pipeline, 1)
     assert counted(pipeline, monkeypatch) == expected
 
-    PipelineMeter(pipeline).attach(Laps(PipelineMeter(pipeline).memory))
+    PipelineMeter(pipeline).attach(PhaseTimer(PipelineMeter(pipeline).memory))
     assert counted(pipeline, monkeypatch)["eval"] == expected["eval"] + 4 * batches
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.profile import Laps, LayerProfile
+from mlxtune.core.training.profile import LayerProfile, PhaseTimer
 
 LAYERS = [
     LayerProfile("layers.0", 1.0, 2.0, 300, 400),
@@ -35,15 +35,15 @@ class FakeMeter:
         self.active = 100
         self.attached: list[bool] = []
         self.measured: list[tuple[int, list[int]]] = []
-        self.laps: Laps | None = None
+        self.timer: PhaseTimer | None = None
 
     def memory(self) -> tuple[int, int]:
         self.active += 10
         return self.active, self.active + 5
 
-    def attach(self, laps: Laps | None) -> None:
-        self.attached.append(laps is not None)
-        self.laps = laps
+    def attach(self, timer: PhaseTimer | None) -> None:
+        self.attached.append(timer is not None)
+        self.timer = timer
 
     def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
         self.measured.append((step, [example.row for example in examples]))

@@ -14,10 +14,8 @@ from tests.core.training.records import step_record
 
 
 def history(*losses: float, max_steps: int = 10) -> TrainingMetrics:
-    metrics = TrainingMetrics(max_steps)
-    for step, loss in enumerate(losses, start=1):
-        metrics.add(step_record(step, loss=loss))
-    return metrics
+    records = [step_record(step, loss=loss) for step, loss in enumerate(losses, start=1)]
+    return TrainingMetrics(max_steps, records)
 
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
@@ -48,9 +46,11 @@ def test_perplexity_never_falls_as_the_loss_rises(one: float, other: float) -> N
 def test_average_loss_weighs_each_step_by_its_supervised_tokens(
     steps: list[tuple[float, int]],
 ) -> None:
-    metrics = TrainingMetrics(len(steps))
-    for step, (loss, tokens) in enumerate(steps, start=1):
-        metrics.add(step_record(step, loss=loss, supervised_tokens=tokens))
+    records = [
+        step_record(step, loss=loss, supervised_tokens=tokens)
+        for step, (loss, tokens) in enumerate(steps, start=1)
+    ]
+    metrics = TrainingMetrics(len(steps), records)
 
     total = sum(Fraction(loss) * tokens for loss, tokens in steps)
     expected = float(total / sum(tokens for _, tokens in steps))
@@ -58,10 +58,12 @@ def test_average_loss_weighs_each_step_by_its_supervised_tokens(
 
 
 def test_average_loss_is_no_mean_of_means() -> None:
-    metrics = TrainingMetrics(2)
-    metrics.add(step_record(1, loss=1.0, supervised_tokens=30))
-    metrics.add(step_record(2, loss=5.0, supervised_tokens=10))
+    records = [
+        step_record(1, loss=1.0, supervised_tokens=30),
+        step_record(2, loss=5.0, supervised_tokens=10),
+    ]
 
+    metrics = TrainingMetrics(2, records)
     assert metrics.average_loss() == 2.0
 
 

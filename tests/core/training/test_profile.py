@@ -10,15 +10,15 @@ import pytest
 
 from mlxtune.core.training.profile import (
     PROFILE,
-    Laps,
     Phase,
+    PhaseTimer,
     ProfileRecord,
     SaveProfile,
     StepProfile,
     StepProfiler,
     keep_until,
 )
-from mlxtune.core.training.run_folder import find_resumable
+from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
@@ -28,10 +28,10 @@ from tests.core.training.profiles import LAYERS, FakeMeter, Ticking
 def test_time_between_borders_belongs_to_the_phase_that_ends() -> None:
     times = iter([10.0, 11.0, 15.0, 16.5, 18.5, 19.0])
     memory = iter([(100, 0), (110, 120), (400, 500), (150, 450), (150, 0), (90, 160)])
-    laps = Laps(lambda: next(memory), lambda: next(times))
+    timer = PhaseTimer(lambda: next(memory), lambda: next(times))
     for name in ("data", "forward", "backward", "forward"):
-        laps.end(name)
-    found = laps.finish(7)
+        timer.end(name)
+    found = timer.finish(7)
 
     assert found.step == 7
     assert found.seconds == 9.0
@@ -46,10 +46,10 @@ def test_time_between_borders_belongs_to_the_phase_that_ends() -> None:
 
 
 def test_phases_add_up_to_the_step() -> None:
-    laps = Laps(FakeMeter().memory)
+    timer = PhaseTimer(FakeMeter().memory)
     for name in ("data", "loss", "data", "clip"):
-        laps.end(name)
-    found = laps.finish(1)
+        timer.end(name)
+    found = timer.finish(1)
     total = sum(phase.seconds for phase in found.phases.values())
     assert total == pytest.approx(found.seconds, abs=1e-12)
 
@@ -66,8 +66,8 @@ class Profiled:
             interval,
             self.meter,
             folder,
-            tell=self.heard.append,
-            warn=self.warnings.append,
+            on_record=self.heard.append,
+            on_problem=self.warnings.append,
             clock=Ticking(),
         )
         self.pipeline = pipeline or FakePipeline()
@@ -76,7 +76,7 @@ class Profiled:
         trainer = InstructTrainer(
             self.pipeline, CORPUS, options(self.folder, **changes), profiler=self.profiler
         )
-        trainer.train(resume=find_resumable(self.folder) if resume else None)
+        trainer.train(resume=find_resume_point(self.folder) if resume else None)
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / PROFILE).read_text().splitlines()]
@@ -137,7 +137,7 @@ def test_step_that_was_not_applied_is_no_profile(tmp_path: Path) -> None:
     run = Profiled(tmp_path, 1, Failing())
     run.train()
     assert run.steps() == [1, 3, 4, 5, 6]
-    assert run.meter.laps is None
+    assert run.meter.timer is None
 
 
 def test_profile_goes_on_where_the_run_goes_on(tmp_path: Path) -> None:
@@ -167,12 +167,10 @@ def test_new_run_in_the_folder_begins_a_new_profile(tmp_path: Path) -> None:
 def test_profile_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / PROFILE).mkdir(parents=True)
     run = Profiled(tmp_path, 1)
-    run.profiler.begin(1)
-    run.profiler.finish()
-    run.profiler.measure_layers([])
-    run.profiler.begin(2)
-    run.profiler.finish()
-    run.profiler.measure_layers([])
+    for step in (1, 2):
+        with run.profiler.step(step):
+            pass
+        run.profiler.measure_layers([])
     assert len(run.heard) == 2
     assert len(run.warnings) == 1
     assert str(tmp_path / PROFILE) in run.warnings[0]

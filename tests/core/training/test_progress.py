@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.training.metrics import SkippedStep, StepRecord, ValidationRecord
-from mlxtune.core.training.progress import MetricsLog, Progress, Record, same_but_for_times
-from mlxtune.errors import OutputError
+from mlxtune.core.training.progress import MetricsFile, Progress, Record, same_except_measurements
 from tests.core.training.records import epoch_metrics, step_record
 
 
@@ -86,7 +85,7 @@ def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow
     steps_per_epoch: int, total: int, left: int
 ) -> None:
     progress = Progress(whole())
-    progress.reopen(steps_per_epoch, total)
+    progress.reopen_epoch(steps_per_epoch, total)
     assert list(progress.records) == whole()[:left]
     assert progress.records[-1] == whole()[left - 1]
     assert progress.records[1:3] == whole()[1:3]
@@ -95,12 +94,12 @@ def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("", "no record"),
-        ("[]", "no record"),
-        ("{", "no record"),
-        ("[" * 100_000, "no record"),
-        ('{"kind": "other"}', "no record"),
-        ('{"kind": "step", "step": 5}', "no record"),
+        ("", "not a record"),
+        ("[]", "not a record"),
+        ("{", "not a record"),
+        ("[" * 100_000, "not a record"),
+        ('{"kind": "other"}', "not a record"),
+        ('{"kind": "step", "step": 5}', "not a record"),
         (
             json.dumps({"kind": "validation", "step": "5", "val_loss": 1, "val_perplexity": 1}),
             "step",
@@ -131,73 +130,79 @@ def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: st
 
 def test_runs_are_the_same_whatever_time_they_took() -> None:
     slower = [replace(step(1), seconds=9.0), replace(epoch_metrics(1, 3.0), epoch_time_ms=99)]
-    assert same_but_for_times(slower, [step(1), epoch_metrics(1, 3.0)])
+    assert same_except_measurements(slower, [step(1), epoch_metrics(1, 3.0)])
     otherwise = replace(step(1), memory=10**9, micro_batches=4, run_tokens=120, padding=20)
-    assert same_but_for_times([otherwise], [step(1)])
-    assert not same_but_for_times([step(1)], [replace(step(1), loss=2.1)])
-    assert not same_but_for_times([step(1)], [step(1), step(2)])
+    assert same_except_measurements([otherwise], [step(1)])
+    assert not same_except_measurements([step(1)], [replace(step(1), loss=2.1)])
+    assert not same_except_measurements([step(1)], [step(1), step(2)])
 
 
 # The file
 
 
-def log_in(folder: Path) -> tuple[Progress, MetricsLog]:
-    progress = Progress()
-    return progress, MetricsLog(folder, progress)
-
-
-def test_log_appends_a_line_for_each_record_and_replaces_what_is_not_its_own(
-    tmp_path: Path,
-) -> None:
+def test_file_gains_a_line_for_each_record_and_other_content_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("of an earlier run\n")
-    progress, log = log_in(tmp_path)
+    warnings: list[str] = []
+    progress, file = Progress(), MetricsFile(tmp_path, warnings.append)
     inodes = set()
     for record in whole():
         progress.records.append(record)
-        log.write()
+        file.write(progress)
         assert path.read_bytes() == progress.as_jsonl()
         inodes.add(path.stat().st_ino)
-    assert len(inodes) == 1, "the file is appended to, and not written anew each time"
-    # Someone writes into it, or takes it away.
+    assert len(inodes) == 1, "records are appended; the file is not rewritten each time"
+    # Another program changes or removes the file.
     path.write_bytes(path.read_bytes() + b"x")
     progress.records.append(step(5, 3))
-    log.write()
+    file.write(progress)
     assert path.read_bytes() == progress.as_jsonl()
     path.unlink()
-    log.write()
+    file.write(progress)
     assert path.read_bytes() == progress.as_jsonl()
+    assert warnings == []
 
 
-def test_log_that_could_not_be_written_is_whole_when_it_can(
+def test_file_that_could_not_be_written_is_complete_once_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    progress, log = log_in(tmp_path)
-    progress.records.append(step(1))
-    log.write()
+    warnings: list[str] = []
+    progress, file = Progress([step(1)]), MetricsFile(tmp_path, warnings.append)
+    file.write(progress)
     opened = Path.open
 
     def fails(self: Path, mode: str = "r", **options: object) -> object:
-        file = opened(self, mode, **options)  # type: ignore[call-overload]
+        stream = opened(self, mode, **options)  # type: ignore[call-overload]
         if "a" in mode:
-            file.write(b'{"kind": "st')
-        file.close()
+            stream.write(b'{"kind": "st')
+        stream.close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", fails)
         for number in (2, 3):
             progress.records.append(step(number))
-            with pytest.raises(OutputError, match="metrics"):
-                log.write()
+            file.write(progress)
+    assert len(warnings) == 1
+    assert "metrics.jsonl: cannot be written" in warnings[0]
     progress.records.append(step(4))
-    log.write()
+    file.write(progress)
     assert (tmp_path / "metrics.jsonl").read_bytes() == progress.as_jsonl()
 
 
-def test_log_below_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_each_new_failure_is_a_warning_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    progress, log = log_in(tmp_path / "file" / "run")
-    progress.records.append(step(1))
-    with pytest.raises(OutputError, match="file"):
-        log.write()
+    warnings: list[str] = []
+    progress, file = Progress([step(1)]), MetricsFile(tmp_path / "file" / "run", warnings.append)
+    file.write(progress)
+    file.write(progress)
+    assert len(warnings) == 1
+    assert str(tmp_path / "file") in warnings[0]
+
+    (tmp_path / "file").unlink()
+    file.write(progress)
+    (tmp_path / "file" / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "file" / "run").rmdir()
+    (tmp_path / "file" / "run").write_text("")
+    file.write(progress)
+    assert len(warnings) == 2

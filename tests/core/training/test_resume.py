@@ -14,7 +14,7 @@ import pytest
 from mlxtune.core.steps.order import steps_of
 from mlxtune.core.training.metrics import InstructTrainResult, SkippedStep
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.core.training.run_folder import find_resumable
+from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 from tests.core.training.fake_pipeline import (
@@ -60,7 +60,7 @@ def run(
     made = pipeline()
     config = options(folder, **{"epochs": 4, "save_steps": 2, "keep": 2} | changes)
     trainer = InstructTrainer(made, CORPUS, config, observer=observer, should_stop=should_stop)
-    found = find_resumable(folder) if resume else None
+    found = find_resume_point(folder) if resume else None
     return trainer.train({"ledger.json": {"rows": 10}}, resume=found), made
 
 
@@ -159,7 +159,7 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
         shutil.copytree(stopped, folder)
         for name in spoiled:
             spoil(folder / name)
-        found = find_resumable(folder)
+        found = find_resume_point(folder)
         assert found is not None
         assert found.checkpoint.folder.name == expected
         for name in spoiled:
@@ -168,8 +168,8 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
 
     for name in ("step-7", "epoch-2", "best"):
         spoil(stopped / name)
-    with pytest.raises(OutputError, match=r"step-7: adapters\.safetensors is not what was"):
-        find_resumable(stopped)
+    with pytest.raises(OutputError, match=r"step-7: adapters\.safetensors has changed"):
+        find_resume_point(stopped)
 
 
 def stops_after(step: int) -> Callable[[], bool]:
@@ -186,11 +186,11 @@ def stops_after(step: int) -> Callable[[], bool]:
 
 
 def test_folder_without_checkpoints_has_nothing_to_resume(tmp_path: Path) -> None:
-    assert find_resumable(tmp_path) is None
-    assert find_resumable(tmp_path / "none") is None
+    assert find_resume_point(tmp_path) is None
+    assert find_resume_point(tmp_path / "none") is None
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "adapters.safetensors").write_text("of another tool")
-    assert find_resumable(tmp_path) is None
+    assert find_resume_point(tmp_path) is None
 
 
 def test_run_with_more_epochs_goes_on_where_the_shorter_one_ended(tmp_path: Path) -> None:
@@ -285,9 +285,9 @@ def test_three_steps_in_a_row_that_are_not_finite_end_a_run_also_over_a_pause(
     assert len(first.metrics.history) == steps_taken
     assert ("3 steps in a row" in str(end.value)) == (policy == "skip")
 
-    found = find_resumable(tmp_path)
+    found = find_resume_point(tmp_path)
     assert found is not None
-    skipped_before = len(list(found.progress.of(SkippedStep)))
+    skipped_before = len(list(found.progress.records.of(SkippedStep)))
     again = InstructTrainer(Diverging({2, 3, 4}), CORPUS, config)
     with pytest.raises(NonFiniteLossError):
         again.train(resume=found)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.training.run_folder import reopen, set_previous_aside
+from mlxtune.core.training.run_folder import archive_previous_run, reopen
 from mlxtune.errors import OutputError
 
 
@@ -34,7 +34,7 @@ def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path)
     run_in(folder, "first")
     (folder / "notes.txt").write_text("mine")
 
-    assert set_previous_aside(folder) == folder / "previous"
+    assert archive_previous_run(folder) == folder / "previous"
 
     assert names_in(folder) == ["notes.txt", "previous"]
     assert names_in(folder / "previous") == RUN
@@ -43,9 +43,9 @@ def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path)
 
 def test_only_the_latest_earlier_run_is_kept(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
-    set_previous_aside(tmp_path)
+    archive_previous_run(tmp_path)
     run_in(tmp_path, "second")
-    set_previous_aside(tmp_path)
+    archive_previous_run(tmp_path)
 
     assert names_in(tmp_path) == ["previous"]
     assert names_in(tmp_path / "previous") == RUN
@@ -54,10 +54,10 @@ def test_only_the_latest_earlier_run_is_kept(tmp_path: Path) -> None:
 
 def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
-    set_previous_aside(tmp_path)
+    archive_previous_run(tmp_path)
 
-    assert set_previous_aside(tmp_path) is None
-    assert set_previous_aside(tmp_path / "none") is None
+    assert archive_previous_run(tmp_path) is None
+    assert archive_previous_run(tmp_path / "none") is None
     assert names_in(tmp_path / "previous") == RUN
 
 
@@ -66,7 +66,7 @@ def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> No
     (tmp_path / "previous").write_text("mine")
 
     with pytest.raises(OutputError) as raised:
-        set_previous_aside(tmp_path)
+        archive_previous_run(tmp_path)
     assert str(raised.value).startswith(f"{tmp_path / 'previous'}: ")
     assert (tmp_path / "previous").read_text() == "mine"
     assert names_in(tmp_path) == sorted([*RUN, "previous"])
@@ -92,7 +92,7 @@ def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
     if tracked:
         (tmp_path / "tracking.json").write_text("{}")
 
-    previous = set_previous_aside(tmp_path)
+    previous = archive_previous_run(tmp_path)
 
     assert previous is not None
     ours = {"tensorboard", "wandb", "tracking.json"} if tracked else set()

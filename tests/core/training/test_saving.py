@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune.core.machine.files import write_file
 from mlxtune.core.training.checkpoint import write_checkpoint
-from mlxtune.core.training.saving import Saver
+from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
 from mlxtune.errors import OutputError
 
 
@@ -21,13 +21,13 @@ class Disk:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now = 0.0
         self.full = False
-        self.told: list[str] = []
+        self.warnings: list[str] = []
         self.saved: list[str] = []
         given = {"every_steps": None, "every_minutes": 10.0, "keep": 2}
-        self.saver = Saver(
+        self.saver = CheckpointSaver(
             folder,
             on_saved=lambda path: self.saved.append(path.name),
-            tell=self.told.append,
+            on_problem=self.warnings.append,
             clock=lambda: self.now,
             **given | options,
         )
@@ -37,11 +37,14 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_file(folder / "adapters.safetensors", [b"adapter"])
 
+    def content(self, step: int) -> CheckpointContent:
+        return CheckpointContent(self.write, {"step": step}, list)
+
     def save(self, step: int) -> None:
-        self.saver.save(f"step-{step}", self.write, {"step": step}, list)
+        self.saver.try_save(f"step-{step}", self.content(step))
 
     def save_best(self, step: int) -> None:
-        self.saver.save_best(self.write, {"step": step}, list)
+        self.saver.save_best(self.content(step))
 
 
 def test_checkpoint_is_due_by_steps_or_by_minutes_whichever_comes(tmp_path: Path) -> None:
@@ -71,13 +74,13 @@ def test_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_to
     disk = Disk(tmp_path)
     disk.full, disk.now = True, 600.0
     disk.save(1)
-    assert (disk.saved, len(disk.told)) == ([], 1)
+    assert (disk.saved, len(disk.warnings)) == ([], 1)
     disk.now = 659.0
     assert not disk.saver.is_due(2)
     disk.now = 660.0
     assert disk.saver.is_due(2)
     disk.save(2)
-    assert len(disk.told) == 1
+    assert len(disk.warnings) == 1
 
     disk.full, disk.now = False, 720.0
     disk.save(3)
@@ -86,7 +89,7 @@ def test_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_to
     # It is told anew when it fails anew.
     disk.full = True
     disk.save(5)
-    assert len(disk.told) == 2
+    assert len(disk.warnings) == 2
 
 
 def test_nothing_is_written_that_would_come_after_a_best_which_is_not_there(
@@ -98,7 +101,7 @@ def test_nothing_is_written_that_would_come_after_a_best_which_is_not_there(
     disk.save(4)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OutputError):
-        disk.saver.save_now("step-5", disk.write, {"step": 5}, list)
+        disk.saver.save("step-5", disk.content(5))
     with pytest.raises(OutputError):
         disk.saver.finish()
 
@@ -118,7 +121,7 @@ def test_recent_checkpoints_are_kept_and_others_removed_but_what_is_not_ours(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step-2").symlink_to(tmp_path / "elsewhere")
     disk = Disk(tmp_path, keep=3)
-    disk.saver.go_on_from([tmp_path / "epoch-1"], 1)
+    disk.saver.resume([tmp_path / "epoch-1"], 1)
     disk.save_best(1)
     for step in (5, 6, 7):
         disk.save(step)

@@ -367,3 +367,19 @@ def test_result_is_the_history_of_the_run(tmp_path: Path) -> None:
     assert found.total_time_ms >= sum(one.epoch_time_ms for one in found.epoch_metrics) - 3
     assert all(one.samples_per_sec > 0 for one in found.epoch_metrics)
     assert pipeline.loads == 0
+
+
+def test_metrics_are_a_view_of_the_record_of_the_run(tmp_path: Path) -> None:
+    trainer = InstructTrainer(FakePipeline(), CORPUS, options(tmp_path))
+    before = trainer.metrics
+    assert (before.average_loss(), before.is_complete()) == (None, False)
+
+    trainer.train()
+
+    metrics = trainer.metrics
+    assert list(metrics.history) == list(trainer.progress.records.steps)
+    assert metrics.max_steps == len(metrics.history) == trainer.total_steps
+    assert metrics.is_complete()
+    assert metrics.last_step() == trainer.progress.records.steps[-1]
+    # The loss of step n is 4 / n.
+    assert metrics.convergence_rate() == pytest.approx(1 - 1 / trainer.total_steps)
