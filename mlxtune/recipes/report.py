@@ -70,15 +70,19 @@ def read_runs(runs: Sequence[str | Path]) -> list[Run]:
 
 def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
     """Return runs as docs/report.md describes them."""
-    from mlxtune.core.reports.run_charts import planned_shares
-    from mlxtune.core.runs.summary import differing_options, summarize, tokens_run
+    from mlxtune.core.runs.summary import (
+        differing_options,
+        measured_shares,
+        planned_shares,
+        summarize,
+    )
 
     return {
         "runs": [
             {
                 **summarize(run).as_dict(),
                 "planned": planned_shares(run),
-                "measured": dict(tokens_run(run)),
+                "measured": measured_shares(run),
                 "epochs_ended": [dict(epoch) for epoch in run.epochs],
                 "validations": [{"step": step, "loss": loss} for step, loss in run.validations],
                 "skipped_steps": [dict(each) for each in run.skipped],
@@ -93,7 +97,7 @@ def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _lines(runs: Sequence[Run]) -> list[str]:
-    from mlxtune.core.reports.run_evaluation import verdict_of
+    from mlxtune.core.reports.run_evaluation import verdict_sentence
     from mlxtune.core.reports.run_page import comparison_headline
     from mlxtune.core.runs.summary import differing_options, summarize
 
@@ -102,8 +106,8 @@ def _lines(runs: Sequence[Run]) -> list[str]:
     for run, summary in zip(runs, summaries, strict=True):
         name = f"{summary.name}: " if len(runs) > 1 else ""
         lines.append(f"{name}{summary.headline}")
-        if (verdict := verdict_of(run.evaluation)) is not None:
-            lines.append(verdict[1])
+        if (verdict := verdict_sentence(run.evaluation)) is not None:
+            lines.append(verdict.text)
         lines += [f"problem: {problem}" for problem in summary.problems]
         if summary.resume:
             lines.append(f"go on with it: {summary.resume}")

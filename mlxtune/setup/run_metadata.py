@@ -105,7 +105,7 @@ def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
     import numpy as np
 
     from mlxtune.core.data.inspection import Distribution
-    from mlxtune.core.reports.histogram import histogram
+    from mlxtune.core.reports.curves import histogram
 
     there = [corpus for corpus in corpora if corpus is not None]
     found = {}

@@ -181,7 +181,9 @@ def test_html_replaces_a_page_of_its_own_and_nothing_else(
     for other in (output, output.parent / "checkpoints/report.html"):
         before = other.read_bytes()
         error = inspect("--html", other).error
-        assert error == f"{other}: is no page of mlxtune inspect: name another with --html"
+        assert (
+            error == f"{other}: is not a page of mlxtune inspect: choose another file with --html"
+        )
         assert other.read_bytes() == before
 
 

@@ -80,9 +80,9 @@ def test_unfinished_and_damaged_run_says_so(cli: Cli) -> None:
         (("empty",), "empty: holds no run"),
         (("out", "--html", "empty"), "empty: is a folder"),
         (("out", "--html", ""), "--html is empty"),
-        (("out", "--html", "out/checkpoints/metrics.jsonl"), "is no page of mlxtune report"),
-        (("out", "--html", "out/adapters.safetensors"), "is no page of mlxtune report"),
-        (("mine",), "report.html: is no page of mlxtune report"),
+        (("out", "--html", "out/checkpoints/metrics.jsonl"), "is not a page of mlxtune report"),
+        (("out", "--html", "out/adapters.safetensors"), "is not a page of mlxtune report"),
+        (("mine",), "report.html: is not a page of mlxtune report"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_that_names_it(

@@ -1,27 +1,36 @@
-"""What all pages are: one file that needs no network, in which nothing of the data acts."""
+"""What all pages share: one HTML file that loads nothing, in which nothing from the data can act.
+
+Templates are in `templates/`. Whatever they print is escaped, and unseen characters are made
+visible; only what this package rendered itself is markup.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from string import Template
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from mlxtune.core.machine.files import as_output_error
+from mlxtune.core.reports import visible
+from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.errors import OutputError
 
-# Of a page, where it says what wrote it.
+# The generator of a page is named within this many characters.
 _START = 4096
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The pages of one command. `start` is the section to skip to, `icon` shapes of 16 by 16.
+class PageType:
+    """The pages of one command. `start` is the section to skip to, `icon` 16 by 16 SVG shapes.
 
-    `styles` and `script` are files here, beside those that all pages have.
+    `styles` and `script` are files of `templates/`, added to those of all pages.
     """
 
     command: str
@@ -30,47 +39,92 @@ class Kind:
     script: str
     styles: tuple[str, ...] = ()
 
-    def render(
-        self, *, title: str, header: str, links: Iterable[tuple[str, str]], main: str
-    ) -> str:
-        """Return a page, which encodes to UTF-8; `links` are the names of sections and titles.
+    def render(self, template: str, **context: Any) -> str:
+        """Return a page made from a template that extends page.html.
 
-        Its only script and style are allowed by their hash.
+        Its content security policy allows its own script and style alone, by their hashes.
         """
-        styles = "".join(map(read_part, ("page.css", *self.styles)))
-        scripts = read_part("page.js") + read_part(self.script)
-        return Template(read_part("page.html")).substitute(
-            command=self.command,
-            start=self.start,
+        style = "".join(map(_asset, ("page.css", *self.styles)))
+        script = _asset("page.js") + _asset(self.script)
+        page = render(
+            template,
+            page=self,
             icon=self.icon.replace("<", "%3C").replace(">", "%3E").replace("#", "%23"),
-            style=styles,
-            style_hash=_hash(styles),
-            script=scripts,
-            script_hash=_hash(scripts),
-            title=title,
-            header=header,
-            nav="".join(f'<a href="#{name}">{text}</a>' for name, text in links),
-            main=main,
+            style=Markup(style),
+            style_hash=_hash(style),
+            script=Markup(script),
+            script_hash=_hash(script),
+            **context,
         )
+        return str(page)
 
     def check_replaceable(self, target: Path, option: str) -> None:
-        """Raise OutputError where a page, named by `option`, would replace another kind of file."""
+        """Raise OutputError if the page named by `option` would replace another kind of file."""
         with as_output_error(target, option):
             if target.exists() and not self._is_own(target):
                 raise OutputError(
-                    f"{target}: is no page of mlxtune {self.command}: name another with {option}"
+                    f"{target}: is not a page of mlxtune {self.command}: choose another file "
+                    f"with {option}"
                 )
 
     def _is_own(self, target: Path) -> bool:
-        """Tell whether a file is a page of this kind, or empty."""
+        """Return whether a file is a page of this type, or empty."""
         with target.open(encoding="utf-8", errors="replace") as file:
             start = file.read(_START)
         return not start or f'<meta name="generator" content="mlxtune {self.command}">' in start
 
 
-def read_part(name: str) -> str:
-    """Return a file that pages are made of."""
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+def render(template: str, **context: Any) -> Markup:
+    """Return a template of `templates/` filled in."""
+    return Markup(_environment().get_template(template).render(context))
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "bytes": lambda size: None if size is None else byte_size(size),
+        "count": count,
+        "loss": loss_text,
+        "multiline": _multiline,
+        "number": number_text,
+        "percent": percent,
+    }
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as text without unseen characters; markup stays, and None is a dash."""
+    if isinstance(value, Markup):
+        return value
+    return "–" if value is None else visible.escape(str(value))
+
+
+def _multiline(text: str) -> Markup:
+    """Return a text as markup with its line ends."""
+    return Markup("\n").join(map(visible.escape, text.split("\n")))
+
+
+def number_text(value: float | None, spec: str = ",") -> str | None:
+    """Return a number formatted by `spec`; None stays None."""
+    return None if value is None else format(value, spec)
+
+
+def percent(part: float, whole: float) -> str:
+    """Return a share in whole percent."""
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text("utf-8")
 
 
 def _hash(content: str) -> str:

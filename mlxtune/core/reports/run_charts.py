@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from mlxtune.core.reports.charts import Chart, Level, Series
 from mlxtune.core.reports.curves import decimate, smooth, span_for
-from mlxtune.core.runs.run import Run, mapping, number, whole
+from mlxtune.core.runs.run import Run, number
 from mlxtune.core.runs.summary import RunSummary
 from mlxtune.core.text import count, loss_text
 
@@ -230,12 +230,3 @@ def style_of(number_: int) -> str:
     """Return the class of a run's colour, by its number on the page."""
     again = number_ // COLOURS % 3
     return f"c{number_ % COLOURS}" + (f" d{again}" if again else "")
-
-
-def planned_shares(run: Run) -> dict[str, float | None]:
-    """Return what the plan said of micro-batches and padding."""
-    plan = mapping(run.about, "plan")
-    names = ("micro_batches_per_step", "padding_share", "run_share")
-    return {name: number(plan, name) for name in names} | {
-        "micro_batch_tokens": whole(plan, "micro_batch_tokens")
-    }

@@ -6,7 +6,8 @@ import datetime
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.runs.run import Run, mapping, number, objects, text, whole
+from mlxtune.core.runs.run import Run, mapping, number, text, whole
 from mlxtune.core.text import count, loss_text
 
 
@@ -260,41 +261,41 @@ def _is_compared(name: str) -> bool:
     return name not in OPTIONS or OPTIONS[name].affects is not Affects.PLACES
 
 
-def tokens_run(run: Run) -> Mapping[str, float | None]:
-    """Return what came of the plan: micro-batches of a step, shares of padding and of tokens run.
+def planned_shares(run: Run) -> dict[str, float | None]:
+    """Return the micro-batches, and the shares of padding and of tokens run, that were planned."""
+    plan = mapping(run.about, "plan")
+    names = ("micro_batches_per_step", "padding_share", "run_share")
+    return {name: number(plan, name) for name in names} | {
+        "micro_batch_tokens": whole(plan, "micro_batch_tokens")
+    }
 
-    None where the run did not measure it.
-    """
+
+def measured_shares(run: Run) -> dict[str, float | None]:
+    """Return the same as measured, `micro_batch_tokens` aside; None for what was not measured."""
     micro_batches = [each for each in run.steps.measured("micro_batches") if not math.isnan(each)]
-    pairs = list(zip(run.steps.measured("run_tokens"), run.steps["padding"], strict=True))
-    through = math.fsum(each for each, _ in pairs if not math.isnan(each))
-    padding = math.fsum(p for each, p in pairs if not (math.isnan(each) or math.isnan(p)))
+    pairs = zip(run.steps.measured("run_tokens"), run.steps["padding"], strict=True)
+    padded = [(tokens, padding) for tokens, padding in pairs if not math.isnan(tokens)]
+    tokens_run = math.fsum(tokens for tokens, _ in padded)
+    padding = math.fsum(padding for _, padding in padded if not math.isnan(padding))
     tokens = run.steps.total("tokens")
     return {
-        "micro_batches_per_step": (
-            math.fsum(micro_batches) / len(micro_batches) if micro_batches else None
-        ),
-        "padding_share": padding / through if through else None,
-        "run_share": through / tokens if through and tokens else None,
+        "micro_batches_per_step": statistics.fmean(micro_batches) if micro_batches else None,
+        "padding_share": padding / tokens_run if tokens_run else None,
+        "run_share": tokens_run / tokens if tokens_run and tokens else None,
     }
 
 
 def ledgers_of(run: Run) -> list[dict[str, Any]]:
-    """Return the ledgers that have all their numbers, for a page to add up."""
+    """Return the ledgers that have all their numbers, so that a page can add them up."""
     names = (
         *("rows_read", "rows_train", "rows_validation", "rows_truncated", "examples"),
         *("tokens", "tokens_supervised", "tokens_context", "tokens_truncated"),
     )
-    found = []
+    ledgers = []
     for ledger in run.ledgers:
         numbers = {name: whole(ledger, name) for name in names}
         skipped = mapping(ledger, "rows_skipped")
         counts = {str(kind): whole(skipped, kind) or 0 for kind in skipped}
         if None not in numbers.values():
-            found.append({"path": text(ledger, "path"), **numbers, "rows_skipped": counts})
-    return found
-
-
-def samples_of(run: Run) -> list[Mapping[str, Any]]:
-    """Return the answers of before and after that an evaluation holds."""
-    return objects(mapping(run.evaluation, "generated"), "samples")
+            ledgers.append({"path": text(ledger, "path"), **numbers, "rows_skipped": counts})
+    return ledgers

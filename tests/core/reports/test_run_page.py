@@ -241,7 +241,7 @@ def test_colours_of_text_stand_out_from_what_is_behind_them() -> None:
     """WCAG 2.1, 1.4.3 and 1.4.11: 4.5 for text, 3 for curves."""
     from importlib import resources
 
-    folder = resources.files("mlxtune.core.reports")
+    folder = resources.files("mlxtune.core.reports") / "templates"
     style = "".join(folder.joinpath(f).read_text() for f in ("page.css", "run_page.css"))
     found = dict(re.findall(r"--([\w-]+): light-dark\((#\w+, #\w+)\);", style))
 

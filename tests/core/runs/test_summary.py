@@ -13,10 +13,10 @@ from mlxtune.core.runs.run import Run, read_run
 from mlxtune.core.runs.summary import (
     RunSummary,
     differing_options,
+    measured_shares,
     option_text,
     options_of,
     summarize,
-    tokens_run,
 )
 from tests.runs import as_lines, metrics, step_line, write_run
 
@@ -122,7 +122,7 @@ def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> Non
         {**step_line(3, 9, tokens=0), "run_tokens": 0, "padding": 0, "micro_batches": 0},
     ]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))
-    assert tokens_run(read_run(folder)) == {
+    assert measured_shares(read_run(folder)) == {
         "micro_batches_per_step": 2.5,
         "padding_share": 0.1,
         "run_share": 1.0,
