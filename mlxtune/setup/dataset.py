@@ -91,11 +91,11 @@ class Reader:
         from mlxtune.core.data.encode import Encoder
         from mlxtune.core.data.model_template import ModelTemplate
         from mlxtune.core.data.notes import Note
-        from mlxtune.core.data.template import ENDS, TEMPLATES
+        from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
 
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
-            render, end = TEMPLATES[self._built_in], ENDS[self._built_in]
+            render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]
             known = len(tokenizer.encode_batch([end])[0].ids) == 1
             always = () if known else (Note(notes.NO_END_OF_TURN, end),)
             return Encoder(lambda row: render(row, config.turns), tokenizer, always)
@@ -239,9 +239,9 @@ def data_files(config: DataConfig) -> list[Path]:
 
 
 def _data_files(config: DataConfig) -> tuple[Sequence[Path], Sequence[Path]]:
-    from mlxtune.core.data.datafiles import check_data_file, resolve
+    from mlxtune.core.data.datafiles import check_data_file, find_data_files
 
-    found = resolve(config.data_paths)
+    found = find_data_files(config.data_paths)
     if config.val_data_path is None:
         return found.train, found.validation
     check_data_file(config.val_data_path, "--val-data")

@@ -102,7 +102,7 @@ def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
 ) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     error = train(option, tmp_path / "pipe.jsonl").error
-    assert error == f"{tmp_path / 'pipe.jsonl'}: is no regular file: save the data in one"
+    assert error == f"{tmp_path / 'pipe.jsonl'}: is not a regular file: save the data in one"
 
 
 def test_line_without_an_end_is_refused_before_it_fills_the_memory(
@@ -116,7 +116,7 @@ def test_line_without_an_end_is_refused_before_it_fills_the_memory(
             zipped.write(b" " * 2**20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     error = train("--data", file).error
-    assert error == f"{file}:2: is longer than 67,108,864 bytes: write one JSON object a line"
+    assert error == f"{file}:2: is longer than 67,108,864 bytes: write one JSON object per line"
     # Kilobytes on Linux, bytes on macOS.
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 * (2**10 if sys.platform == "linux" else 2**20)
@@ -128,9 +128,9 @@ def test_array_is_read_as_a_whole_only_up_to_a_size(
     file = tmp_path / "array.json.gz"
     content = json.dumps([{"text": "a" * 1000}] * 3).encode()
     file.write_bytes(packed(content))
-    monkeypatch.setattr(datafiles, "_MAX_ARRAY", len(content))
+    monkeypatch.setattr(datafiles, "_MAX_ARRAY_BYTES", len(content))
     assert train("--data", file, "--no-cache", "--dry-run", "--val-split", 0).code == 0
-    monkeypatch.setattr(datafiles, "_MAX_ARRAY", len(content) - 1)
+    monkeypatch.setattr(datafiles, "_MAX_ARRAY_BYTES", len(content) - 1)
     error = train("--data", file, "--no-cache").error
     assert error.startswith(f"{file}: is a JSON array of more than ")
 

@@ -295,13 +295,14 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
     said = train(*arguments, "--dry-run")
     assert said.err.splitlines() == [
         f"warning: {file}:7: duplicate row (same as {file}:1), and 1 more: "
-        "each copy is trained on: keep one, unless that is meant",
+        "each copy is trained on: keep one, unless the copies are intended",
         f"warning: {other}:1: validation row that is also trained on: "
-        "the validation loss looks better than it is: take it out of one of the two",
+        "the validation loss looks better than it is: remove it from one of the two",
     ]
     shown = inspect(*arguments).out
     assert (
-        f"duplicate row (2 rows)\n    each copy is trained on: keep one, unless that is meant\n"
+        "duplicate row (2 rows)\n"
+        "    each copy is trained on: keep one, unless the copies are intended\n"
         f"    {file}:7  same as {file}:1\n    {file}:8  same as {file}:2\n" in shown
     )
     assert "also trained on (1 row)\n" in shown

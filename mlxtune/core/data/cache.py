@@ -1,8 +1,8 @@
-"""Encoded files on disk: what was encoded once is not encoded again.
+"""Encoded files on disk, so that no file is encoded twice.
 
 An entry is a folder named by a key over everything that its content depends on. It holds the
-columns of ExampleArrays, and account.json with the skipped rows, the notes and a checksum of each
-column and of itself, written last. An entry that does not check is as good as none.
+columns of ExampleArrays and, written last, account.json with the skipped rows, the notes and
+checksums of the columns and of itself. An entry whose checksums differ is ignored.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mlxtune.core.data.notes import Notes, RowTally
 from mlxtune.errors import OutputError
 
 ACCOUNT = "account.json"
-# All entries together; the least recently used go first.
+# Of all entries together; the least recently used are removed first.
 MAX_BYTES = 10 * 10**9
 _TEMPORARY = ".mlxtune-"
 _ABANDONED_SECONDS = 86_400.0
 
-# Encodes a file: yields rows with their examples, adding others to the skipped rows and notes.
+# Encodes a file: yields rows with their examples, and adds to the skipped rows and the notes.
 Encode = Callable[[SkippedRows, Notes], Iterable[EncodedRows]]
 
 
@@ -43,14 +43,14 @@ def key_of(parts: Any) -> str:
 
 
 def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> EncodedFile:
-    """Return an encoded file from the cache, or encode it and keep it there.
+    """Return an encoded file from the cache, or encode and store it there.
 
-    Without a cache, or where it cannot be written, the columns are kept until the process ends.
+    Without a cache, or if it cannot be written, the columns are kept until the process ends.
 
     Raises OutputError when there is no space for them.
     """
-    if cache is not None and (found := _read(cache / key, path)) is not None:
-        return found
+    if cache is not None and (cached := _read(cache / key, path)) is not None:
+        return cached
     skipped, notes = SkippedRows(path), Notes()
     with _folder(cache) as folder:
         try:
@@ -60,10 +60,10 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
             _write_account(folder, skipped, notes)
         except OSError as error:
             raise OutputError(
-                f"{folder.parent}: encoded data cannot be written: {error.strerror or error}: "
+                f"{folder.parent}: cannot write encoded data: {error.strerror or error}: "
                 "free space or choose another --cache-dir"
             ) from error
-        # Mapped before the folder moves, or goes: what is mapped stays.
+        # Map before the folder is moved or removed: a map outlives its file name.
         arrays = ExampleArrays.open(folder)
         if cache is not None and folder.parent == cache:
             _keep(folder, cache / key)
@@ -73,7 +73,7 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
 
 @contextmanager
 def _folder(cache: Path | None) -> Iterator[Path]:
-    """Make a folder to write in, and remove it if it is still there at the end."""
+    """Make a folder to write in; remove it at the end unless it was renamed."""
     parent = None
     if cache is not None:
         try:
@@ -85,7 +85,7 @@ def _folder(cache: Path | None) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
     except OSError as error:
         raise OutputError(
-            f"no folder for encoded data can be made: {error.strerror or error}: "
+            f"cannot make a folder for encoded data: {error.strerror or error}: "
             "free space or choose another --cache-dir"
         ) from error
     try:
@@ -95,11 +95,9 @@ def _folder(cache: Path | None) -> Iterator[Path]:
 
 
 def _keep(folder: Path, entry: Path) -> None:
-    shutil.rmtree(entry, ignore_errors=True)  # one that did not check
-    try:
+    shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+    with suppress(OSError):  # another process was first
         folder.rename(entry)
-    except OSError:
-        return  # another process was first
 
 
 def _prune(cache: Path, keep: Path) -> None:
@@ -135,7 +133,7 @@ def _write_account(folder: Path, skipped: SkippedRows, notes: Notes) -> None:
 
 
 def _read(entry: Path, path: Path) -> EncodedFile | None:
-    """Return an entry, or None where there is none that checks."""
+    """Return an entry, or None if there is none or it is damaged."""
     try:
         content = json.loads((entry / ACCOUNT).read_text(encoding="utf-8"))
         account = content["account"]
@@ -148,7 +146,7 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
         notes = Notes(**_tally_fields(account["notes"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    with suppress(OSError):  # a cache that can only be read
+    with suppress(OSError):  # a read-only cache
         os.utime(entry / ACCOUNT)
     return EncodedFile(arrays, skipped, notes)
 

@@ -1,4 +1,4 @@
-"""Rows to conversations: every row is kept whole, or is a BadRow for a reason that is counted."""
+"""Rows to conversations: a row is kept whole, or raises BadRow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 class Message:
     """One turn. `tool_calls` holds an assistant's calls as JSON objects, in OpenAI's layout.
 
-    `thinking` is what an assistant thought before its answer, from a field of its own or from
-    between `<think>` tags. `trained` is False for an assistant's turn that is context only.
-    `fields` is the message as a model's own template is to get it: as the file has it, but with
-    its content and the arguments of its calls made plain, and without `weight` and nulls.
+    `thinking` is an assistant's reasoning before its answer, from its own field or from between
+    `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is what
+    a model's own template gets: the file's message with plain content and arguments, without
+    `weight` and nulls.
     """
 
     role: str
@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a row; `row` is its 1-based number: of a line, or of an element."""
+    """The messages of a row; `row` is its 1-based number in the file."""
 
     row: int
     messages: tuple[Message, ...]
@@ -52,22 +52,19 @@ class Document:
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
-    `tools` may also be the JSON text of a list, as LLaMA-Factory stores it. A `system` text
-    stands before the messages, as Anthropic's files have it.
-
-    Raises BadRow, whose kind is the same for all rows with the same problem.
+    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, and `system` a text
+    that goes before the messages, as in Anthropic's. Raises BadRow.
     """
     messages = parse_messages(content.get("messages"))
     if content.get("system") is not None:
         messages = (*_system(content["system"], messages), *messages)
-    tools = content.get("tools")
-    return Conversation(row, messages, () if tools is None else _tools(tools))
+    return Conversation(row, messages, parse_tools(content.get("tools")))
 
 
 def parse_messages(messages: Any) -> tuple[Message, ...]:
     """Check and convert the messages of a row.
 
-    Raises BadRow, also when no message is a trained assistant's, since nothing could be learned.
+    Raises BadRow, also when there is no trained assistant turn to learn from.
     """
     if not isinstance(messages, list):
         raise BadRow("'messages' is not a list", json_type(messages))
@@ -99,14 +96,14 @@ def _parse_message(position: int, message: Any) -> Message:
 
 def _plain_fields(message: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     """Return a copy without nulls and `weight`, its content one text, its role one of ROLES."""
-    # OpenAI's newer name for it, which few templates know.
+    # OpenAI's newer name for "system", which few templates know.
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise BadRow("unknown role", f"{where}: {shorten(role)}; known: {', '.join(ROLES)}")
     fields = {k: value for k, value in message.items() if value is not None and k != "weight"}
     fields["role"] = role
     if isinstance(content := fields.get("content"), list):
-        # As mlx_lm.server joins them.
+        # mlx_lm.server joins them likewise.
         fields["content"] = "".join([_part(part, where) for part in content])
     return fields
 
@@ -123,14 +120,14 @@ def _part(part: Any, where: str) -> str:
 
 
 def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -> Message:
-    """Convert an assistant's message; `fields` is the message itself, or the plain copy of it."""
+    """Convert an assistant's message; `fields` is the message itself or its plain copy."""
     content, thinking, trained = fields.get("content"), "", True
     calls: tuple[dict[str, Any], ...] = ()
     if fields is not message:
         trained = _trained(message, where)
         thinking = _thinking_field(fields, where)
         calls = tuple(map(_plain_call, objects(fields, "tool_calls")))
-        # Some templates take an empty list for calls.
+        # Some templates treat an empty list as calls.
         fields.pop("tool_calls", None)
         if calls:
             fields["tool_calls"] = list(calls)
@@ -179,9 +176,9 @@ def _split_thinking(content: str) -> tuple[str, str]:
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object where they were the JSON text of one.
+    """Return a call with its arguments as an object where they are the JSON text of one.
 
-    OpenAI's files have the text; templates expect the object, and mlx_lm.server gives it to them.
+    OpenAI's files have the text; templates expect the object, which mlx_lm.server gives them too.
     """
     function = call.get("function")
     if not isinstance(function, dict):
@@ -202,31 +199,37 @@ def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the system message of a row's `system`, or none where it is empty or stands there."""
+    """Return the message for a row's `system`; none if it is empty or already in the messages."""
     if not isinstance(text, str):
         raise BadRow("'system' is not text", json_type(text))
-    if not text or any(
-        message.role == "system" and message.content == text for message in messages
-    ):
+    present = {message.content for message in messages if message.role == "system"}
+    if not text or text in present:
         return ()
-    if any(message.role == "system" for message in messages):
+    if present:
         raise BadRow("'system' differs from the system message")
     check_text(text, "system")
     return (Message("system", text, fields={"role": "system", "content": text}),)
 
 
-def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Check and convert `tools`: a list of objects or its JSON text. Raises BadRow."""
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else []
-        except RecursionError as error:
-            raise BadRow(TOO_DEEP, "tools") from error
-        except ValueError as error:
-            raise BadRow("'tools' is text that is not JSON") from error
+        problem = BadRow("'tools' is text that is not JSON")
+        tools = parse_json(tools, problem, "tools") if tools.strip() else None
     parsed = objects({"tools": tools}, "tools")
     if parsed:
         check_text(to_json(parsed), "tools")
     return parsed
+
+
+def parse_json(text: str, problem: BadRow, where: str) -> Any:
+    """Return the value of JSON text. Raises `problem`, or BadRow where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise BadRow(TOO_DEEP, where) from error
+    except ValueError as error:
+        raise problem from error
 
 
 def _check_surrogates(fields: Mapping[str, Any], content: str, where: str) -> None:
@@ -237,9 +240,7 @@ def _check_surrogates(fields: Mapping[str, Any], content: str, where: str) -> No
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise BadRow when the text is no Unicode; half a pair comes from an escape or a bad byte."""
-    if text.isascii():
-        return
+    """Raise BadRow for half a surrogate pair, which comes from a JSON escape or a bad byte."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -247,7 +248,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON as the models' templates write it. Raises BadRow when it is nested too deeply."""
+    """Return JSON as chat templates write it. Raises BadRow when it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
@@ -255,7 +256,7 @@ def to_json(value: Any) -> str:
 
 
 def objects(container: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
-    """Return the objects of a list, none where it is absent. Raises BadRow for another value."""
+    """Return the list of objects under `key`, empty if absent. Raises BadRow for other values."""
     value = container.get(key)
     if value is None:
         return ()

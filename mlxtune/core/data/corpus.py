@@ -1,6 +1,6 @@
 """Examples in flat arrays, mapped from files: memory does not grow with the data set.
 
-tokens   a b c d e f g h i      every example's tokens, one after the other, before any cut
+tokens   a b c d e f g h i      the tokens of all examples in order, before truncation
 mask     0 0 1 1 0 1 0 0 1
 ends           4   6     9      where each example ends
 rows           1   1     2      the row that it comes from
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, overload
 
 import numpy as np
@@ -26,23 +25,20 @@ from mlxtune.core.data.encode import EncodedExample, Example
 
 RowExamples = tuple[Example, ...]
 
-# Tokens that are looked at together where a whole file is gone through.
+# A pass over a whole file takes this many tokens at a time.
 _AT_ONCE = 1 << 20
-
-# The columns of a file's examples, each a file of its own in little-endian order.
+# The columns of a file's examples, each in its own little-endian file.
 _COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
-
-
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i8", "u8"))
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleArrays:
-    """The examples of one data file, uncut.
+    """The examples of one data file, before truncation.
 
     `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example ends
     and the 1-based number of its row. `identities` is uint64 (R,), one for each row that has
-    examples, in order; rows with equal tokens and masks have equal identities.
+    examples; rows with equal tokens and masks have equal identities.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -53,34 +49,33 @@ class ExampleArrays:
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> ExampleArrays:
-        """Copy examples; neighbours of equal row are of one row."""
-        ends = np.cumsum([len(example) for example in examples], dtype=np.int64)
+        """Copy examples; adjacent ones with the same row number are one row."""
+        rows = groupby(examples, key=lambda example: example.row)
+        identities = [
+            identity((each.tokens, each.assistant_mask) for each in row) for _, row in rows
+        ]
         return cls(
             np.concatenate([example.tokens for example in examples]).astype(np.int32),
             np.concatenate([example.assistant_mask for example in examples]).astype(np.uint8),
-            ends,
+            np.cumsum([len(example) for example in examples], dtype=np.int64),
             np.asarray([example.row for example in examples], dtype=np.int64),
-            np.asarray(
-                [
-                    identity([(each.tokens, each.assistant_mask) for each in row])
-                    for row in _grouped(examples)
-                ],
-                dtype=np.uint64,
-            ),
+            np.asarray(identities, dtype=np.uint64),
         )
 
     @classmethod
     def open(cls, folder: Path) -> ExampleArrays:
-        """Map what ArraysWriter wrote. Raises OSError or ValueError when it is incomplete."""
+        """Map the files of ArraysWriter. Raises OSError or ValueError if they are incomplete."""
         columns: dict[str, Any] = {
             name: _map(folder / name, np.dtype(kind)) for name, kind in _COLUMNS.items()
         }
         arrays = cls(**columns)
         total = int(arrays.ends[-1]) if len(arrays.ends) else 0
-        if not len(arrays.tokens) == len(arrays.mask) == total:
-            raise ValueError("its columns differ in length")
-        if len(arrays.rows) != len(arrays.ends) or len(arrays.identities) != arrays.num_rows:
-            raise ValueError("its columns differ in length")
+        if not (
+            len(arrays.tokens) == len(arrays.mask) == total
+            and len(arrays.rows) == len(arrays.ends)
+            and len(arrays.identities) == arrays.num_rows
+        ):
+            raise ValueError("the columns differ in length")
         if int(arrays.lengths.min(initial=1)) <= 0:
             raise ValueError("an example is empty")
         return arrays
@@ -92,7 +87,7 @@ class ExampleArrays:
 
     @cached_property
     def first_of_row(self) -> npt.NDArray[np.int64]:
-        """int64 (R + 1,): the first example of each row, and the number of examples."""
+        """int64 (R + 1,): the first example of each row, then the number of examples."""
         return _starts(self.rows)
 
     @cached_property
@@ -102,11 +97,11 @@ class ExampleArrays:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """int64 (E,): where each example begins."""
+        """int64 (E,): where each example starts."""
         return self.ends - self.lengths
 
     def per_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return int64 (R,): the sum over each row's examples of values (E,)."""
+        """Return int64 (R,): values (E,) summed over the examples of each row."""
         if not len(values):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(values, self.first_of_row[:-1], dtype=np.int64)
@@ -115,30 +110,30 @@ class ExampleArrays:
         """Return int32 (E,): each example's supervised tokens among its first `max_seq_len`."""
         kept = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
         counts = np.zeros(len(kept), dtype=np.int32)
-        # A stretch at a time, for numpy converts all of what it sums up at once.
+        # In blocks, as numpy converts all that it sums in one call.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
         for first, last in pairwise([*np.unique(blocks).tolist(), len(kept)]):
             start = int(self.ends[first - 1]) if first else 0
             starts = self.ends[first:last] - self.lengths[first:last] - start
             edges = np.stack([starts, starts + kept[first:last]], axis=1).reshape(-1)
             mask = self.mask[start : int(self.ends[last - 1])]
-            # The last edge may be the end of the array, which reduceat does not take as an index.
+            # reduceat takes no index at the end of the array.
             edges = edges[:-1] if edges[-1] == len(mask) else edges
             counts[first:last] = np.add.reduceat(mask, edges, dtype=np.int32)[::2]
         self.release()
         return counts
 
     def release(self) -> None:
-        """Take what was read of mapped files out of this process's memory; it is read again."""
+        """Free the pages of mapped files; the system reads them again when they are needed."""
         for column in (self.tokens, self.mask):
             mapped = getattr(column.base, "obj", None)
-            # Not everywhere, nor for arrays that were made in memory.
+            # Arrays made in memory have no map, and some systems no advice.
             if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def identity(examples: Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]) -> int:
-    """Return 64 bits that rows share when the tokens and masks of their examples are equal."""
+    """Return a 64-bit hash of the tokens and masks of a row's examples."""
     digest = hashlib.blake2b(digest_size=8)
     for tokens, mask in examples:
         digest.update(len(tokens).to_bytes(8, "little"))
@@ -148,7 +143,7 @@ def identity(examples: Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint
 
 
 class ArraysWriter:
-    """Writes a file's examples into a folder, a column a file, a few rows at a time."""
+    """Writes examples into a folder, one file for each column, a few rows at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in _COLUMNS}
@@ -157,39 +152,31 @@ class ArraysWriter:
     def __enter__(self) -> ArraysWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
 
     def add(self, rows: Iterable[tuple[int, Sequence[EncodedExample]]]) -> None:
         """Write the examples of rows, in order."""
-        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _COLUMNS}
         for row, examples in rows:
             arrays = [example.arrays() for example in examples]
-            for tokens, mask in arrays:
-                self._end += len(tokens)
-                columns["tokens"].append(tokens)
-                columns["mask"].append(mask)
-                columns["ends"].append(self._end)
-                columns["rows"].append(row)
-            columns["identities"].append(identity(arrays))
+            ends = self._end + np.cumsum([len(tokens) for tokens, _ in arrays])
+            self._end = int(ends[-1])
+            columns["tokens"] += [tokens for tokens, _ in arrays]
+            columns["mask"] += [mask for _, mask in arrays]
+            columns["ends"].append(ends)
+            columns["rows"].append(np.full(len(arrays), row))
+            columns["identities"].append(np.array([identity(arrays)], dtype=np.uint64))
         for name, kind in _COLUMNS.items():
-            values = columns[name]
-            if name in ("tokens", "mask"):
-                values = [np.concatenate(values)] if values else []
-            for array in values if name in ("tokens", "mask") else [values]:
-                self._files[name].write(np.asarray(array, dtype=kind).tobytes())
+            if columns[name]:
+                self._files[name].write(np.concatenate(columns[name]).astype(kind).tobytes())
 
 
 class Corpus(Sequence[Example]):
-    """The examples of one or more files, each cut at `max_seq_len`.
+    """The examples of one or more files, each truncated at `max_seq_len`.
 
-    An example that keeps no supervised token is left out, and so is a row that keeps no example.
+    An example with no supervised token left is dropped, and so is a row with no example left.
     """
 
     def __init__(self, files: Sequence[ExampleArrays], max_seq_len: int | None = None) -> None:
@@ -199,14 +186,14 @@ class Corpus(Sequence[Example]):
         self._file, self._start, self._length, self._rows, identities = (
             np.concatenate([each[i] for each in columns]) for i in range(5)
         )
-        # Line numbers repeat from file to file.
+        # Row numbers repeat from file to file.
         keys = self._rows + (self._file.astype(np.int64) << 40)
         self._first_of_row = _starts(keys)
         self.identities: npt.NDArray[np.uint64] = identities[self._first_of_row[:-1]]
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Corpus:
-        """Return the examples as a corpus: themselves, if they are one."""
+        """Return the examples as a corpus, unless they are one."""
         if isinstance(examples, Corpus):
             return examples
         files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
@@ -244,7 +231,7 @@ class Corpus(Sequence[Example]):
         return len(self._first_of_row) - 1
 
     def row(self, index: int) -> RowExamples:
-        """Return the examples of a row, which stand in the same step."""
+        """Return the examples of a row, which are all in the same step."""
         first, end = self._first_of_row[index], self._first_of_row[index + 1]
         return tuple(self[i] for i in range(int(first), int(end)))
 
@@ -258,9 +245,9 @@ class Corpus(Sequence[Example]):
         return int(self._file[first]), int(self._rows[first])
 
     def part_of_row(self, index: int) -> tuple[int, int, int]:
-        """Return which part of its row an example is, from 1, of how many, and its uncut length.
+        """Return an example's part number, from 1, the parts of its row, and its full length.
 
-        Parts that a cut takes away count.
+        Parts lost to truncation count.
         """
         arrays = self.files[int(self._file[index])]
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
@@ -270,7 +257,7 @@ class Corpus(Sequence[Example]):
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the tokens of each example, after the cut."""
+        """int32 (E,): the tokens of each example, after truncation."""
         return self._length
 
     @property
@@ -285,24 +272,24 @@ class Corpus(Sequence[Example]):
 
     @property
     def supervised(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the supervised tokens of each example, after the cut."""
+        """int32 (E,): the supervised tokens of each example, after truncation."""
         counts = [arrays.supervised_within(self._max_seq_len) for arrays in self.files]
         return np.concatenate([np.zeros(0, dtype=np.int32), *(each[each > 0] for each in counts)])
 
     def largest_token(self) -> int:
         """Return the largest token id in the files."""
         largest = max((int(arrays.tokens.max(initial=0)) for arrays in self.files), default=0)
-        self._let_go()
+        self._release()
         return largest
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for arrays in self.files:
             arrays.release()
 
     def data_hash(self) -> str:
-        """Return `sha256:` over examples a row, lengths, tokens and masks, each little-endian.
+        """Return `sha256:` over examples per row, lengths, tokens and masks, each little-endian.
 
-        Line numbers are left out: a comment more in the file is the same data.
+        Row numbers are left out: another comment in the file leaves the data the same.
         """
         digest = hashlib.sha256()
         digest.update(np.diff(self._first_of_row).astype("<i8").tobytes())
@@ -310,11 +297,11 @@ class Corpus(Sequence[Example]):
         for column, kind in (("tokens", "<i4"), ("mask", "<u1")):
             for part in self._stretches(column):
                 digest.update(part.astype(kind, copy=False).tobytes())
-        self._let_go()
+        self._release()
         return f"sha256:{digest.hexdigest()}"
 
     def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
-        """Yield a column of the kept examples in order; what is not interrupted by a cut as one."""
+        """Yield a column of the kept examples in order, adjacent ones together."""
         ends = self._start + self._length
         apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
@@ -326,7 +313,7 @@ class Corpus(Sequence[Example]):
 
 
 class CorpusRows(Sequence[RowExamples]):
-    """Some rows of a corpus, each made when it is asked for."""
+    """Some rows of a corpus, by index; each is built on access."""
 
     def __init__(self, corpus: Corpus, indices: Sequence[int]) -> None:
         self.corpus = corpus
@@ -337,7 +324,7 @@ class CorpusRows(Sequence[RowExamples]):
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """int64 (R,): the tokens of each row, over all of its examples."""
+        """int64 (R,): the tokens of each row, over all its examples."""
         lengths = np.zeros(self.corpus.num_rows, dtype=np.int64)
         np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
         return lengths[np.asarray(self.indices, dtype=np.int64)]
@@ -353,16 +340,10 @@ class CorpusRows(Sequence[RowExamples]):
 
 
 def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return where each stretch of equal neighbours begins, and the end of the last."""
+    """Return where each run of equal keys starts, and the end of the last."""
     changes = np.flatnonzero(np.diff(keys)) + 1
     first = [0] if len(keys) else []
     return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)
-
-
-def _grouped(examples: Sequence[Example]) -> Iterator[RowExamples]:
-    starts = _starts(np.asarray([example.row for example in examples], dtype=np.int64))
-    for first, end in pairwise(starts):
-        yield tuple(examples[int(first) : int(end)])
 
 
 def _map(path: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -17,15 +17,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data import notes
 from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.conversation import Conversation, Document, to_json
-from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.notes import CONTROL_TOKEN, DOUBLE_BOS, Note, Notes
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
-_ROWS_AT_ONCE = 512
-# Short texts, met again and again, whose tokens are kept: what stands before an answer.
-_TAILS_KEPT = 4096
+_CHUNK_ROWS = 512
+# The texts right before answers are short and recur: their tokens are cached.
+_CACHED_TAILS = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +32,8 @@ class Example:
     """Tokens and the mask of those that carry loss.
 
     `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised.
-    `row` is the 1-based number of its row in the file, `file` which of several files. Examples of
-    one row stand in the same step.
+    `row` is the 1-based number of its row in its file, and `file` the index of that file. Examples
+    of one row are in the same step.
     """
 
     row: int
@@ -52,7 +51,7 @@ class Example:
 
     @property
     def key(self) -> int:
-        """A number of its row alone, also among the rows of other files."""
+        """A number that identifies its row among the rows of all files."""
         return self.file << 40 | self.row
 
 
@@ -64,16 +63,16 @@ class Encoding(Protocol):
         """The tokens."""
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens make up the text before a character; None where one crosses it."""
+        """Return how many tokens end before a character, or None if one crosses it."""
 
     def start(self, token: int) -> int:
         """Return the character at which a token begins."""
 
 
 class Tokenizer(Protocol):
-    """What the core asks of a tokenizer.
+    """What encoding needs of a tokenizer.
 
-    `bos_id` begins every sequence and `eos_id` ends a text, if the model has them. `control_tokens`
+    `bos_id` starts every sequence and `eos_id` ends a text, if the model has them. `control_tokens`
     are the texts of the special tokens and `control_ids` their ids.
     """
 
@@ -87,21 +86,21 @@ class Tokenizer(Protocol):
     def control_ids(self) -> frozenset[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
-        """Encode texts, control tokens parsed and none added."""
+        """Encode texts, parsing control tokens and adding none."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetEncoding:
-    """Tokens with the [start, end) characters that each stands for."""
+    """Tokens, and the [start, end) characters of each."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens make up the text before a character; None where one crosses it."""
+        """Return how many tokens end before a character, or None if one crosses it."""
         starts = [start for start, _ in self.offsets]
         tokens = bisect_left(starts, character)
-        # The bytes of one character may be tokens of no width before its last.
+        # A character split into byte tokens may give all but the last no width.
         end = max(self.offsets[tokens - 1][1], starts[tokens - 1] + 1) if tokens else 0
         return None if end > character else tokens
 
@@ -112,7 +111,7 @@ class OffsetEncoding:
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """Tokens, and the [start, end) stretches of them that carry loss."""
+    """The tokens of an example, and the [start, end) ranges of those that carry loss."""
 
     ids: Sequence[int]
     spans: Sequence[tuple[int, int]]
@@ -126,89 +125,88 @@ class EncodedExample:
         return tokens, mask
 
 
-def _texts(conversation: Conversation) -> Iterator[str]:
-    """Yield all that a person has written in a conversation."""
-    for message in conversation.messages:
+def _texts(row: Conversation | Document) -> Iterator[str]:
+    """Yield all text that comes from the data, not from the template."""
+    if isinstance(row, Document):
+        yield row.text
+        return
+    for message in row.messages:
         yield message.content
         yield message.thinking
         if message.tool_calls:
             yield to_json(message.tool_calls)
-    if conversation.tools:
-        yield to_json(conversation.tools)
+    if row.tools:
+        yield to_json(row.tools)
 
 
-# Rows, by their number, each with its examples.
+# The numbers of some rows, each with its examples.
 EncodedRows = list[tuple[int, list[EncodedExample]]]
 
 
 @dataclass
 class Encoder:
-    """Turns rows into examples. `always` is noted on every conversation."""
+    """Turns rows into examples. `notes` are added to every conversation."""
 
     template: Template
     tokenizer: Tokenizer
-    always: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
 
     def encode(
-        self, rows: Iterable[Conversation | Document], skipped: SkippedRows, told: Notes
+        self, rows: Iterable[Conversation | Document], skipped: SkippedRows, notes: Notes
     ) -> Iterator[EncodedRows]:
-        """Yield rows with their examples, some at a time; what cannot be encoded goes to `skipped`.
+        """Yield the examples of a few rows at a time; rows that give none are added to `skipped`.
 
-        While the tokenizer works on some rows, which it does outside Python, the next are rendered.
+        While the tokenizer works on some rows, outside Python's lock, the next ones are rendered.
         """
         control = re.compile("|".join(map(re.escape, self.tokenizer.control_tokens)) or "(?!)")
         remaining = iter(rows)
         with ThreadPoolExecutor(max_workers=1) as tokenizing:
-            before: Future[EncodedRows] | None = None
+            pending: Future[EncodedRows] | None = None
             while True:
-                chunk = list(islice(remaining, _ROWS_AT_ONCE))
-                rendered = list(self._rendered(chunk, control, skipped, told))
-                if before is not None:
-                    yield list(self._checked(before.result(), skipped, told))
+                chunk = list(islice(remaining, _CHUNK_ROWS))
+                rendered = list(self._render(chunk, control, skipped, notes))
+                if pending is not None:
+                    yield list(self._check(pending.result(), skipped, notes))
                 if not chunk:
                     return
-                before = tokenizing.submit(self._tokenize_rows, rendered)
+                pending = tokenizing.submit(self._tokenize_rows, rendered)
 
-    def _rendered(
+    def _render(
         self,
         rows: Iterable[Conversation | Document],
         control: re.Pattern[str],
         skipped: SkippedRows,
-        told: Notes,
+        notes: Notes,
     ) -> Iterator[tuple[int, Rendering]]:
         for row in rows:
             try:
-                rendering = self._render(row)
+                rendering = self._render_row(row)
             except BadRow as problem:
                 skipped.add(row.row, problem)
                 continue
-            if noted := [*rendering.notes, *self._notes_on(row, control)]:
-                told.add(row.row, noted)
+            row_notes = list(rendering.notes)
+            if written := next(filter(None, map(control.search, _texts(row))), None):
+                row_notes.append(Note(CONTROL_TOKEN, written.group()))
+            if isinstance(row, Conversation):
+                row_notes += self.notes
+            notes.add(row.row, row_notes)
             yield row.row, rendering
 
-    def _notes_on(self, row: Conversation | Document, control: re.Pattern[str]) -> Iterator[Note]:
-        texts = [row.text] if isinstance(row, Document) else list(_texts(row))
-        written = next(filter(None, map(control.search, texts)), None)
-        if written is not None:
-            yield Note(notes.CONTROL_TOKEN, written.group())
-        if isinstance(row, Conversation):
-            yield from self.always
-
-    def _render(self, row: Conversation | Document) -> Rendering:
+    def _render_row(self, row: Conversation | Document) -> Rendering:
         if isinstance(row, Conversation):
             return self.template(row)
         if self.tokenizer.eos_id is None:
             raise BadRow("the tokenizer has no end-of-text token to close the text")
         return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
 
-    def _checked(
-        self, rows: Iterable[tuple[int, list[EncodedExample]]], skipped: SkippedRows, told: Notes
+    def _check(
+        self, rows: EncodedRows, skipped: SkippedRows, notes: Notes
     ) -> Iterator[tuple[int, list[EncodedExample]]]:
         bos = self.tokenizer.bos_id
         for row, examples in rows:
             if bos is not None and any(list(one.ids[:2]) == [bos, bos] for one in examples):
-                told.add(row, [Note(notes.DOUBLE_BOS)])
+                notes.add(row, [Note(DOUBLE_BOS)])
             if any(start < end for one in examples for start, end in one.spans):
                 yield row, examples
             else:
@@ -221,25 +219,26 @@ class Encoder:
     def _tokenize(self, rendered: Sequence[Rendered]) -> Iterator[list[EncodedExample]]:
         """Yield the examples of each text: one, or one for each of its turns.
 
-        A text is tokenised as a whole. Where it begins with the tokens of every turn's prompt, as
-        the model will be given them, it is one example. Where a token crosses an edge of an
-        answer, each turn becomes an example: the tokens of its prompt, then those of its answer by
-        itself.
+        A text is tokenised as a whole. It is one example if it shows the tokens of every turn's
+        prompt as inference will give them. If not, because a token crosses an edge of an answer,
+        each turn is an example: the tokens of its prompt, then those of its answer.
         """
         encoded = self.tokenizer.encode_batch([text.text for text in rendered])
         for text, whole in zip(rendered, encoded, strict=True):
-            spans = [self._proved(text.text, whole, span) for span in text.spans]
-            proved = [span for span in spans if span is not None]
-            if len(proved) == len(spans):
-                yield [self._closed(text, EncodedExample(whole.ids, proved))]
+            found = [self._token_span(text.text, whole, span) for span in text.spans]
+            spans = [span for span in found if span is not None]
+            if len(spans) == len(found):
+                yield [self._with_bos_and_end(text, EncodedExample(whole.ids, spans))]
             else:
-                yield [self._closed(text, turn) for turn in self._apart(text)]
+                yield [self._with_bos_and_end(text, turn) for turn in self._split_turns(text)]
 
-    def _proved(self, text: str, whole: Encoding, span: tuple[int, int]) -> tuple[int, int] | None:
-        """Return the tokens of a span, or None where the whole does not show the prompt's tokens.
+    def _token_span(
+        self, text: str, whole: Encoding, span: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """Return the token range of a span, or None if the whole differs from the prompt's tokens.
 
-        Control tokens split a text before anything else is done to it, so what comes before the
-        last of them is tokenised alike in the whole and in the prompt; the rest is compared.
+        Tokenizers split a text at control tokens first, so only the tail of the prompt after the
+        last of them can differ and has to be compared.
         """
         start, end = whole.boundary(span[0]), whole.boundary(span[1])
         if start is None or end is None:
@@ -254,12 +253,12 @@ class Encoder:
 
     def _ids(self, tail: str) -> Sequence[int]:
         if tail not in self._tails:
-            if len(self._tails) >= _TAILS_KEPT:
+            if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()
             self._tails[tail] = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
         return self._tails[tail]
 
-    def _apart(self, text: Rendered) -> Iterator[EncodedExample]:
+    def _split_turns(self, text: Rendered) -> Iterator[EncodedExample]:
         prompts = self.tokenizer.encode_batch([text.text[:start] for start, _ in text.spans])
         for prompt, (start, end) in zip(prompts, text.spans, strict=True):
             answer = self._continuation(text.text[start:end])
@@ -268,9 +267,9 @@ class Encoder:
             )
 
     def _continuation(self, answer: str) -> Sequence[int]:
-        """Return the tokens of a text that is not the first of its sequence.
+        """Return the tokens of a text that does not start its sequence.
 
-        Some tokenizers put a space before a text; it goes with a character put before it.
+        Some tokenizers put a space before a text; a character before it takes that space.
         """
         for before in "\n", ".", "a":
             encoded = self.tokenizer.encode_batch([before + answer])[0]
@@ -279,13 +278,13 @@ class Encoder:
                 return encoded.ids[boundary:]
         return self.tokenizer.encode_batch([answer])[0].ids
 
-    def _closed(self, text: Rendered, one: EncodedExample) -> EncodedExample:
-        """Put BOS before an example, exactly once, and the end-of-text token behind it."""
+    def _with_bos_and_end(self, text: Rendered, one: EncodedExample) -> EncodedExample:
+        """Add BOS before an example unless it is there, and the end-of-text token after it."""
         ids, spans = one.ids, one.spans
         if text.add_end and self.tokenizer.eos_id is not None:
             ids, spans = [*ids, self.tokenizer.eos_id], [*spans, (len(ids), len(ids) + 1)]
         bos = self.tokenizer.bos_id
         if text.add_bos and bos is not None and (not ids or ids[0] != bos):
             ids, spans = [bos, *ids], [(start + 1, end + 1) for start, end in spans]
-        # Nothing predicts the first token of all, so it carries no loss.
+        # Nothing predicts the first token, so it carries no loss.
         return EncodedExample(ids, [(max(start, 1), max(end, 1)) for start, end in spans])

@@ -1,25 +1,31 @@
-"""Formats: how the rows of a data file, whatever their keys, become conversations.
+"""Formats: how the rows of a data file become conversations, whatever their keys.
 
 format    keys                      a conversation of
 chat      messages                  the messages
 sharegpt  conversations             {"from": "human" | "gpt" | …, "value": …}
 prompt    prompt, completion        two texts, or two lists of messages
 alpaca    instruction, output       instruction and `input`; output
-text      text                      no conversation, a document
+text      text                      no conversation: a document
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxtune.config.row_fields import MESSAGE_NAMES, ROW_NAMES
-from mlxtune.core.data.bad_rows import TOO_DEEP, BadRow, SkippedRows, json_type
-from mlxtune.core.data.conversation import Conversation, Document, check_text, parse_conversation
-from mlxtune.core.data.datafiles import numbers_lines, read_objects
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows, json_type
+from mlxtune.core.data.conversation import (
+    Conversation,
+    Document,
+    check_text,
+    parse_conversation,
+    parse_json,
+    parse_tools,
+)
+from mlxtune.core.data.datafiles import read_objects, rows_are_lines
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
@@ -33,7 +39,7 @@ class Format:
     convert: Callable[[int, JsonObject], Conversation | Document]
 
     def fits(self, content: JsonObject) -> bool:
-        """Tell whether the row has the keys; null is absent."""
+        """Return whether the row has the keys; null counts as absent."""
         return all(content.get(key) is not None for key in self.keys)
 
 
@@ -46,8 +52,8 @@ def read_rows(
 ) -> Iterator[Conversation | Document]:
     """Yield what each good row becomes, and add the others to `skipped`.
 
-    With `auto`, the first row whose format is recognised decides for the file. `fields` maps
-    names of ours to the keys that the file has in their place.
+    With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
+    names to the keys that the file has in their place.
 
     Raises DataError when the file cannot be read, or has rows of two formats under `auto`.
     """
@@ -61,13 +67,12 @@ def read_rows(
         try:
             renamed = _rename_row(content, fields) if fields else content
             if file_format is None or not file_format.fits(renamed):
-                found = recognise(renamed) if format == "auto" else None
-                if found is not None and file_format is not None:
-                    raise _mixed(path, row, found, name, since)
-                if found is not None:
-                    name, since, file_format = found, row, FORMATS[found]
-                else:
-                    raise _lacking(content, renamed, file_format, fields)
+                recognised = recognise(renamed) if format == "auto" else None
+                if recognised is None:
+                    raise _missing_keys(content, renamed, file_format, fields)
+                if file_format is not None:
+                    raise _mixed(path, row, recognised, name, since)
+                name, since, file_format = recognised, row, FORMATS[recognised]
             converted = file_format.convert(row, renamed)
         except BadRow as problem:
             skipped.add(row, problem)
@@ -80,44 +85,45 @@ def recognise(content: JsonObject) -> str | None:
     return next((name for name in _PRECEDENCE if FORMATS[name].fits(content)), None)
 
 
-def _mixed(path: Path, row: int, found: str, name: str, since: int) -> DataError:
-    counted = "line" if numbers_lines(path) else "row"
+def _mixed(path: Path, row: int, other: str, name: str, since: int) -> DataError:
+    unit = "line" if rows_are_lines(path) else "row"
     return DataError(
-        f"{path}:{row}: is in the {found} format, but the file is in {name} since {counted} "
-        f"{since}: give each format a file of its own, or name one with --format to skip others"
+        f"{path}:{row}: is in the {other} format, but the file is in {name} since {unit} "
+        f"{since}: give each format its own file, or name one with --format to skip the others"
     )
 
 
-def _lacking(
-    content: JsonObject, renamed: JsonObject, file_format: Format | None, fields: Mapping[str, str]
+def _missing_keys(
+    content: JsonObject,
+    renamed: JsonObject,
+    file_format: Format | None,
+    fields: Mapping[str, str],
 ) -> BadRow:
-    """Return the reason of a row without the keys of its file's format, or of any."""
+    """Return the reason for a row without the keys of its file's format, or of any."""
     shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
     if file_format is not None:
-        lacking = next(key for key in file_format.keys if renamed.get(key) is None)
-        return BadRow(f"no '{fields.get(lacking, lacking)}'", keys)
+        missing = next(key for key in file_format.keys if renamed.get(key) is None)
+        return BadRow(f"no '{fields.get(missing, missing)}'", keys)
     known = (" + ".join(fields.get(k, k) for k in FORMATS[name].keys) for name in _PRECEDENCE)
     return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
 
 
 def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
-    """Return the row under our names, the messages in it likewise."""
+    """Return the row with its keys, and those of its messages, renamed to field names."""
     row = {name: key for name, key in fields.items() if name in ROW_NAMES}
     message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
-    content = _rename(content, row)
-    if not message:
-        return content
-    return {
-        name: [_rename(one, message) if isinstance(one, dict) else one for one in value]
-        if name in ("messages", "conversations", "prompt", "completion") and isinstance(value, list)
-        else value
-        for name, value in content.items()
-    }
+    renamed = _rename(content, row)
+    for name in ("messages", "conversations", "prompt", "completion") if message else ():
+        if isinstance(value := renamed.get(name), list):
+            renamed[name] = [
+                _rename(one, message) if isinstance(one, dict) else one for one in value
+            ]
+    return renamed
 
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
-    # What has been given another key is read from there alone: a file may have both.
+    # A renamed field is read from its new key alone: the row may have both.
     taken = {*names, *names.values()}
     renamed = {key: value for key, value in content.items() if key not in taken}
     return renamed | {name: content[key] for name, key in names.items() if key in content}
@@ -133,13 +139,11 @@ def _conversation(row: int, content: JsonObject, messages: list[Any]) -> Convers
 
 def _from_prompt(row: int, content: JsonObject) -> Conversation:
     """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
-    prompt, completion = (
-        _turns(content, "prompt", "user"),
-        _turns(content, "completion", "assistant"),
-    )
+    prompt = _turns(content, "prompt", "user")
+    completion = _turns(content, "completion", "assistant")
     if not any(map(_is_answer, completion)):
         raise BadRow("no assistant turn", "in 'completion'")
-    # The prompt is context, whoever speaks in it.
+    # All of the prompt is context, its assistant turns included.
     context = [one | {"weight": 0} if _is_answer(one) else one for one in prompt]
     return _conversation(row, content, context + completion)
 
@@ -158,25 +162,23 @@ def _is_answer(message: Any) -> bool:
 
 
 def _from_alpaca(row: int, content: JsonObject) -> Conversation:
-    r"""Convert as LLaMA-Factory does: the user says `instruction\ninput`, history is learned."""
-    asked = [content["instruction"], content.get("input")]
-    for name, text in zip(("instruction", "input"), asked, strict=True):
+    r"""Convert as LLaMA-Factory does: `instruction\ninput` is the user's turn; `history` trains."""
+    instruction, history = [content["instruction"], content.get("input")], content.get("history")
+    for name, text in zip(("instruction", "input"), instruction, strict=True):
         if not isinstance(text, str | None):
             raise BadRow(f"'{name}' is not text", json_type(text))
-    history = content.get("history") or []
-    if not isinstance(history, list):
+    if not isinstance(history := history or [], list):
         raise BadRow("'history' is not a list of pairs", json_type(history))
-    messages: list[Any] = []
     for position, pair in enumerate(history, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRow("'history' is not a list of pairs", f"entry {position}")
-        messages += _pair(*pair)
-    messages += _pair("\n".join(filter(None, asked)), content["output"])
+    pairs = [*history, ("\n".join(filter(None, instruction)), content["output"])]
+    messages = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
     return _conversation(row, content, messages)
-
-
-def _pair(question: Any, answer: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 _SHAREGPT_ROLES = {
@@ -205,56 +207,38 @@ def _from_sharegpt(row: int, content: JsonObject) -> Conversation:
         _from_entry(entry, f"message {position}") if isinstance(entry, dict) else entry
         for position, entry in enumerate(entries, start=1)
     ]
-    tools = content.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _parse_json(tools, "'tools' is text that is not JSON", "")
-    if isinstance(tools, list):
-        # As LLaMA-Factory writes them for the models: its files have the functions alone.
-        tools = [
-            {"type": "function", "function": tool}
-            if isinstance(tool, dict) and "name" in tool and "type" not in tool
-            else tool
-            for tool in tools
-        ]
+    tools = [
+        # LLaMA-Factory's files hold bare functions, which it wraps for the models.
+        {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool
+        for tool in parse_tools(content.get("tools"))
+    ]
     return _conversation(row, {**content, "tools": tools}, messages)
 
 
 def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
     """Convert `{"from": …, "value": …}`; other keys stay, as they may hold `weight` or thinking."""
-    name = entry.get("from")
-    said = entry.get("value")
     message = {key: value for key, value in entry.items() if key not in ("from", "value")}
-    if name is None:
-        name = entry.get("role")
-    if said is None:
-        said = entry.get("content")
+    name, value = entry.get("from"), entry.get("value")
+    name = entry.get("role") if name is None else name
+    value = entry.get("content") if value is None else value
     if isinstance(name, str) and name not in _SHAREGPT_ROLES:
         known = ", ".join(_SHAREGPT_ROLES)
         raise BadRow("unknown role", f"{where}: {shorten(name)}; known: {known}")
     if name == "function_call":
-        return message | {"role": "assistant", "content": "", "tool_calls": _calls(said, where)}
+        return message | {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
     role = _SHAREGPT_ROLES[name] if isinstance(name, str) else name
-    return message | {"role": role, "content": said}
+    return message | {"role": role, "content": value}
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as it stands."""
+    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
     if isinstance(value, str):
-        value = _parse_json(value, "a function_call is not JSON", where)
+        value = parse_json(value, BadRow("a function_call is not JSON", where), where)
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise BadRow("a function_call has no name", where)
     return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
-
-
-def _parse_json(text: str, kind: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise BadRow(TOO_DEEP, where) from error
-    except ValueError as error:
-        raise BadRow(kind, where) from error
 
 
 def _from_text(row: int, content: JsonObject) -> Document:
@@ -274,6 +258,5 @@ FORMATS: Mapping[str, Format] = {
     "sharegpt": Format(("conversations",), _from_sharegpt),
     "text": Format(("text",), _from_text),
 }
-FORMAT_CHOICES = ("auto", *FORMATS)
 # Which format a row has when it has the keys of several.
 _PRECEDENCE = ("chat", "sharegpt", "prompt", "alpaca", "text")

@@ -8,20 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.data import notes
 from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.corpus import ExampleArrays
-from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.notes import TRUNCATED_ANSWER, Note, Notes
 
 
 @dataclass
 class Ledger:
     """Where every row and every token of a file went. It adds up:
 
-    rows_read = rows_train + rows_validation + the skipped ones, and
+    rows_read = rows_train + rows_validation + the sum of rows_skipped, and
     tokens = tokens_supervised + tokens_context + tokens_truncated.
 
-    `notes` counts the rows that are worth a look, by kind.
+    `rows_skipped` counts rows by reason, `notes` by kind of note.
     """
 
     path: str = ""
@@ -39,7 +38,7 @@ class Ledger:
 
     @property
     def rows_kept(self) -> int:
-        """Rows that train or validate."""
+        """How many rows train or validate."""
         return self.rows_train + self.rows_validation
 
     def hold_out(self, rows: int) -> None:
@@ -55,7 +54,7 @@ class Ledger:
         }
 
     def adds_up(self) -> bool:
-        """Tell whether no row and no token is unaccounted for."""
+        """Return whether every row and every token is accounted for."""
         kept = self.rows_kept + self.rows_skipped.total()
         seen = self.tokens_supervised + self.tokens_context + self.tokens_truncated
         return self.rows_read == kept and self.tokens == seen
@@ -63,17 +62,17 @@ class Ledger:
 
 @dataclass
 class EncodedFile:
-    """One data file as examples, uncut, with the rows that were skipped or are worth a look."""
+    """One data file as examples before truncation, with the skipped rows and the notes."""
 
     arrays: ExampleArrays
     skipped: SkippedRows
     notes: Notes
 
     def account(self, max_seq_len: int) -> Ledger:
-        """Cut every example at `max_seq_len` and return the ledger.
+        """Return the ledger with every example truncated at `max_seq_len`.
 
-        Rows whose answer is cut are noted, those left with no supervised token are skipped; both
-        are counted here, so this is done once.
+        Adds notes for truncated answers, and skips rows left with no supervised token, so call it
+        once.
         """
         arrays = self.arrays
         lengths = arrays.lengths
@@ -87,7 +86,7 @@ class EncodedFile:
             self._skip(int(index), max_seq_len)
         numbers = arrays.rows[arrays.first_of_row[:-1]]
         for row in numbers[kept_rows & cut_answers]:
-            self.notes.add(int(row), [Note(notes.TRUNCATED_ANSWER)])
+            self.notes.add(int(row), [Note(TRUNCATED_ANSWER)])
         kept = int(kept_rows.sum())
         return Ledger(
             path=str(self.skipped.path),

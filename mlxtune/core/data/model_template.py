@@ -1,15 +1,15 @@
-r"""A model's own chat template: what inference will see, and what the model must then produce.
+r"""A model's own chat template: what inference shows the model, and what it must then produce.
 
-For an assistant turn, the prompt is the template over the messages before it with its generation
-prompt; the answer is what the template over the messages up to it adds to that prompt.
+A turn's prompt is the messages before it, rendered with the generation prompt; its answer is what
+rendering the messages up to and including it adds to that prompt.
 
     prompt  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
     turn    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
     answer                                                        ^^^^^^^^^^^^^^^^
 
-Where one rendering of the whole conversation begins with every turn's prompt and answer, it shows
-each turn as inference will and one example holds them all. Where it does not (Qwen3 drops earlier
-thinking, and writes an empty think block into the last turn only), each turn is an example.
+If the rendering of the whole conversation starts with every turn's prompt and answer, it shows each
+turn as inference will, and one example holds them all. If not (Qwen3 drops earlier thinking, and
+writes an empty think block into the last turn only), each turn is its own example.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from mlxtune.core.data import notes
 from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.notes import Note
+from mlxtune.core.data.notes import (
+    DROPPED_CONTENT,
+    DROPPED_SYSTEM,
+    DROPPED_THINKING,
+    DROPPED_TOOLS,
+    MERGED_SYSTEM,
+    NO_PROMPT,
+    Note,
+)
 from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
 
 _END_THINK = "</think>"
 # What opens thinking in a generation prompt, and what closes it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
-# The fields that files have thinking in, and templates read it from.
+# Where files keep thinking and templates look for it.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# End tokens that a reason names.
-_SHOWN = 4
+_END_TOKENS_SHOWN = 4
 _PROBE = "mlxtune asks whether this is shown"
 
 
@@ -47,12 +53,12 @@ class RenderChat(Protocol):
         add_generation_prompt: bool,
         enable_thinking: bool | None,
     ) -> str:
-        """Render messages. Raises BadRow with the template's own reason where it refuses them."""
+        """Render messages. Raises BadRow with the template's own reason if it refuses them."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """One assistant turn; `text` begins with prompt and answer."""
+    """One assistant turn; `text` starts with prompt and answer, and may add a newline."""
 
     prompt: str
     answer: str
@@ -67,9 +73,8 @@ class _Turn:
 class ModelTemplate:
     """Renders conversations with a model's own template.
 
-    `end_tokens` are the control tokens that may end a turn. `source` is the template's text, in
-    which is looked up what it knows of thinking. `turns`, `thinking` and `merge_system` are the
-    options of these names.
+    `end_tokens` are the control tokens that may end a turn. `source` is the template's text, which
+    shows how it supports thinking. `turns`, `thinking` and `merge_system` are options.
     """
 
     render: RenderChat
@@ -86,13 +91,11 @@ class ModelTemplate:
         object.__setattr__(self, "_ends", re.compile(pattern))
 
     @cached_property
-    def knows_thinking(self) -> bool:
-        """Whether the template asks for `enable_thinking`."""
+    def _has_thinking_mode(self) -> bool:
         return "enable_thinking" in self.source
 
     @cached_property
-    def has_place_for_system(self) -> bool:
-        """Whether the template shows a system message."""
+    def _shows_system(self) -> bool:
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
         options = {"tools": None, "add_generation_prompt": True, "enable_thinking": None}
         try:
@@ -102,13 +105,12 @@ class ModelTemplate:
 
     @cached_property
     def _thinking_field(self) -> str | None:
-        """The field that the template reads thinking from, if any."""
         read = (name for name in _THINKING_FIELDS if re.search(rf"[.'\"]{name}\b", self.source))
         return next(read, None)
 
     @cached_property
     def _header(self) -> str:
-        """What begins an answer; Gemma 4's prompt leaves it out behind a tool's answer."""
+        """What the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
         asked = [{"role": "user", "content": _PROBE}]
         try:
             before, prompt = (
@@ -120,36 +122,35 @@ class ModelTemplate:
         return prompt[len(before) :] if prompt.startswith(before) else ""
 
     def __call__(self, conversation: Conversation) -> Rendering:
-        """Return one rendering with every chosen turn, or one for each of them.
+        """Return one text with every supervised turn, or one for each of them.
 
-        Raises BadRow where the template refuses the conversation or an answer cannot be found.
+        Raises BadRow if the template refuses the conversation or an answer cannot be located.
         """
-        told: list[Note] = []
-        prepared = self._prepared(conversation, told)
-        # A message that was merged into another still counts for the person.
+        notes: list[Note] = []
+        prepared = self._prepared(conversation, notes)
+        # Positions in messages to the user count a merged message too.
         first = 1 + len(conversation.messages) - len(prepared.messages)
         try:
-            turns = list(self._turns(prepared, told, first))
+            turns = list(self._turns(prepared, notes, first))
         except BadRow as problem:
-            if prepared.messages[0].role != "system" or self.has_place_for_system:
+            if prepared.messages[0].role != "system" or self._shows_system:
                 raise
             raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
         whole = turns[-1].text
         if all(whole.startswith(turn.prompt + turn.answer) for turn in turns):
             spans = tuple(turn.span for turn in turns)
-            return Rendering((Rendered(whole, spans, add_bos=False),), tuple(told))
+            return Rendering((Rendered(whole, spans, add_bos=False),), tuple(notes))
         several = (
             Rendered(turn.prompt + turn.answer, (turn.span,), add_bos=False) for turn in turns
         )
-        return Rendering(tuple(several), tuple(told))
+        return Rendering(tuple(several), tuple(notes))
 
-    def _prepared(self, conversation: Conversation, told: list[Note]) -> Conversation:
-        """Put the messages into the layout that the template reads."""
+    def _prepared(self, conversation: Conversation, notes: list[Note]) -> Conversation:
+        """Return the conversation in the layout that the template reads."""
         messages = conversation.messages
-        if messages[0].role == "system" and not self.has_place_for_system:
+        if messages[0].role == "system" and not self._shows_system:
             if messages[0].content.strip():
-                kind = notes.MERGED_SYSTEM if self.merge_system else notes.DROPPED_SYSTEM
-                told.append(Note(kind))
+                notes.append(Note(MERGED_SYSTEM if self.merge_system else DROPPED_SYSTEM))
             if self.merge_system:
                 messages = _merged(messages)
         if self._thinking_field is not None:
@@ -168,7 +169,7 @@ class ModelTemplate:
             or not message.thinking
             or (given == [name] and not tagged)
             or (tagged and not given and _END_THINK in self.source)
-            # Not the same thinking: both stay.
+            # Two different thoughts: keep both.
             or (tagged and message.thinking not in content)
         ):
             return message
@@ -177,13 +178,13 @@ class ModelTemplate:
         fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
         return _with_content(message, content, **fields)
 
-    def _turns(self, conversation: Conversation, told: list[Note], first: int) -> Iterator[_Turn]:
+    def _turns(self, conversation: Conversation, notes: list[Note], first: int) -> Iterator[_Turn]:
         thinks = self._thinks(conversation)
         chosen = supervised_turns(conversation, self.turns)
         for position in chosen:
             if position == 0 and len(chosen) > 1:
-                # Nothing comes before it, so no tool of inference will ever ask for it.
-                told.append(Note(notes.NO_PROMPT))
+                # With nothing before it, inference will never ask for it.
+                notes.append(Note(NO_PROMPT))
                 continue
             if position == 0:
                 raise BadRow("the conversation is an assistant turn without a prompt before it")
@@ -191,22 +192,29 @@ class ModelTemplate:
             try:
                 turn = self._turn(conversation, position, thinks, where)
             except BadRow:
-                asked = {one.role for one in conversation.messages[:position]} & {"user", "tool"}
-                if asked or position == chosen[-1]:
+                has_prompt = any(
+                    one.role in ("user", "tool") for one in conversation.messages[:position]
+                )
+                if has_prompt or position == chosen[-1]:
                     raise
-                told.append(Note(notes.NO_PROMPT))
+                notes.append(Note(NO_PROMPT))
                 continue
-            said = message.content.rpartition(_END_THINK)[2].strip()
-            # Without what is said, in which the thinking may stand too; it comes last.
-            parts = turn.answer.rpartition(said) if said else (turn.answer, said, "")
-            if message.tool_calls and said and not parts[1]:
-                told.append(Note(notes.DROPPED_CONTENT, where))
-            thinking = message.thinking
-            if thinking and not any(thinking in part for part in (parts[0], parts[2])):
-                told.append(Note(notes.DROPPED_THINKING, where))
+            content = _content_after_thinking(message)
+            # The content comes last; look for the thinking outside it, as it may be quoted there.
+            before, shown, after = (
+                turn.answer.rpartition(content) if content else (turn.answer, "", "")
+            )
+            if message.tool_calls and content and not shown:
+                notes.append(Note(DROPPED_CONTENT, where))
+            if (
+                message.thinking
+                and message.thinking not in before
+                and message.thinking not in after
+            ):
+                notes.append(Note(DROPPED_THINKING, where))
             yield turn
         if conversation.tools and _is_left_out(conversation.tools[0], turn.prompt):
-            told.append(Note(notes.DROPPED_TOOLS))
+            notes.append(Note(DROPPED_TOOLS))
 
     def _turn(
         self, conversation: Conversation, position: int, thinks: bool | None, where: str
@@ -224,10 +232,10 @@ class ModelTemplate:
         if not prompt.endswith(header):
             rest = rest.removeprefix(header)
         answer = rest[: self._end(rest, message)]
-        # The name of a call may also stand in what is said beside it.
+        # The thinking and the content may mention a call's name, too.
         shown = self._ends.sub("", answer)
-        for said in (message.thinking, message.content.rpartition(_END_THINK)[2].strip()):
-            shown = shown.replace(said, "", 1)
+        for text in (message.thinking, _content_after_thinking(message)):
+            shown = shown.replace(text, "", 1)
         for call in message.tool_calls:
             if _name_of(call) is None:
                 raise BadRow("a tool call has no function name", where)
@@ -236,27 +244,27 @@ class ModelTemplate:
         return _Turn(prompt, answer, prompt + rest)
 
     def _end(self, rest: str, message: Message) -> int:
-        """Return where the answer that begins `rest` ends, its end-of-turn token included."""
+        """Return where the answer at the start of `rest` ends, after its end-of-turn token."""
         ends = [found.span() for found in self._ends.finditer(rest)]
         last = ends[-1][1] if ends else 0
-        # The first control token behind the content. Thinking stands before it, and a tool call
-        # behind it: there it is the last one of the rendering.
-        content = message.content.rpartition(_END_THINK)[2].strip()
+        # It is the first control token after the content, which follows the thinking; or after tool
+        # calls, which follow the content, the last one of the rendering.
+        content = _content_after_thinking(message)
         if content and not message.tool_calls:
             found = rest.rfind(content)
             while found >= 0:
                 stop = found + len(content)
-                behind = [end for start, end in ends if start >= stop]
-                # An answer such as "end" is also found within a control token.
-                within = any(start <= found and stop <= end for start, end in ends)
-                if behind and not within:
-                    return behind[0]
-                # An end token that stands in the content is not that of its turn.
-                last = last if within else 0
+                after = [end for start, end in ends if start >= stop]
+                # An answer such as "end" also occurs inside a control token.
+                inside = any(start <= found and stop <= end for start, end in ends)
+                if after and not inside:
+                    return after[0]
+                # An end token within the content does not end the turn.
+                last = last if inside else 0
                 found = rest.rfind(content, 0, stop - 1)
         if not last:
-            looked_for = ", ".join(self.end_tokens[:_SHOWN]) or "none"
-            more = len(self.end_tokens) - _SHOWN
+            looked_for = ", ".join(self.end_tokens[:_END_TOKENS_SHOWN]) or "none"
+            more = len(self.end_tokens) - _END_TOKENS_SHOWN
             others = f" and {more} other control tokens" if more > 0 else ""
             raise BadRow("no end-of-turn token", f"looked for {looked_for}{others}")
         return last
@@ -277,8 +285,8 @@ class ModelTemplate:
         )
 
     def _thinks(self, conversation: Conversation) -> bool | None:
-        """Return the template's `enable_thinking`; None where it does not know it."""
-        if not self.knows_thinking:
+        """Return `enable_thinking` for the template; None if it does not use it."""
+        if not self._has_thinking_mode:
             return None
         if self.thinking != "auto":
             return self.thinking == "on"
@@ -286,7 +294,7 @@ class ModelTemplate:
 
 
 def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Fold the system message into the first user turn behind it, unless it is empty."""
+    """Fold the system message into the first user turn, unless it is empty."""
     system, *others = messages
     if not system.content.strip():
         return tuple(others)
@@ -312,24 +320,28 @@ def _without_thinking(message: Message) -> Message:
 
 
 def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:
-    """Return the turn as it goes on from a prompt that has opened the thinking.
+    """Return the turn's text as the continuation of a prompt that has opened the thinking.
 
     Some templates (DeepSeek-R1's) open it in the generation prompt and leave it out of the turns.
 
     Raises BadRow when the prompt differs from the turn in anything else.
     """
     for opening, closing in _THINKING:
-        head, opened, behind = prompt.rpartition(opening)
-        if opened and not behind.strip() and text.startswith(head):
+        head, opened, after = prompt.rpartition(opening)
+        if opened and not after.strip() and text.startswith(head):
             rest = text[len(head) :].removeprefix(header)
             if rest.lstrip().startswith(opening):
                 return prompt + rest.lstrip()[len(opening) :].lstrip("\n")
             return prompt + message.thinking + closing + rest.lstrip("\n")
-    raise BadRow("the template's generation prompt is not how it begins the turn", where)
+    raise BadRow("the template's generation prompt differs from the start of the turn", where)
+
+
+def _content_after_thinking(message: Message) -> str:
+    return message.content.rpartition(_END_THINK)[2].strip()
 
 
 def _is_left_out(call: Mapping[str, Any], text: str) -> bool:
-    """Tell whether the function that a tool or a call names is nowhere in a text."""
+    """Return whether a text lacks the function name of a tool or call."""
     name = _name_of(call)
     return name is not None and name not in text
 

@@ -1,4 +1,4 @@
-"""What is worth a look in the rows of a file, short of skipping them: kinds, advice, and counts."""
+"""Notes: problems in rows that are kept all the same, by kind, with advice and counts."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from dataclasses import dataclass, field
 
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
-DROPPED_CONTENT = "what is said beside a tool call left out by the template"
+DROPPED_CONTENT = "text beside a tool call left out by the template"
 DROPPED_SYSTEM = "system message left out by the template"
 DROPPED_THINKING = "thinking left out by the template"
 DROPPED_TOOLS = "tools left out by the template"
 DUPLICATE = "duplicate row"
 LEAK = "validation row that is also trained on"
 MERGED_SYSTEM = "system message merged into the first user turn"
-NO_END_OF_TURN = "end-of-turn is no token of this tokenizer"
-NO_PROMPT = "assistant's turn before any question"
+NO_END_OF_TURN = "end-of-turn token unknown to the tokenizer"
+NO_PROMPT = "assistant turn with no prompt before it"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 
-# What to do about each.
 ADVICE = {
-    CONTROL_TOKEN: "the model reads it as a real control token: take it out of the text",
-    DOUBLE_BOS: "the model's template writes it twice: mend the template",
-    DROPPED_CONTENT: "it is not trained on: take it out, or split the turn in two",
-    DROPPED_SYSTEM: "neither training nor inference shows it to the model: try --merge-system",
-    DROPPED_THINKING: "it is not trained on: leave --thinking at auto, or use a model that thinks",
-    DROPPED_TOOLS: "neither training nor inference shows them to the model: use one that has tools",
-    DUPLICATE: "each copy is trained on: keep one, unless that is meant",
-    LEAK: "the validation loss looks better than it is: take it out of one of the two",
-    MERGED_SYSTEM: "by --merge-system: merge it likewise at inference",
-    NO_END_OF_TURN: "the model will not know it, nor stop there: name another --template",
-    NO_PROMPT: "nothing stands before it to answer: it is context and not trained on",
-    TRUNCATED_ANSWER: "its end is not learned, nor when to stop: raise --max-seq-len",
+    CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
+    DOUBLE_BOS: "the model's template writes it twice: fix the template",
+    DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
+    DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
+    DROPPED_THINKING: "it is not trained on: use --thinking auto, or a model with a thinking mode",
+    DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
+    DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
+    LEAK: "the validation loss looks better than it is: remove it from one of the two",
+    MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
+    NO_END_OF_TURN: "the model does not know it and will not stop there: choose another --template",
+    NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
+    TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
 }
-# Kinds that `train` refuses.
+# Kinds of notes that `train` refuses.
 ERRORS = (DOUBLE_BOS,)
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something of a row that is worth telling; `kind` is one of those above."""
+    """A problem in a row that is kept; `kind` is one of those above."""
 
     kind: str
     detail: str = ""

@@ -1,4 +1,4 @@
-r"""Conversations to the text that the model reads, with the assistant spans marked.
+r"""Conversations to the text that the model reads, with the supervised spans marked.
 
     text        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
     supervised                                                        ^^^^^^^^^^^^^^^^
@@ -13,18 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlxtune.core.data import notes
 from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.conversation import Conversation, Message, to_json
-from mlxtune.core.data.notes import Note
+from mlxtune.core.data.notes import DROPPED_THINKING, Note
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
 
-    The text up to a span is the prompt that inference gives for that turn. `add_bos` tells whether
-    BOS is still to be put before it, `add_end` whether the end-of-text token is to close it.
+    The text up to a span is the prompt that inference gives for that turn. `add_bos` and `add_end`
+    ask for BOS before its tokens and the end-of-text token after them.
     """
 
     text: str
@@ -46,10 +45,7 @@ Template = Callable[[Conversation], Rendering]
 
 
 def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
-    """Return the positions of the assistant turns that carry loss, by --turns and their weights.
-
-    Raises BadRow when there are none.
-    """
+    """Return the positions of the assistant turns that carry loss. Raises BadRow if none does."""
     messages = conversation.messages
     chosen = [i for i, message in enumerate(messages) if message.role == "assistant"]
     chosen = [i for i in (chosen if turns == "all" else chosen[-1:]) if messages[i].trained]
@@ -59,7 +55,7 @@ def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
 
 
 class _Writer:
-    """Builds text and spans together, so that neither can drift from the other."""
+    """Builds text and spans together, so that they cannot drift apart."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -142,7 +138,7 @@ def _qwen3_answer(message: Message) -> str:
 
 
 def _holds_thinking(message: Message) -> bool:
-    """Tell whether the thinking stands between tags in the content."""
+    """Return whether the content has the thinking, between tags."""
     thought, closed, _ = message.content.partition("</think>")
     return bool(closed) and message.thinking in thought
 
@@ -150,17 +146,17 @@ def _holds_thinking(message: Message) -> bool:
 def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<start_of_turn>user|model\ncontent<end_of_turn>\n`.
 
-    A system message is a user turn of its own that holds `[System: content]`. Gemma has no place
-    for tools: a conversation that uses them is a BadRow.
+    A system message becomes its own user turn, `[System: content]`. Raises BadRow for tools, which
+    Gemma does not support.
 
     Source: the chat template of Gemma's tokenizer_config.json, which refuses system messages.
     """
     if conversation.tools or any(
         message.role == "tool" or message.tool_calls for message in conversation.messages
     ):
-        raise BadRow("the gemma template has no place for tools")
+        raise BadRow("the gemma template does not support tools")
     writer, chosen = _Writer(), supervised_turns(conversation, turns)
-    told = []
+    dropped = []
     for i, message in enumerate(conversation.messages):
         if message.role == "assistant":
             writer.context("<start_of_turn>model\n")
@@ -168,19 +164,16 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
             write(message.content + "<end_of_turn>")
             writer.context("\n")
             if message.thinking and not _holds_thinking(message):
-                told.append(Note(notes.DROPPED_THINKING, f"message {i + 1}"))
+                dropped.append(Note(DROPPED_THINKING, f"message {i + 1}"))
         else:
             system = message.role == "system"
             content = f"[System: {message.content}]" if system else message.content
             writer.context(f"<start_of_turn>user\n{content}<end_of_turn>\n")
-    return Rendering((writer.rendered(),), tuple(told))
+    return Rendering((writer.rendered(),), tuple(dropped))
 
 
 TEMPLATES: dict[str, Callable[..., Rendering]] = {"qwen3": render_qwen3, "gemma": render_gemma}
-
-
-# What ends a turn of these.
-ENDS = {"qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
+END_OF_TURN = {"qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
 
 
 def choose_template(name: str, model_type: str) -> str:

@@ -215,7 +215,7 @@ def test_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(
     monkeypatch.setattr(ArraysWriter, "add", full)
     with pytest.raises(OutputError) as raised:
         encode(tmp_path, Encoding())
-    assert str(raised.value).startswith(f"{tmp_path}: encoded data cannot be written: No space")
+    assert str(raised.value).startswith(f"{tmp_path}: cannot write encoded data: No space")
     assert "--cache-dir" in str(raised.value)
     assert names_in(tmp_path) == []
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.bad_rows import BadRow
-from mlxtune.core.data.datafiles import numbers_lines, read_objects
+from mlxtune.core.data.datafiles import read_objects, rows_are_lines
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import GOOD, ROW, read
 
@@ -43,7 +43,7 @@ def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_no_rows(
 
     bad = "not valid JSON (Expecting value at column 1)"
     assert read(path) == [(2, ROW), (6, ROW), (7, bad), (8, ROW)]
-    assert numbers_lines(path)
+    assert rows_are_lines(path)
 
 
 def test_byte_order_mark_before_the_first_row_is_dropped(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_object_over_several_lines_is_an_error_that_says_what_is_expected(
         read(path)
 
     assert str(raised.value) == (
-        f"{path}: has a JSON object over several lines: write each on a line of its own, "
+        f"{path}: has a JSON object over several lines: write each object on one line, "
         "or all of them as one JSON array"
     )
 
@@ -147,7 +147,7 @@ def test_rows_of_an_array_are_numbered_by_element(
         (5, "not a JSON object (null)"),
         (6, ROW),
     ]
-    assert not numbers_lines(path)
+    assert not rows_are_lines(path)
 
 
 def test_empty_array_has_no_rows(tmp_path: Path) -> None:

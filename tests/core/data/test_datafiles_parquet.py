@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.datafiles import numbers_lines, read_objects
+from mlxtune.core.data.datafiles import read_objects, rows_are_lines
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import read
 
@@ -61,7 +61,7 @@ def test_rows_of_parquet_are_numbered_and_plain(tmp_path: Path) -> None:
         (2, {"category": "x", "bytes": "\udcff", "half": float("inf")}),
         (3, {"text": "c", "category": "y", "structs": [None]}),
     ]
-    assert not numbers_lines(path)
+    assert not rows_are_lines(path)
 
 
 def test_row_whose_text_is_not_utf_8_is_bad_and_its_neighbours_are_not(tmp_path: Path) -> None:

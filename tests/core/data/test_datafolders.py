@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.data.datafiles import DataFiles, check_data_file, numbers_lines, resolve
+from mlxtune.core.data.datafiles import DataFiles, check_data_file, find_data_files, rows_are_lines
 from mlxtune.errors import DataError
 from tests.core.data.test_datafiles import BOM, GOOD, read, write
 
@@ -37,7 +37,7 @@ def test_file_that_is_no_data_is_an_error_that_names_it(
 ) -> None:
     path = write(tmp_path, content)
 
-    for refuse in (check_data_file, read, numbers_lines):
+    for refuse in (check_data_file, read, rows_are_lines):
         with pytest.raises(DataError, match=reason) as raised:
             refuse(path)
         assert str(raised.value).startswith(f"{path}: ")
@@ -54,7 +54,7 @@ def test_file_that_looks_like_data_passes_the_check(tmp_path: Path, content: byt
 def test_missing_file_is_an_error_that_names_it_and_its_option(tmp_path: Path, option: str) -> None:
     path = tmp_path / "none.jsonl"
 
-    for refuse in (check_data_file, lambda path, option: resolve([path], option)):
+    for refuse in (check_data_file, lambda path, option: find_data_files([path], option)):
         with pytest.raises(DataError) as raised:
             refuse(path, option)
         assert str(raised.value) == f"{path}: no such file: check {option}"
@@ -70,7 +70,7 @@ def test_folder_is_no_file_to_read(tmp_path: Path) -> None:
 def test_path_that_the_system_refuses_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
 
-    for refuse in (read, check_data_file, lambda path: resolve([path])):
+    for refuse in (read, check_data_file, lambda path: find_data_files([path])):
         with pytest.raises(DataError) as raised:
             refuse(path)
         assert str(path) in str(raised.value)
@@ -82,8 +82,8 @@ def test_path_that_the_system_refuses_is_an_error_that_names_it(tmp_path: Path, 
 def test_file_stands_for_itself(tmp_path: Path) -> None:
     paths = [write(tmp_path, GOOD, name) for name in ("b.jsonl", "a.json", "valid.jsonl")]
 
-    assert resolve(paths) == DataFiles(tuple(paths), ())
-    assert resolve([]) == DataFiles((), ())
+    assert find_data_files(paths) == DataFiles(tuple(paths), ())
+    assert find_data_files([]) == DataFiles((), ())
 
 
 @pytest.mark.parametrize("train", ["train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"])
@@ -96,7 +96,7 @@ def test_folder_stands_for_the_files_of_mlx_lm_in_it(
             write(tmp_path, GOOD, name)
     other = write(tmp_path, GOOD, "other.jsonl")
 
-    found = resolve([other, tmp_path])
+    found = find_data_files([other, tmp_path])
 
     assert found.train == (other, tmp_path / train)
     assert found.validation == (() if valid is None else (tmp_path / valid,))
@@ -110,7 +110,7 @@ def test_folder_without_a_train_file_says_what_was_looked_for_and_what_is_there(
     write(tmp_path, GOOD, "valid.jsonl")
     write(tmp_path, GOOD, "a\nb")
 
-    for refuse in (check_data_file, lambda path: resolve([path])):
+    for refuse in (check_data_file, lambda path: find_data_files([path])):
         with pytest.raises(DataError) as raised:
             refuse(tmp_path)
         said = str(raised.value)
@@ -120,7 +120,7 @@ def test_folder_without_a_train_file_says_what_was_looked_for_and_what_is_there(
         assert said.endswith("it holds 'a\\nb', 'train.jsonl/', 'valid.jsonl'")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"it holds nothing$"):
-        resolve([tmp_path / "empty"])
+        find_data_files([tmp_path / "empty"])
 
 
 def test_folder_of_many_files_is_told_in_one_short_line(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_folder_of_many_files_is_told_in_one_short_line(tmp_path: Path) -> None:
         write(tmp_path, GOOD, f"{i:03}{'x' * 200}")
 
     with pytest.raises(DataError) as raised:
-        resolve([tmp_path])
+        find_data_files([tmp_path])
     assert str(raised.value).endswith(", …")
     assert len(str(raised.value)) < len(str(tmp_path)) + 800
 
@@ -138,13 +138,13 @@ def test_two_train_files_in_a_folder_are_an_error_rather_than_a_choice(tmp_path:
     write(tmp_path, packed(GOOD), "train.jsonl.gz")
 
     with pytest.raises(DataError, match=r"is a folder with train\.jsonl and train\.jsonl\.gz: "):
-        resolve([tmp_path])
+        find_data_files([tmp_path])
 
 
 def test_folder_is_taken_for_data_only(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "train.jsonl")
 
-    for refuse in (check_data_file, lambda path, option: resolve([path], option)):
+    for refuse in (check_data_file, lambda path, option: find_data_files([path], option)):
         with pytest.raises(DataError) as raised:
             refuse(tmp_path, "--val-data")
         assert str(raised.value) == f"{tmp_path}: is a folder: name a file in it"
@@ -168,7 +168,7 @@ def test_file_given_twice_is_an_error_under_whatever_name(tmp_path: Path) -> Non
 
     for paths in ([train, train], [train, link], [dotted, train], [tmp_path, train]):
         with pytest.raises(DataError, match="is given twice") as raised:
-            resolve(paths)
+            find_data_files(paths)
         assert str(paths[-1]) in str(raised.value)
 
 
@@ -176,11 +176,11 @@ def test_file_to_train_and_to_validate_on_is_given_twice(tmp_path: Path) -> None
     (tmp_path / "valid.jsonl").symlink_to(write(tmp_path, GOOD, "train.jsonl"))
 
     with pytest.raises(DataError, match="is given twice, as"):
-        resolve([tmp_path])
+        find_data_files([tmp_path])
 
 
 def test_link_to_nothing_in_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").symlink_to(tmp_path / "gone")
 
     with pytest.raises(DataError, match=r"train\.jsonl: no such file"):
-        resolve([tmp_path])
+        find_data_files([tmp_path])

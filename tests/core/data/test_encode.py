@@ -241,7 +241,7 @@ def test_row_that_the_template_refuses_is_skipped_with_the_rows_around_it_kept()
     examples, ledger, skipped = encode(words(), good[0], tools, good[1], template="gemma")
 
     assert [example.row for example in examples] == [1, 3]
-    assert skipped.first() == "chat.jsonl:2: the gemma template has no place for tools"
+    assert skipped.first() == "chat.jsonl:2: the gemma template does not support tools"
     assert (ledger.rows_read, ledger.rows_train) == (3, 2)
 
 

@@ -182,6 +182,6 @@ def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
             compared += 1
         uses_tools = sum("tools" in row for row in rows)
         assert dict(skipped.counts) == (
-            {"the gemma template has no place for tools": uses_tools} if uses_tools else {}
+            {"the gemma template does not support tools": uses_tools} if uses_tools else {}
         )
     assert compared == kept == 10_463 - 191

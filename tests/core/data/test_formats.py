@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.config.options import OPTIONS
 from mlxtune.config.row_fields import FIELD_NAMES, parse_fields
 from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.formats import (
-    FORMAT_CHOICES,
     FORMATS,
     read_rows,
     recognise,
@@ -40,9 +40,8 @@ from tests.core.data.rows import (
 # Recognition
 
 
-def test_formats_have_one_order() -> None:
-    assert FORMAT_CHOICES == ("auto", "chat", "prompt", "alpaca", "sharegpt", "text")
-    assert tuple(FORMATS) == FORMAT_CHOICES[1:]
+def test_formats_are_the_choices_of_their_option() -> None:
+    assert OPTIONS["format"].choices == ("auto", *FORMATS)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -99,7 +98,7 @@ def test_row_of_another_format_is_an_error_that_names_both(tmp_path: Path, zippe
         next(rows)
     assert str(raised.value) == (
         f"{path}:3: is in the alpaca format, but the file is in chat since line 2: give each "
-        "format a file of its own, or name one with --format to skip others"
+        "format its own file, or name one with --format to skip the others"
     )
 
 
@@ -343,7 +342,7 @@ ANY_ROW = (
 @settings(deadline=None)
 @given(
     rows=st.lists(ANY_ROW, max_size=4),
-    format=st.sampled_from(FORMAT_CHOICES),
+    format=st.sampled_from(("auto", *FORMATS)),
     fields=st.dictionaries(
         st.sampled_from(FIELD_NAMES), st.sampled_from([*FIELD_NAMES, "other"]), max_size=3
     ),

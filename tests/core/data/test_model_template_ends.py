@@ -82,7 +82,7 @@ def test_answer_that_the_thinking_repeats_is_supervised_with_its_thinking() -> N
         (chatml, ("",), "no end-of-turn token", ""),
         (
             *(prompts_otherwise, END_TOKENS),
-            *("the template's generation prompt is not how it begins the turn", ""),
+            *("the template's generation prompt differs from the start of the turn", ""),
         ),
     ],
 )

@@ -249,7 +249,7 @@ def test_prompt_that_opens_thinking_behind_something_else_than_the_turn_is_a_bad
         text = chatml(messages, add_generation_prompt=False, **options)
         return text + "<|im_start|>model\n<think>\n" * add_generation_prompt
 
-    with pytest.raises(BadRow, match="is not how it begins the turn"):
+    with pytest.raises(BadRow, match="differs from the start of the turn"):
         thoughtful(assistant("4"), otherwise)
 
 

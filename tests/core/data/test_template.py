@@ -197,7 +197,7 @@ def test_gemma_marks_model_turns_and_gives_the_system_message_a_user_turn() -> N
 def test_gemma_has_no_place_for_tools(conversation: Conversation) -> None:
     with pytest.raises(BadRow) as raised:
         render_gemma(conversation)
-    assert raised.value.kind == "the gemma template has no place for tools"
+    assert raised.value.kind == "the gemma template does not support tools"
 
 
 def test_template_is_chosen_by_the_models_type_unless_named() -> None:
