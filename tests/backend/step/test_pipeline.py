@@ -312,6 +312,24 @@ def test_step_that_is_not_finite_is_an_error_and_changes_nothing(
         assert mx.array_equal(value, before[name]), name
 
 
+def test_infinite_gradient_norm_of_a_finite_loss_is_an_error_and_changes_nothing(
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make_pipeline("qwen3")
+    before = dict(tree_flatten(pipeline.model.trainable_parameters()))
+    grads = tree_unflatten([(name, mx.full(x.shape, 1e30)) for name, x in before.items()])
+    computed = pipeline.loss_and_gradients(random_examples(2))
+    monkeypatch.setattr(
+        pipeline, "loss_and_gradients", lambda *_: (computed[0], grads, *computed[2:])
+    )
+
+    with pytest.raises(NonFiniteLossError, match="gradient norm is inf"):
+        pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)
+
+    for name, value in tree_flatten(pipeline.model.trainable_parameters()):
+        assert mx.array_equal(value, before[name]), name
+
+
 def test_train_step_learns_one_example(make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline("qwen3", learning_rate=1e-2)
     example = random_examples(1)[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from mlxtune.core.training.run_folder import archive_previous_run, reopen
+from mlxtune.core.training.checkpoint import write_checkpoint
+from mlxtune.core.training.run_folder import archive_previous_run, find_resumable, reopen
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
+from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 
 
 def names_in(folder: Path) -> list[str]:
@@ -98,3 +102,30 @@ def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
     ours = {"tensorboard", "wandb", "tracking.json"} if tracked else set()
     assert {path.name for path in previous.iterdir()} == {"metrics.jsonl"} | ours
     assert (tmp_path / "wandb").exists() is not tracked
+
+
+def test_checkpoint_whose_metrics_end_at_another_step_is_not_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    InstructTrainer(FakePipeline(), CORPUS, options(run)).train()
+    found = find_resumable(run)
+    assert found is not None
+    newest = found.checkpoint
+    metrics = newest.metrics.splitlines(keepends=True)
+    steps = [i for i, line in enumerate(metrics) if json.loads(line)["kind"] == "step"]
+    content = {
+        path.name: path.read_bytes()
+        for path in newest.folder.iterdir()
+        if path.name not in ("metrics.jsonl", "metadata.json", "manifest.json")
+    }
+
+    def fill(folder: Path) -> None:
+        for name, data in content.items():
+            (folder / name).write_bytes(data)
+
+    # The files match their manifest, but the records stop a step short of the adapter.
+    write_checkpoint(newest.folder, fill, newest.metadata, metrics[: steps[-1]])
+
+    again = find_resumable(run)
+    assert again is not None
+    assert again.checkpoint.folder != newest.folder
+    assert "metrics end at step" in again.skipped[newest.folder]
