@@ -8,7 +8,7 @@ from pathlib import Path
 from mlxtune.config.data import DataConfig
 from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
-from mlxtune.config.quantization import quantization_problems
+from mlxtune.config.step import StepConfig
 from mlxtune.config.training import TrainConfig
 
 
@@ -56,7 +56,7 @@ class InspectConfig(DataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchConfig(DataConfig):
+class BenchConfig(StepConfig, DataConfig):
     """Options of a benchmark of training steps. Without `against`, only this package is measured.
 
     Raises ConfigError, with every problem at once.
@@ -76,21 +76,12 @@ class BenchConfig(DataConfig):
     targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
     num_layers: int | None = option("num_layers", None)
     order: str = option("order", "shuffle")
-    memory_limit: float = option("memory_limit", 24.0)
-    dtype: str = option("dtype", "auto")
-    quantize: str | None = option("quantize", None)
-    double_quant: bool = option("double_quant", False)
-    quantized_compute: str = option("quantized_compute", "auto")
-    grad_checkpoint: str = option("grad_checkpoint", "auto")
-    compile: str = option("compile", "auto")
 
     def contradictions(self) -> list[str]:
-        problems = quantization_problems(
-            self.quantize, self.quantized_compute, double_quant=self.double_quant
-        )
+        problems = super().contradictions()
         if self.quantize == "nf4" and self.against is not None:
-            problems += [f"--against {self.against}: it knows no nf4: use another --quantize"]
-        return super().contradictions() + problems
+            problems += [f"--against {self.against} has no nf4: use another --quantize"]
+        return problems
 
     @property
     def json_path(self) -> Path | None:
@@ -102,7 +93,4 @@ class BenchConfig(DataConfig):
 
         Gradients are not clipped: other trainers do not clip them by default.
         """
-        names = {field.name for field in dataclasses.fields(TrainConfig)}
-        shared = {name: value for name, value in vars(self).items() if name in names}
-        own = {"dtype": dtype, "schedule": "constant", "max_grad_norm": 0.0}
-        return TrainConfig(**shared | own)
+        return self.part(TrainConfig, dtype=dtype, schedule="constant", max_grad_norm=0.0)

@@ -192,7 +192,11 @@ class Checked:
         return []
 
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
-        """Return the options that `kind` shares with this config, with `changes`."""
+        """Return the options that `kind` shares with this config, with `changes`.
+
+        Where this config has None, `kind` keeps its default.
+        """
         names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        shared = {name: value for name, value in vars(self).items() if name in names}
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        shared = {name: value for name, value in given.items() if name in names}
         return kind(**shared | changes)

@@ -1,97 +1,48 @@
-"""Options of a run, and the parts of them that trainer and pipeline take."""
+"""Options of a run, and the parts of them that its modules take."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data import DataConfig
 from mlxtune.config.fields import Checked
-from mlxtune.config.lora import lora_problems
 from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
-from mlxtune.config.quantization import quantization_problems
+from mlxtune.config.ranks import init_problem, target_ranks
+from mlxtune.config.step import StepConfig
+from mlxtune.errors import ConfigError
 
 # Each is an extra of the package.
 TRACKERS = ("trackio", "tensorboard", "wandb")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(DataConfig):
-    """Options of one run, for the command and for `mlxtune.recipes.train`.
-
-    Strings are converted to a field's type, so that values may come from flags and config files
-    alike.
+class RunConfig(Checked):
+    """Where a run is written, what it prints and records, and what it does beside other runs.
 
     Raises ConfigError, with every problem at once.
     """
 
     output: str = option("output", "adapters.safetensors")
     checkpoint_dir: str | None = option("checkpoint_dir", None)
-    rank: int = option("rank", 8)
-    alpha: float = option("alpha", 16.0)
-    lr: float = option("lr", 1e-4)
-    epochs: int = option("epochs", 1)
-    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
-    memory_limit: float = option("memory_limit", 24.0)
-    schedule: str = option("schedule", "warmup-cosine")
-    warmup_fraction: float = option("warmup_fraction", 0.1)
-    lr_min: float = option("lr_min", 1e-6)
-    weight_decay: float = option("weight_decay", 0.01)
-    max_grad_norm: float = option("max_grad_norm", 1.0)
-    patience: int = option("patience", 5)
-    save_every: int = option("save_every", 1)
-    save_steps: int | None = option("save_steps", None)
-    save_minutes: float = option("save_minutes", 10.0)
-    keep: int = option("keep", 2)
     overwrite: bool = option("overwrite", False)
-    on_nonfinite: str = option("on_nonfinite", "skip")
     wait: bool = option("wait", False)
     ignore_ledger: bool = option("ignore_ledger", False)
-    num_layers: int | None = option("num_layers", None)
-    dropout: float = option("dropout", 0.0)
-    max_steps: int | None = option("max_steps", None)
-    order: str = option("order", "shuffle")
-    dtype: str = option("dtype", "auto")
-    quantize: str | None = option("quantize", None)
-    double_quant: bool = option("double_quant", False)
-    quantized_compute: str = option("quantized_compute", "auto")
-    grad_checkpoint: str = option("grad_checkpoint", "auto")
-    compile: str = option("compile", "auto")
     log_every: int = option("log_every", 10)
     profile_interval: int = option("profile_interval", 0)
     track: tuple[str, ...] = option("track", ())
-    target_rank: tuple[str, ...] = option("target_rank", ())
-    rslora: bool = option("rslora", False)
-    dora: bool = option("dora", False)
-    lr_ratio: float = option("lr_ratio", 1.0)
-    init: str = option("init", "lora")
-    init_adapter: str | None = option("init_adapter", None)
     samples: int = option("samples", 3)
+    quiet: bool = option("quiet", False)
 
     def contradictions(self) -> list[str]:
-        problems = super().contradictions() + lora_problems(self)
-        if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
-            problems += [
-                f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
-                "lower it or use another --schedule"
-            ]
+        problems = super().contradictions()
         if unknown := [name for name in self.trackers if name not in TRACKERS]:
             names = ", ".join(map(repr, unknown))
             problems += [f"--track must be one of {', '.join(TRACKERS)}, not {names}"]
-        return problems + quantization_problems(
-            self.quantize, self.quantized_compute, double_quant=self.double_quant
-        )
-
-    def base(self) -> dict[str, Any]:
-        """Return how the base model is to be loaded, as keywords of `open_base`."""
-        return {
-            "trust_remote_code": self.trust_remote_code,
-            "quantize": self.quantize,
-            "double_quant": self.double_quant,
-            "quantized_compute": self.quantized_compute,
-        }
+        return problems
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -110,36 +61,6 @@ class TrainConfig(DataConfig):
         if self.checkpoint_dir is None:
             return self.output_path.parent / "checkpoints"
         return as_path(self.checkpoint_dir)
-
-    def training(self) -> InstructTrainingConfig:
-        """Return the trainer's part of these options."""
-        names = {field.name for field in dataclasses.fields(InstructTrainingConfig)}
-        shared = {name: value for name, value in vars(self).items() if name in names}
-        # The trainer's own split is above 0; a run without validation hands it an empty set.
-        shared["val_split"] = self.val_split or InstructTrainingConfig.val_split
-        return InstructTrainingConfig(
-            **shared
-            | {
-                "early_stopping_patience": self.patience,
-                "checkpoint_dir": str(self.checkpoint_path),
-                "learning_rate": self.lr,
-                "log_interval": self.log_every,
-            }
-        )
-
-    def pipeline(self) -> InstructConfig:
-        """Return the pipeline's part of these options."""
-        names = {field.name for field in dataclasses.fields(InstructConfig)}
-        shared = {name: value for name, value in vars(self).items() if name in names}
-        return InstructConfig(
-            **shared
-            | {
-                "lora_rank": self.rank,
-                "lora_alpha": self.alpha,
-                "learning_rate": self.lr,
-                "gradient_clip_norm": self.max_grad_norm,
-            }
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,4 +125,120 @@ class InstructConfig(Checked):
     init_adapter: str | None = option("init_adapter", None)
 
     def contradictions(self) -> list[str]:
-        return super().contradictions() + lora_problems(self)
+        return super().contradictions() + _lora_problems(self)
+
+
+def _lora_problems(config: InstructConfig | TrainConfig) -> list[str]:
+    problems = []
+    try:
+        target_ranks(config.target_rank)
+    except ConfigError as error:
+        problems += error.problems
+    if problem := init_problem(config.init):
+        return [*problems, problem]
+    if config.init != "lora" and config.dora:
+        problems.append(
+            f"--init {config.init} changes the weights whose row sizes --dora trains: "
+            "leave one of them out"
+        )
+    if config.init != "lora" and config.init_adapter is not None:
+        problems.append(
+            f"--init {config.init} starts from the weights, --init-adapter from an adapter: "
+            "leave one of them out"
+        )
+    return problems
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """A run's options, split once into what its modules take.
+
+    `options` holds all of them by name, as the run records them.
+    """
+
+    data: DataConfig
+    lora: InstructConfig
+    step: StepConfig
+    training: InstructTrainingConfig
+    run: RunConfig
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(RunConfig, StepConfig, DataConfig):
+    """Options of one run, for the command and for `mlxtune.recipes.train`.
+
+    Strings are converted to a field's type, so that values may come from flags and config files
+    alike.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    rank: int = option("rank", 8)
+    alpha: float = option("alpha", 16.0)
+    lr: float = option("lr", 1e-4)
+    epochs: int = option("epochs", 1)
+    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
+    schedule: str = option("schedule", "warmup-cosine")
+    warmup_fraction: float = option("warmup_fraction", 0.1)
+    lr_min: float = option("lr_min", 1e-6)
+    weight_decay: float = option("weight_decay", 0.01)
+    max_grad_norm: float = option("max_grad_norm", 1.0)
+    patience: int = option("patience", 5)
+    save_every: int = option("save_every", 1)
+    save_steps: int | None = option("save_steps", None)
+    save_minutes: float = option("save_minutes", 10.0)
+    keep: int = option("keep", 2)
+    on_nonfinite: str = option("on_nonfinite", "skip")
+    num_layers: int | None = option("num_layers", None)
+    dropout: float = option("dropout", 0.0)
+    max_steps: int | None = option("max_steps", None)
+    order: str = option("order", "shuffle")
+    target_rank: tuple[str, ...] = option("target_rank", ())
+    rslora: bool = option("rslora", False)
+    dora: bool = option("dora", False)
+    lr_ratio: float = option("lr_ratio", 1.0)
+    init: str = option("init", "lora")
+    init_adapter: str | None = option("init_adapter", None)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions() + _lora_problems(self)
+        if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
+            problems += [
+                f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
+                "lower it or use another --schedule"
+            ]
+        return problems
+
+    def split(self) -> RunParts:
+        """Return these options as the parts that the modules of a run take."""
+        return RunParts(
+            data=self.part(DataConfig),
+            lora=self.lora(),
+            step=self.part(StepConfig),
+            training=self.training(),
+            run=self.part(RunConfig),
+            options=dataclasses.asdict(self),
+        )
+
+    def lora(self) -> InstructConfig:
+        """Return the pipeline's part of these options."""
+        return self.part(
+            InstructConfig,
+            lora_rank=self.rank,
+            lora_alpha=self.alpha,
+            learning_rate=self.lr,
+            gradient_clip_norm=self.max_grad_norm,
+        )
+
+    def training(self) -> InstructTrainingConfig:
+        """Return the trainer's part of these options."""
+        return self.part(
+            InstructTrainingConfig,
+            # The trainer's own split is above 0; a run without validation gives it an empty set.
+            val_split=self.val_split or InstructTrainingConfig.val_split,
+            early_stopping_patience=self.patience,
+            checkpoint_dir=str(self.checkpoint_path),
+            learning_rate=self.lr,
+            log_interval=self.log_every,
+        )

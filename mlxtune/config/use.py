@@ -8,7 +8,7 @@ from typing import Any
 from mlxtune.config.data import DataConfig
 from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
-from mlxtune.config.quantization import quantization_problems
+from mlxtune.config.step import quantization_problems
 
 _SEED = "Seed of what is drawn; default: another each time."
 
@@ -37,11 +37,10 @@ class UseConfig(Checked):
         )
 
     def reading(self, **options: Any) -> DataConfig:
-        """Return these options as what reads data for `train` takes them, with more of them."""
-        names = {field.name for field in dataclasses.fields(DataConfig)}
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        shared = {name: value for name, value in given.items() if name in names}
-        return DataConfig(**{"data": ("none",), "val_split": 0.0, **shared, **options})
+        """Return the options that read data as `train` reads it, with `options`."""
+        # Prompts come without a data file; EvalConfig has its own data.
+        changes = {"data": getattr(self, "data", ("none",)), "val_split": 0.0}
+        return self.part(DataConfig, **changes | options)
 
 
 @dataclasses.dataclass(frozen=True)

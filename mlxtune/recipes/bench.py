@@ -107,7 +107,8 @@ def show(config: BenchConfig) -> None:
 
 def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
     """Return the rows of each step, as the first epoch of `train` has them."""
-    return list(islice(first_epoch(config, dataset), config.steps))
+    epoch = first_epoch(config.training(config.dtype).training(), dataset)
+    return list(islice(epoch, config.steps))
 
 
 def prepare(
@@ -122,16 +123,14 @@ def prepare(
     Returns our job; that of a peer differs in its name alone. Raises ModelError, and
     MemoryLimitError when even one example does not fit; no weights are read.
     """
-    from mlxtune.backend.model import memory
     from mlxtune.backend.step import peers
     from mlxtune.core.runs import benchmark
 
-    training = config.training(config.dtype)
-    base = open_model(training, folder, console)
+    parts = config.training(config.dtype).split()
+    base = open_model(parts.step, folder, console)
     console.say("Model", base.describe())
-    limit = memory.find_limits(config.memory_limit).memory
-    choose_plan(training, base, work_of(training, steps), limit)
-    peers.write_start(base, training.pipeline(), scratch / "adapter")
+    choose_plan(parts.step, parts.lora, base, work_of(parts.lora, steps))
+    peers.write_start(base, parts.lora, scratch / "adapter")
     benchmark.write_steps(scratch / "steps.npz", steps)
     return Job(
         side=OURS,

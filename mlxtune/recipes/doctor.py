@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.config import TrainConfig, user_cache
+from mlxtune.config import StepConfig, user_cache
 from mlxtune.errors import one_line, printable
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def doctor() -> Diagnosis:
             device_problem=problem,
             has_nvidia=surroundings.has_nvidia(),
             memory=surroundings.memory(said),
-            default_limit=int(TrainConfig.memory_limit * 10**9),
+            default_limit=int(StepConfig.memory_limit * 10**9),
             wired_limit_mb=int(wired) if wired.isdecimal() else None,
             reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
             folders=surroundings.folders(),

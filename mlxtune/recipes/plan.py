@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlxtune.config import PlanConfig, TrainConfig
+from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
 from mlxtune.setup.memory import choose_plan, first_steps, speed_key, training_rows, work_of
 
@@ -23,7 +23,7 @@ def plan(config: PlanConfig) -> RunPlan:
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
     when even one example does not fit.
     """
-    from mlxtune.backend.model import device, loading, memory, model_folder
+    from mlxtune.backend.model import device, loading, model_folder
     from mlxtune.core.runs.run_plan import RunPlan
     from mlxtune.core.training.speed import read_speed
     from mlxtune.terminal.console import RunConsole
@@ -32,13 +32,14 @@ def plan(config: PlanConfig) -> RunPlan:
     console = RunConsole(quiet=config.quiet)
     dataset = None
     if config.data:
+        data = config.part(DataConfig)
         with closing(console):
-            dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
+            dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
         say_findings(dataset, console)
-    base = loading.open_base(folder, config.dtype, **config.base())
-    limit = memory.find_limits(config.memory_limit).memory
-    work = work_of(config, first_steps(config, dataset), dataset)
-    chosen = choose_plan(config, base, work, limit)
+    step, lora, training = config.part(StepConfig), config.lora(), config.training()
+    base = loading.open_base(folder, step.dtype, **step.loading())
+    work = work_of(lora, first_steps(training, dataset), dataset)
+    chosen = choose_plan(step, lora, base, work)
     found = RunPlan(
         model=base.describe(),
         dtype=base.dtype,
@@ -47,7 +48,7 @@ def plan(config: PlanConfig) -> RunPlan:
         memory=chosen,
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
-    return found if dataset is None else _with_data(found, config, dataset)
+    return found if dataset is None else _with_data(found, training, dataset)
 
 
 def show(config: PlanConfig) -> None:
@@ -63,7 +64,7 @@ def show(config: PlanConfig) -> None:
         print(f"{name:<12}{line}")
 
 
-def _with_data(found: RunPlan, config: TrainConfig, dataset: Dataset) -> RunPlan:
+def _with_data(found: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:
     import numpy as np
 
     corpus, chosen = dataset.corpus, training_rows(config, dataset)

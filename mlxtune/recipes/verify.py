@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.config import TrainConfig, user_cache
+from mlxtune.config import StepConfig, TrainConfig, user_cache
 from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     expected, actual = good[0].metadata.get("base_hash"), ModelHash(folder, user_cache()).result()
     changed = f"{folder}: its weights are not those that the run began with"
     found.add("base model", None if actual == expected else changed, str(folder))
-    base = loading.open_base(folder, config.dtype, **config.base())
-    summary = apply_lora(base.model, config.pipeline())
+    step = config.part(StepConfig)
+    base = loading.open_base(folder, step.dtype, **step.loading())
+    summary = apply_lora(base.model, config.lora())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"
         try:

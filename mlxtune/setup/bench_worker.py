@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import RunParts, TrainConfig
 from mlxtune.errors import MlxTuneError
 
 if TYPE_CHECKING:
@@ -45,26 +45,26 @@ class OurSide:
 
     loss_function = "own"
 
-    def __init__(self, folder: Path, config: TrainConfig) -> None:
+    def __init__(self, folder: Path, parts: RunParts) -> None:
         from mlxtune.backend.step import forward
         from mlxtune.setup.model import open_model, read_weights
         from mlxtune.terminal.console import RunConsole
 
         forward.load_ahead(folder)
-        self._config = config
+        self._parts = parts
         self._console = RunConsole(quiet=True)
-        self._base = open_model(config, folder, self._console)
+        self._base = open_model(parts.step, folder, self._console)
         read_weights(self._base, self._console)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline as `train` does."""
-        from mlxtune.backend.model import memory
         from mlxtune.setup.memory import choose_plan, work_of
         from mlxtune.setup.model import build_pipeline
 
-        config, base, work = self._config, self._base, work_of(self._config, steps)
-        plan = choose_plan(config, base, work, memory.find_limits(config.memory_limit).memory)
-        self._pipeline, _ = build_pipeline(config, base, work, plan, self._console)
+        step, lora, base = self._parts.step, self._parts.lora, self._base
+        work = work_of(lora, steps)
+        plan = choose_plan(step, lora, base, work)
+        self._pipeline, _ = build_pipeline(step, lora, base, work, plan, self._console)
         self._pipeline.load(adapter)
 
     def warm_up(self, examples: Sequence[Example]) -> float | None:
@@ -74,7 +74,7 @@ class OurSide:
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the constant learning rate."""
-        rate = self._config.lr
+        rate = self._parts.lora.learning_rate
         return self._pipeline.train_batch(examples, step=number, learning_rate=rate).avg_loss
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def measure(job: Job) -> Iterator[dict[str, Any]]:
     steps = read_steps(Path(job.steps))
     kinds = {OURS: OurSide, **peers.PEERS}
     began = time.perf_counter()
-    side: Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options))
+    side: Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options).split())
     measure.finish()
     loaded = time.perf_counter()
     side.start(Path(job.adapter), steps)

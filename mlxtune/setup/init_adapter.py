@@ -10,7 +10,7 @@ from typing import Any
 
 
 def with_adapter(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of TrainConfig, completed by what the adapter that they name says of itself.
+    """Return options of a run, completed by what the adapter that they name says of itself.
 
     Rank, alpha, targets, layers and kind are then those under which `init_adapter` was trained;
     one that is given stays, and is an error later where it contradicts. Without an `init_adapter`

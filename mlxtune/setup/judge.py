@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.config import TrainConfig, UseConfig
+from mlxtune.config import RunParts, UseConfig
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.model import LoadedModel, load_adapted_model
@@ -93,7 +93,7 @@ def answer_rows(
 
 
 def judge(
-    config: TrainConfig, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
+    parts: RunParts, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
@@ -105,15 +105,15 @@ def judge(
     from mlxtune.core.training.run_folder import EVALUATION
 
     use = UseConfig(
-        model_path=config.model_path,
-        adapter=str(config.output_path),
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
+        model_path=parts.step.model_path,
+        adapter=str(parts.run.output_path),
+        dtype=parts.step.dtype,
+        trust_remote_code=parts.step.trust_remote_code,
     )
-    target = config.checkpoint_path / EVALUATION
+    target = parts.run.checkpoint_path / EVALUATION
     try:
         loaded = load_adapted_model(use, folder)
-        evaluation = compare_losses(loaded, rows, paths, config.seed, console)
+        evaluation = compare_losses(loaded, rows, paths, parts.data.seed, console)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")
@@ -123,7 +123,7 @@ def judge(
         raise
     console.say("Verdict", verdict_line(evaluation))
     try:
-        if generated := _samples(config, loaded, folder, rows, paths, console):
+        if generated := _samples(parts, loaded, folder, rows, paths, console):
             evaluation = replace(evaluation, generated=generated)
             write_json(target, evaluation.as_dict())
             console.say("Samples", generated.describe())
@@ -137,7 +137,7 @@ def judge(
 
 
 def _samples(
-    config: TrainConfig,
+    parts: RunParts,
     loaded: LoadedModel,
     folder: Path,
     rows: CorpusRows,
@@ -147,10 +147,10 @@ def _samples(
     """Answer a few rows; None if none are asked for or none can be answered."""
     from mlxtune.backend.model import memory
 
-    if not config.samples:
+    if not parts.run.samples:
         return None
-    tokenizer = Reader(config, folder).tokenizer
-    drawn = _draw(rows, config.samples, config.seed, tokenizer)
+    tokenizer = Reader(parts.data, folder).tokenizer
+    drawn = _draw(rows, parts.run.samples, parts.data.seed, tokenizer)
     if not drawn:
         return None
     memory.release()

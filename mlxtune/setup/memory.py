@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.config import BenchConfig, TrainConfig
+from mlxtune.config import InstructConfig, InstructTrainingConfig, StepConfig
 from mlxtune.errors import MemoryLimitError
 from mlxtune.setup.dataset import Dataset
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _CPU_TOLERANCE = 0.05
 
 
-def training_rows(config: TrainConfig | BenchConfig, dataset: Dataset) -> list[int]:
+def training_rows(config: InstructTrainingConfig, dataset: Dataset) -> list[int]:
     """Return the rows of the corpus that train, as the trainer chooses them."""
     from mlxtune.core.steps import order
 
@@ -36,7 +37,7 @@ def training_rows(config: TrainConfig | BenchConfig, dataset: Dataset) -> list[i
 
 
 def first_epoch(
-    config: TrainConfig | BenchConfig, dataset: Dataset
+    config: InstructTrainingConfig, dataset: Dataset
 ) -> Iterator[list[Sequence[Example]]]:
     """Yield the rows of each step of the first epoch, as the trainer takes them."""
     from mlxtune.core.steps import order
@@ -46,7 +47,7 @@ def first_epoch(
         yield [rows[i] for i in step]
 
 
-def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
+def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
     """Return as many of the first epoch's steps as are planned to choose how to run all."""
     from mlxtune.core.steps.memory_plan import planned
 
@@ -56,7 +57,7 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[E
 
 
 def work_of(
-    config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
+    lora: InstructConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
 ) -> Work:
     """Return what there is to plan: steps, and the examples that take most by themselves.
 
@@ -71,38 +72,40 @@ def work_of(
     if dataset is not None:
         corpus = dataset.corpus
         sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
-    sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
+    sizes = sizes or [(lora.max_seq_len, lora.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Work(
         steps=steps,
         alone=tuple(Load(1, length, supervised) for length, supervised in sorted(extremes)),
         cost=step_cost(),
-        keyed=config.dropout > 0,
+        keyed=lora.dropout > 0,
     )
 
 
-def execution(config: TrainConfig, parameters: int, way: Way | None = None) -> Execution:
+def execution(step: StepConfig, parameters: int, way: Way | None = None) -> Execution:
     """Return how steps of a model are computed, by the options and what was chosen."""
     from mlxtune.backend.step.forward import Execution
 
     best = Execution.best(parameters)
-    compiles = best.compile if config.compile == "auto" else config.compile == "on"
+    compiles = best.compile if step.compile == "auto" else step.compile == "on"
     if way is None:
         return replace(best, compile=compiles)
     return replace(best, compile=compiles, recompute=way.recompute, loss_chunk=way.loss_chunk)
 
 
-def choose_plan(config: TrainConfig, base: BaseModel, work: Work, limit: int) -> MemoryPlan:
-    """Choose how to run the steps in `limit` bytes. Raises MemoryLimitError when nothing fits."""
+def choose_plan(step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work) -> MemoryPlan:
+    """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
+    from mlxtune.backend.model import memory
     from mlxtune.backend.step.shapes import model_shapes, way_of
 
-    way = way_of(execution(config, base.parameters), base)
-    shapes = model_shapes(base, config.pipeline(), kernels=way.kernels)
-    return _choose(config, shapes, way, work, limit)
+    way = way_of(execution(step, base.parameters), base)
+    shapes = model_shapes(base, lora, kernels=way.kernels)
+    limit = memory.find_limits(step.memory_limit).memory
+    return _choose(step, shapes, way, work, limit)
 
 
 def confirm(
-    config: TrainConfig, pipeline: InstructPipeline, work: Work, plan: MemoryPlan
+    step: StepConfig, pipeline: InstructPipeline, work: Work, plan: MemoryPlan
 ) -> MemoryPlan:
     """Return the plan, made again where the model turned out to be run otherwise.
 
@@ -116,17 +119,15 @@ def confirm(
     plain = shapes.plain_head and pipeline.forward.plain_head
     if way == plan.way and plain == shapes.plain_head:
         return plan
-    fixed = replace(config, grad_checkpoint="on" if way.recompute else "off")
+    fixed = replace(step, grad_checkpoint="on" if way.recompute else "off")
     return _choose(fixed, replace(shapes, plain_head=plain), way, work, plan.limit)
 
 
-def _choose(
-    config: TrainConfig, shapes: ModelShapes, way: Way, work: Work, limit: int
-) -> MemoryPlan:
+def _choose(step: StepConfig, shapes: ModelShapes, way: Way, work: Work, limit: int) -> MemoryPlan:
     from mlxtune.backend.model import device
     from mlxtune.core.steps import memory_plan
 
-    allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[config.grad_checkpoint]
+    allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[step.grad_checkpoint]
     found = memory_plan.choose(
         shapes,
         work,
@@ -149,7 +150,7 @@ def speed_key(plan: MemoryPlan, dtype: str) -> str:
 
 
 def keep_speed_of(
-    config: TrainConfig, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
+    cache: Path | None, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
 ) -> None:
     """Keep the speed of a finished run for the next plan."""
     import datetime
@@ -158,4 +159,4 @@ def keep_speed_of(
 
     speed = speed_of(steps, str(datetime.date.today()))
     if speed is not None:
-        keep_speed(config.cache_path, speed_key(plan, dtype), speed)
+        keep_speed(cache, speed_key(plan, dtype), speed)

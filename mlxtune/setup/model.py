@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.config import ChatConfig, GenerateConfig, UseConfig
+from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
 from mlxtune.errors import DataError, ModelError
 from mlxtune.setup.dataset import Reader
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from mlxtune.config import TrainConfig
 from mlxtune.setup.memory import confirm, execution
 
 if TYPE_CHECKING:
@@ -32,24 +31,26 @@ if TYPE_CHECKING:
     from mlxtune.core.training.run_folder import ResumePoint
 
 
-def open_model(config: TrainConfig, folder: Path, console: RunConsole) -> BaseModel:
+def open_model(step: StepConfig, folder: Path, console: RunConsole) -> BaseModel:
     """Set the memory limits, then open the model, whose weights are not read yet."""
     from mlxtune.backend.model import loading, memory
 
-    console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.open_base(folder, config.dtype, **config.base())
+    console.say("Memory", memory.set_limits(step.memory_limit).describe())
+    base = loading.open_base(folder, step.dtype, **step.loading())
     if slow := loading.slow_products(base):
         console.warn(slow)
     return base
 
 
-def say_other_base(adapter: str, config: TrainConfig, base: BaseModel, console: RunConsole) -> None:
+def say_other_base(
+    adapter: str, base: BaseModel, console: RunConsole, *, trust_remote_code: bool
+) -> None:
     """Warn where the adapter to go on from was trained on another base. Raises ModelError."""
     from mlxtune.backend.adapters.attach import base_mismatch
     from mlxtune.backend.adapters.files import find_adapter
 
-    weights, trust = find_adapter(adapter, "--init-adapter"), config.trust_remote_code
-    if other := base_mismatch(weights, base, trust_remote_code=trust):
+    weights = find_adapter(adapter, "--init-adapter")
+    if other := base_mismatch(weights, base, trust_remote_code=trust_remote_code):
         console.warn(f"--init-adapter {other}")
 
 
@@ -62,7 +63,8 @@ def read_weights(base: BaseModel, console: RunConsole) -> None:
 
 
 def build_pipeline(
-    config: TrainConfig,
+    step: StepConfig,
+    lora: InstructConfig,
     base: BaseModel,
     work: Work,
     plan: MemoryPlan,
@@ -80,10 +82,10 @@ def build_pipeline(
 
     pipeline = InstructPipeline(
         base.model,
-        config.pipeline(),
+        lora,
         micro_batch_tokens=plan.way.micro_batch_tokens,
-        how=execution(config, base.parameters, plan.way),
-        base_model=config.model_path,
+        how=execution(step, base.parameters, plan.way),
+        base_model=step.model_path,
         begins=resume is None,
         provenance=provenance,
         base_said=loading.base_quantization(base),
@@ -92,7 +94,7 @@ def build_pipeline(
     if resume is not None:
         pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
     console.say("LoRA", pipeline.lora.describe())
-    confirmed = confirm(config, pipeline, work, plan)
+    confirmed = confirm(step, pipeline, work, plan)
     pipeline.micro_batch_tokens = confirmed.way.micro_batch_tokens
     return pipeline, confirmed
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.config import TrainConfig, user_cache
+from mlxtune.config import DataConfig, RunConfig, user_cache
 from mlxtune.errors import MlxTuneError, OutputError
 from mlxtune.setup.dataset import check_outputs, data_files
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mlxtune.terminal.console import RunConsole
 
 
-def check_paths(config: TrainConfig) -> Path:
+def check_paths(data: DataConfig, run: RunConfig) -> Path:
     """Find out before any work whether the files can be read and written.
 
     Returns the model's folder. Raises ModelError, DataError or OutputError.
@@ -30,36 +30,34 @@ def check_paths(config: TrainConfig) -> Path:
     from mlxtune.core.machine.files import check_writable
     from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
 
-    folder = model_folder.find_folder(config.model_path)
-    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
-    output = config.output_path
+    folder = model_folder.find_folder(data.model_path)
+    model_folder.read_config(folder, trust_remote_code=data.trust_remote_code)
+    output = run.output_path
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
-    read = [*data_files(config), *folder.iterdir()]
+    read = [*data_files(data), *folder.iterdir()]
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
-    check_writable(config.checkpoint_path, "--checkpoint-dir")
+    check_writable(run.checkpoint_path, "--checkpoint-dir")
     return folder
 
 
-def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:
+def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> None:
     """Have no other process train into the folder for as long as `held`, or this process, lives.
 
     Raises OutputError when one does, or when there is an unfinished run that is not to be resumed.
     """
     from mlxtune.core.training import run_folder
 
-    run = config.checkpoint_path
-    held.callback(run_folder.lock_run(run).release)
-    if resume is None and not config.overwrite and run_folder.is_unfinished(run):
+    folder = run.checkpoint_path
+    held.callback(run_folder.lock_run(folder).release)
+    if resume is None and not run.overwrite and run_folder.is_unfinished(folder):
         raise OutputError(
-            f"{run}: holds an unfinished run: go on with it by mlxtune train --resume "
-            f"{shlex.quote(str(run))}, or start over with --overwrite"
+            f"{folder}: holds an unfinished run: resume it with mlxtune train --resume "
+            f"{shlex.quote(str(folder))}, or start over with --overwrite"
         )
 
 
-def reserve_memory(
-    config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
-) -> None:
+def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole) -> None:
     """Reserve what the run is planned to take among the runs on this machine.
 
     Raises MemoryLimitError when others hold it and the options say neither to wait nor to insist.
@@ -67,15 +65,15 @@ def reserve_memory(
     from mlxtune.backend.model import memory
     from mlxtune.core.machine import reservation
 
-    folder, run = user_cache() / "memory", str(config.checkpoint_path.absolute())
+    folder, owner = user_cache() / "memory", str(run.checkpoint_path.absolute())
     size, capacity = plan.peak.total, memory.capacity()
     try:
-        if config.ignore_ledger:
-            lock = reservation.reserve(folder, size, sys.maxsize, run)
-        elif config.wait:
-            lock = reservation.reserve_when_free(folder, size, capacity, run, console.warn)
+        if run.ignore_ledger:
+            lock = reservation.reserve(folder, size, sys.maxsize, owner)
+        elif run.wait:
+            lock = reservation.reserve_when_free(folder, size, capacity, owner, console.warn)
         else:
-            lock = reservation.reserve(folder, size, capacity, run)
+            lock = reservation.reserve(folder, size, capacity, owner)
     except OSError as error:
         if isinstance(error, MlxTuneError):
             raise

@@ -16,6 +16,8 @@ from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
 if TYPE_CHECKING:
     from mlxtune.core.training.checkpoint import Checkpoint
     from mlxtune.core.training.run_folder import ResumePoint
+    from mlxtune.core.training.trainer import InstructTrainer
+    from mlxtune.terminal.console import RunConsole
 
 
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
@@ -151,24 +153,33 @@ def _from(working_directory: str, path: str, name: str) -> str:
     return path if name == "model_path" and not there.exists() else str(there)
 
 
-def check_same(
-    found: ResumePoint, pipeline: Mapping[str, Any], data_hash: str, validation_hash: str
-) -> None:
-    """Raise DataError or ModelError where data or model are not those of the run.
+def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
+    """Print where the run resumes. Raises DataError or ModelError if it would be another run."""
+    for folder, why in resume.skipped.items():
+        console.warn(f"{folder}: cannot be used: {why}")
+    metadata, pipeline = resume.checkpoint.metadata, trainer.pipeline.describe()
+    _check_same_data(metadata, trainer)
+    _check_same_model(metadata, pipeline)
+    if changed := _changed_versions(metadata, pipeline["versions"]):
+        console.warn(f"other versions than the run began with: {', '.join(changed)}")
+    step = f"step {resume.progress.step} of {trainer.total_steps}"
+    console.say("Resume", f"{step}, from {resume.checkpoint.folder}")
 
-    `pipeline` is what it says of itself for a checkpoint.
-    """
-    metadata = found.checkpoint.metadata
-    if metadata.get("data_hash") != data_hash:
+
+def _check_same_data(metadata: Mapping[str, Any], trainer: InstructTrainer) -> None:
+    if metadata.get("data_hash") != trainer.data_hash():
         raise DataError(
             "--data: gives other examples than the run was trained on: "
             "bring back its files, or start a new run"
         )
-    if metadata.get("validation_hash") != validation_hash:
+    if metadata.get("validation_hash") != trainer.validation_hash():
         raise DataError(
             "--val-data: gives other examples than the run was validated with: "
             "bring back its file, or start a new run"
         )
+
+
+def _check_same_model(metadata: Mapping[str, Any], pipeline: Mapping[str, Any]) -> None:
     if metadata.get("base_hash") != pipeline["base_hash"]:
         raise ModelError(
             "--model-path: its weights are not those that the run began with: "
@@ -180,12 +191,22 @@ def check_same(
             f"{metadata.get('dtype')}: give it with --dtype in a new run"
         )
     before, now = metadata.get("quantized_compute"), pipeline.get("quantized_compute")
-    # A run of before there was a choice says nothing of it.
+    # Checkpoints from before this option existed have none.
     if before is not None and before != now:
         raise ModelError(
             f"--quantized-compute: auto is {now} on this machine, the run computed {before}: "
             f"start a new run"
         )
+
+
+def _changed_versions(metadata: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+    before = metadata.get("versions")
+    before = before if isinstance(before, Mapping) else {}
+    return [
+        f"{name} {before.get(name, 'none')} -> {version}"
+        for name, version in versions.items()
+        if before.get(name) != version
+    ]
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
@@ -201,14 +222,3 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
         raise ModelError(
             f"--init-adapter: {weights} is not what the run began with: leave it out to go on"
         )
-
-
-def changed_versions(found: ResumePoint, versions: Mapping[str, str]) -> list[str]:
-    """Return, in words, which versions differ from those of the run."""
-    before = found.checkpoint.metadata.get("versions")
-    before = before if isinstance(before, Mapping) else {}
-    return [
-        f"{name} {before.get(name, 'none')} -> {version}"
-        for name, version in versions.items()
-        if before.get(name) != version
-    ]

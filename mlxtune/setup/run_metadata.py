@@ -6,13 +6,14 @@ What it needs is imported in the functions, as in train.py.
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import RunConfig, RunParts
 
 if TYPE_CHECKING:
     from mlxtune.backend.model.loading import BaseModel
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from mlxtune.core.data.corpus import Corpus
     from mlxtune.core.machine.hashing import ModelHash
     from mlxtune.core.steps.memory_plan import MemoryPlan
+    from mlxtune.core.training.metrics import InstructTrainResult
     from mlxtune.core.training.trainer import InstructTrainer
     from mlxtune.setup.dataset import Dataset
 
 
 def about_run(
-    config: TrainConfig,
+    parts: RunParts,
     base: BaseModel,
     pipeline: InstructPipeline,
     plan: MemoryPlan,
@@ -41,14 +43,14 @@ def about_run(
     from mlxtune.backend.model import device
 
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    started, resumed_at = _times_before(config) if resumed else (None, [])
+    started, resumed_at = _times_before(parts.run) if resumed else (None, [])
     return {
         "format": 1,
         "started_at": started or now,
         "resumed_at": [*resumed_at, now] if resumed else [],
         "device": device.device_name(),
         "model": {
-            "path": config.model_path,
+            "path": parts.step.model_path,
             "type": base.model_type,
             "description": base.describe(),
             "dtype": base.dtype,
@@ -70,17 +72,17 @@ def about_run(
         "data_hash": trainer.data_hash(),
         "validation_hash": trainer.validation_hash(),
         "versions": versions(),
-        "config": asdict(config),
+        "config": parts.options,
     }
 
 
-def _times_before(config: TrainConfig) -> tuple[str | None, list[str]]:
+def _times_before(run: RunConfig) -> tuple[str | None, list[str]]:
     """Return when a run began and when it was gone on with, as far as it says so."""
     from mlxtune.core.machine.files import read_json
     from mlxtune.core.training.run_folder import ABOUT
 
     try:
-        said = read_json(config.checkpoint_path / ABOUT)
+        said = read_json(run.checkpoint_path / ABOUT)
     except (OSError, ValueError):
         return None, []
     started, resumed_at = said.get("started_at"), said.get("resumed_at")
@@ -113,6 +115,30 @@ def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
         values = np.concatenate([getattr(corpus, attribute) for corpus in there])
         found[name] = {**asdict(Distribution.of(values)), **histogram(values)}
     return {"examples": sum(map(len, there)), **found}
+
+
+def about_result(
+    run: RunConfig, trainer: InstructTrainer, result: InstructTrainResult
+) -> dict[str, Any]:
+    """Return the content of result.json, once the adapter is written."""
+    from mlxtune.backend.model import memory
+    from mlxtune.core.machine.files import file_hash
+
+    last = result.epoch_metrics[-1]
+    return {
+        "steps": trainer.progress.step,
+        "epochs": last.epoch,
+        "stopped_early": result.stopped_early,
+        "train_loss": last.train_loss,
+        "initial_val_loss": result.initial_val_loss,
+        "best_epoch": result.best_epoch,
+        "best_val_loss": result.best_val_loss,
+        "total_time_ms": result.total_time_ms,
+        "peak_memory": memory.peak_bytes(),
+        # Relative to the run's folder, so that both may be moved together.
+        "adapter": os.path.relpath(run.output_path, run.checkpoint_path),
+        "sha256": file_hash(run.output_path),
+    }
 
 
 def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:

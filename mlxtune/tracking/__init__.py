@@ -6,13 +6,13 @@ Each is an extra: its package is imported when training begins, and asked for be
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mlxtune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlxtune.config import TrainConfig
+    from mlxtune.config import RunConfig
     from mlxtune.tracking.observer import TrackingObserver
 
 
@@ -27,12 +27,14 @@ def check_trackers(names: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def trackers_of(config: TrainConfig, warn: Callable[[str], None]) -> list[TrackingObserver]:
+def trackers_of(
+    run: RunConfig, options: Mapping[str, Any], warn: Callable[[str], None]
+) -> list[TrackingObserver]:
     """Return an observer for each tracker that a run is to be written to.
 
     `warn` hears of one that fails, once.
     """
-    if not config.trackers:
+    if not run.trackers:
         return []
     from mlxtune.tracking.observer import TrackingObserver
     from mlxtune.tracking.tracker import Tracker
@@ -50,4 +52,4 @@ def trackers_of(config: TrainConfig, warn: Callable[[str], None]) -> list[Tracki
 
         return Trackio()
 
-    return [TrackingObserver(name, make(name), config, warn) for name in config.trackers]
+    return [TrackingObserver(name, make(name), run, options, warn) for name in run.trackers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import RunConfig
 from mlxtune.core.machine.files import read_json, write_json
 from mlxtune.core.reports.run_text import tokens_per_second
 from mlxtune.core.training.metrics import (
@@ -39,13 +38,15 @@ class TrackingObserver(TrainingObserver):
         self,
         name: str,
         tracker: Tracker,
-        config: TrainConfig,
+        run: RunConfig,
+        options: Mapping[str, Any],
         warn: Callable[[str], None],
     ) -> None:
         self._warn = warn
         self._name = name
         self._tracker = tracker
-        self._config = config
+        self._run = run
+        self._options = options
         self._step = 0
         self._result: dict[str, Value] = {}
         self._complete = False
@@ -57,7 +58,7 @@ class TrackingObserver(TrainingObserver):
         self._try(lambda: self._start(run))
 
     def _start(self, run: RunStart) -> None:
-        folder, step = self._config.checkpoint_path, run.progress.step
+        folder, step = self._run.checkpoint_path, run.progress.step
         known = _read(folder / TRACKING) if step else {}
         identity = str(known.get(self._name, ""))
         new = not _IDENTITY.fullmatch(identity)
@@ -66,10 +67,10 @@ class TrackingObserver(TrainingObserver):
             write_json(folder / TRACKING, {**known, self._name: identity})
         tracked = TrackedRun(
             identity=identity,
-            name=_name_of(self._config),
+            name=_name_of(self._run),
             folder=folder,
             step=0 if new else step,
-            hyperparameters=hyperparameters(self._config, run),
+            hyperparameters=hyperparameters(self._options, run),
         )
         self._tracker.start(tracked)
         for record in run.progress.records if new and step else ():
@@ -140,10 +141,10 @@ class TrackingObserver(TrainingObserver):
             self._warn(f"--track {self._name}: {one_line(error)}; training goes on without it")
 
 
-def hyperparameters(config: TrainConfig, run: RunStart) -> dict[str, Value]:
+def hyperparameters(options: Mapping[str, Any], run: RunStart) -> dict[str, Value]:
     """Return the options of a run and what follows from them, as plain values by name."""
-    values: dict[str, Any] = dataclasses.asdict(config)
-    values |= {
+    values = {
+        **options,
         "total_steps": run.total_steps,
         "train_rows": run.train_rows,
         "val_rows_held_out": run.val_rows,
@@ -157,9 +158,9 @@ def _plain(value: Any) -> Value:
     return ",".join(map(str, value)) if isinstance(value, tuple) else json.dumps(value)
 
 
-def _name_of(config: TrainConfig) -> str:
+def _name_of(run: RunConfig) -> str:
     """Return what people know the run by: the folder of its adapter."""
-    return Path(os.path.abspath(config.output_path)).parent.name or "run"  # noqa: PTH100
+    return Path(os.path.abspath(run.output_path)).parent.name or "run"  # noqa: PTH100
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -130,8 +130,9 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     recipe = sys.modules["mlxtune.recipes.train"]
     choose = recipe.choose_plan
 
-    def huge(config: Any, base: Any, work: Any, limit: int) -> Any:
-        plan = choose(config, base, work, 10**12)
+    def huge(step: Any, lora: Any, base: Any, work: Any) -> Any:
+        plan = choose(replace(step, memory_limit=1000), lora, base, work)
+        limit = int(step.memory_limit * 10**9)
         return replace(plan, way=replace(plan.way, micro_batch_tokens=10**6), limit=limit)
 
     monkeypatch.setattr(recipe, "choose_plan", huge)

@@ -241,7 +241,7 @@ def test_second_run_in_a_folder_is_told_who_trains_there(
     first.send_signal(signal.SIGKILL)
     finish(first)
     # A dead process holds nothing.
-    assert "go on with it by mlxtune train --resume" in train().error
+    assert "resume it with mlxtune train --resume" in train().error
 
 
 def test_run_that_has_ended_holds_no_lock_any_more(model: Path, chat: Path, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "on_nonfinite": "stop",
         "learning_rate": 3e-4,
     }
-    assert dataclasses.asdict(found.pipeline()) == {
+    assert dataclasses.asdict(found.lora()) == {
         "lora_rank": 2,
         "lora_alpha": 6.0,
         "learning_rate": 3e-4,

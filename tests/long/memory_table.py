@@ -152,7 +152,7 @@ def predicted(name: str, bits: int) -> Row:
         config = PlanConfig(model_path=scratch)
         how = forward.Execution(recompute=True, compile=True)
         way = shapes.way_of(how, base)
-        found = shapes.model_shapes(base, config.pipeline(), kernels=way.kernels)
+        found = shapes.model_shapes(base, config.lora(), kernels=way.kernels)
         peaks = {n: least(found, way, Load(1, n, n)).total for n in LENGTHS}
         return Row(name, bits, base.parameters, found.weights, peaks)
 

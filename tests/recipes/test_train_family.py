@@ -133,7 +133,7 @@ def test_equivalent_lora_of_pissa_is_gone_on_with(model: Path, chat: Path, tmp_p
     ("options", "problem"),
     [
         ({"init": "pissa", "dora": True}, "--init pissa takes rows"),
-        ({"init": "pissa", "init_adapter": "x"}, "--init pissa begins from the weights"),
+        ({"init": "pissa", "init_adapter": "x"}, "--init pissa starts from the weights"),
         ({"init": "gaussian"}, "--init must be lora, pissa or pissa_niter_N"),
         ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj': must be as in q_proj=16"),
         ({"lr_ratio": 0}, "--lr-ratio must be above 0"),

@@ -7,12 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxtune import ConfigError, TrainConfig, train, verify
+from mlxtune.config import RunConfig
 from mlxtune.core.training.run_folder import TRACKING, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
@@ -53,7 +55,7 @@ def tracked(
         FakePipeline(),
         CORPUS,
         options(run / "checkpoints"),
-        observer=TrackingObserver("fake", tracker, config, warnings.append),
+        observer=TrackingObserver("fake", tracker, config, asdict(config), warnings.append),
         should_stop=lambda: trainer.progress.step == stop_at,
     )
     trainer.train(resume=find_resume_point(run / "checkpoints") if resume else None)
@@ -191,13 +193,13 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
 ) -> None:
     asked: list[tuple[tuple[str, ...], int]] = []
 
-    def trackers_of(config: TrainConfig, warn: Any) -> list[TrackingObserver]:
-        asked.append((config.trackers, config.profile_interval))
+    def trackers_of(run: RunConfig, options: Any, warn: Any) -> list[TrackingObserver]:
+        asked.append((run.trackers, run.profile_interval))
         return []
 
     recipe = sys.modules["mlxtune.recipes.train"]
     monkeypatch.setattr(recipe, "check_trackers", lambda names: None)
-    monkeypatch.setattr(recipe, "trackers_of", trackers_of)
+    monkeypatch.setattr("mlxtune.setup.trainer.trackers_of", trackers_of)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = str(tmp_path / "out/adapters.safetensors")
     options: dict[str, Any] = {"output": output, "quiet": True, "samples": 0, "track": "wandb"}

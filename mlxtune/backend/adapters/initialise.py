@@ -90,7 +90,7 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
 
 
 def options_of(adapter: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of TrainConfig with which a run continues an adapter.
+    """Return the options with which a run continues an adapter.
 
     `given` are the options that the user set; --rslora among them changes in which terms the scale
     is expressed. Raises ModelError.

@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxtune.backend.model import device, memory
 from mlxtune.backend.model.blas import BLAS
-from mlxtune.config import TrainConfig
+from mlxtune.config import StepConfig
 from mlxtune.core.machine.facts import Device
 
 _CPU_SIZE, _GPU_SIZE = 512, 2048
@@ -30,7 +30,7 @@ _SECONDS = 0.12
 def device_facts() -> Device:
     """Return what MLX computes on, the memory there, and the speed of a product."""
     info = mx.device_info()
-    limits = memory.find_limits(TrainConfig.memory_limit)
+    limits = memory.find_limits(StepConfig.memory_limit)
     return Device(
         kind=_kind(),
         name=str(info.get("device_name", "unknown")),

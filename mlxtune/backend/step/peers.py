@@ -24,7 +24,7 @@ from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_lazily
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
-from mlxtune.config import InstructConfig, TrainConfig
+from mlxtune.config import InstructConfig, RunParts
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import make_folder
 from mlxtune.core.runs.benchmark import one_span
@@ -68,19 +68,21 @@ class MlxLm:
     and their gradients added up before the update.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig) -> None:
+    def __init__(self, folder: Path, parts: RunParts) -> None:
         # As its train() does.
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended is not None:
             mx.set_wired_limit(int(recommended))
         self.loss_function = "default"
-        self._config = config
-        trusts = config.trust_remote_code
+        self._lora = parts.lora
+        self._batch_size = parts.data.batch_size
+        step = parts.step
+        trusts = step.trust_remote_code
         self._model, said = load_lazily(folder, read_config(folder, trust_remote_code=trusts))
-        if config.quantize is not None:
-            quantize_lazily(self._model, said, config.quantize)
-        _cast(self._model, getattr(mx, config.dtype))
-        if config.quantize is not None:
+        if step.quantize is not None:
+            quantize_lazily(self._model, said, step.quantize)
+        _cast(self._model, getattr(mx, step.dtype))
+        if step.quantize is not None:
             read_one_by_one(self._model)
         mx.eval(self._model.parameters())
 
@@ -93,10 +95,10 @@ class MlxLm:
         load_adapters(model, str(adapter))
         model.train()
         self._optimizer = optim.AdamW(
-            self._config.lr,
+            self._lora.learning_rate,
             betas=[0.9, 0.999],
             eps=1e-8,
-            weight_decay=self._config.weight_decay,
+            weight_decay=self._lora.weight_decay,
             bias_correction=True,
         )
         self._optimizer.init(model.trainable_parameters())
@@ -121,13 +123,13 @@ class MlxLm:
         """Return the tokens of the batches after the shift, and which of these are padding."""
         run = 0
         for batch in self._batches(examples):
-            tokens, _ = padded(batch, self._config.max_seq_len)
+            tokens, _ = padded(batch, self._lora.max_seq_len)
             run += tokens.shape[0] * (tokens.shape[1] - 1)
         return run, run - sum(map(run_length, examples))
 
     def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return the examples of a step in batches, sorted by length as mlx-lm sorts them."""
-        by_length, size = sorted(examples, key=len), self._config.batch_size
+        by_length, size = sorted(examples, key=len), self._batch_size
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def _make_step(self) -> Callable[..., Any]:
@@ -172,7 +174,7 @@ class MlxLm:
 
     def _batch(self, examples: Sequence[Example], beyond: int = 0) -> tuple[mx.array, mx.array]:
         """Return tokens (B, L) and what of them is supervised, as the loss takes it."""
-        tokens, mask = padded(examples, self._config.max_seq_len)
+        tokens, mask = padded(examples, self._lora.max_seq_len)
         if self.loss_function == "default":
             return mx.array(tokens), mx.array(spans(examples, beyond))
         return mx.array(tokens), mx.array(mask[:, 1:])
@@ -221,7 +223,7 @@ def masked_loss(
     return losses.astype(mx.float32).sum() / count, count
 
 
-PEERS: dict[str, Callable[[Path, TrainConfig], Side]] = {"mlx-lm": MlxLm}
+PEERS: dict[str, Callable[[Path, RunParts], Side]] = {"mlx-lm": MlxLm}
 
 
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from mlxtune.config import DataConfig, TrainConfig
+from mlxtune.config import DataConfig, RunConfig, StepConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.text import byte_size, count, duration
@@ -143,7 +143,7 @@ def plan_line(trainer: InstructTrainer) -> str:
 
 def summary_lines(
     result: InstructTrainResult,
-    config: TrainConfig,
+    run: RunConfig,
     peak_gb: float,
     predicted_gb: float | None = None,
 ) -> Iterator[str]:
@@ -163,8 +163,8 @@ def summary_lines(
     if result.stopped_early:
         yield f"stopped early after epoch {result.epoch_metrics[-1].epoch}"
     chosen = "last epoch" if result.best_epoch is None else f"best epoch, {result.best_epoch}"
-    yield f"adapter of the {chosen}: {config.output_path}"
-    yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"
+    yield f"adapter of the {chosen}: {run.output_path}"
+    yield f"checkpoints, metrics and ledger: {run.checkpoint_path}"
 
 
 def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
@@ -183,21 +183,21 @@ def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
         )
 
 
-def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
+def quantized_base_lines(step: StepConfig) -> Iterator[str]:
     """Yield how to load the base model of an adapter if it was quantised while loading."""
-    if config.quantize is None:
+    if step.quantize is None:
         return
     yield (
-        f"trained on {config.model_path} quantised to {config.quantize} while loading; mlx-lm "
+        f"trained on {step.model_path} quantised to {step.quantize} while loading; mlx-lm "
         "would apply the adapter to the model in full precision, on which it was not trained"
     )
-    same = f"--quantize {config.quantize}{' --double-quant' if config.double_quant else ''}"
-    if config.quantize in _CONVERT_OPTIONS:
-        model = shlex.quote(config.model_path)
-        options = _CONVERT_OPTIONS[config.quantize]
+    same = f"--quantize {step.quantize}{' --double-quant' if step.double_quant else ''}"
+    if step.quantize in _CONVERT_OPTIONS:
+        model = shlex.quote(step.model_path)
+        options = _CONVERT_OPTIONS[step.quantize]
         yield f"the same base for mlx-lm: mlx_lm.convert --hf-path {model} -q {options}"
     else:
-        yield f"mlx-lm has no {config.quantize}: {same} loads the same base in mlxtune"
+        yield f"mlx-lm has no {step.quantize}: {same} loads the same base in mlxtune"
 
 
 # The options of mlx_lm.convert that quantise as --quantize does.
@@ -210,12 +210,12 @@ _CONVERT_OPTIONS = {
 }
 
 
-def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
+def usage_line(result: InstructTrainResult, run: RunConfig, model_path: str) -> str:
     """Return the command that runs the adapter with mlx-lm."""
-    folder = config.output_path.parent
-    if config.output_path.name != ADAPTER:
+    folder = run.output_path.parent
+    if run.output_path.name != ADAPTER:
         if result.best_epoch is None:
             return f"mlx-lm loads the adapter once it is named {ADAPTER}"
-        folder = config.checkpoint_path / "best"
-    model, adapter = shlex.quote(config.model_path), shlex.quote(str(folder))
+        folder = run.checkpoint_path / "best"
+    model, adapter = shlex.quote(model_path), shlex.quote(str(folder))
     return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"

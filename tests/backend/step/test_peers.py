@@ -58,12 +58,12 @@ def options(folder: Path, **changes: Any) -> TrainConfig:
 @pytest.fixture
 def adapter(folder: Path, tmp_path: Path) -> Path:
     written = tmp_path / "adapter"
-    write_start(open_base(folder, "auto"), options(folder).pipeline(), written)
+    write_start(open_base(folder, "auto"), options(folder).lora(), written)
     return written
 
 
 def started(folder: Path, adapter: Path, steps: list[list[Example]]) -> MlxLm:
-    side = MlxLm(folder, options(folder))
+    side = MlxLm(folder, options(folder).split())
     side.start(adapter, steps)
     return side
 
@@ -151,7 +151,7 @@ def test_compiled_step_is_the_plain_one(
 def test_our_steps_have_the_losses_of_theirs(folder: Path, adapter: Path) -> None:
     steps = [examples(), two_spans()[1:], examples()[::-1], examples()[:2]]
     config = options(folder)
-    pipeline = InstructPipeline(load_base(folder, "float32").model, config.pipeline())
+    pipeline = InstructPipeline(load_base(folder, "float32").model, config.lora())
     pipeline.load(adapter)
     side = started(folder, adapter, steps)
     for number, chosen in enumerate(steps, 1):
@@ -162,7 +162,7 @@ def test_our_steps_have_the_losses_of_theirs(folder: Path, adapter: Path) -> Non
 def test_start_is_the_adapter_that_a_pipeline_begins_with(
     folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    pipeline = InstructPipeline(load_base(folder, "float32").model, options(folder).pipeline())
+    pipeline = InstructPipeline(load_base(folder, "float32").model, options(folder).lora())
     pipeline.save(tmp_path)
     assert (tmp_path / "adapters.safetensors").read_bytes() == (
         adapter / "adapters.safetensors"
@@ -172,6 +172,6 @@ def test_start_is_the_adapter_that_a_pipeline_begins_with(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peer_has_and_computes_in_the_dtype_that_is_asked_for(tmp_path: Path, dtype: str) -> None:
     half = write_model(tmp_path / "half", "qwen3", dtype="bfloat16")
-    model = MlxLm(half, options(half, dtype=dtype))._model
+    model = MlxLm(half, options(half, dtype=dtype).split())._model
     assert {value.dtype for _, value in tree_flatten(model.parameters())} == {getattr(mx, dtype)}
     assert model(mx.array([[1, 2]])).dtype == getattr(mx, dtype)

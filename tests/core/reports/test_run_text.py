@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxtune.config import InstructTrainingConfig, TrainConfig
+from mlxtune.config import InstructTrainingConfig, RunConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
@@ -193,7 +193,7 @@ def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_pa
 
 
 def usage(found: InstructTrainResult, **changes: Any) -> str:
-    return run_text.usage_line(found, TrainConfig(model_path="data/my model", data="d", **changes))
+    return run_text.usage_line(found, RunConfig(**changes), "data/my model")
 
 
 def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:
