@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.training.checkpoint import write_checkpoint
-from mlxtune.core.training.run_folder import archive_previous_run, find_resumable, reopen
+from mlxtune.core.training.run_folder import archive_previous_run, find_resume_point, reopen
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
@@ -107,7 +107,7 @@ def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
 def test_checkpoint_whose_metrics_end_at_another_step_is_not_resumed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     InstructTrainer(FakePipeline(), CORPUS, options(run)).train()
-    found = find_resumable(run)
+    found = find_resume_point(run)
     assert found is not None
     newest = found.checkpoint
     metrics = newest.metrics.splitlines(keepends=True)
@@ -125,7 +125,7 @@ def test_checkpoint_whose_metrics_end_at_another_step_is_not_resumed(tmp_path: P
     # The files match their manifest, but the records stop a step short of the adapter.
     write_checkpoint(newest.folder, fill, newest.metadata, metrics[: steps[-1]])
 
-    again = find_resumable(run)
+    again = find_resume_point(run)
     assert again is not None
     assert again.checkpoint.folder != newest.folder
     assert "metrics end at step" in again.skipped[newest.folder]
