@@ -4,6 +4,8 @@
 
 Prints for each which of the optimisations it gets, and how far loss and gradients are from those of
 the plain path. tests/backend/step/test_execution_architectures.py has some of them.
+
+Results: tests/long/README.md.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     python -m tests.long.check_blas
 
 A measurement, not a test: run it on a machine that does nothing else.
+
+Results: tests/long/README.md.
 """
 
 from __future__ import annotations

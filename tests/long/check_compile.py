@@ -3,6 +3,8 @@
     python -m tests.long.check_compile
 
 Too slow for a test where the CPU compiles: MLX builds C++ for each shape.
+
+Results: tests/long/README.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ to the same adapter, bytes and metrics. With --whole, it is a run as a person st
 and unequal ranks, which writes an adapter, a verdict and a page too; it has to pass
 `mlxtune verify` in the end. tests/core/training/test_resume.py does it in seconds, with a pipeline
 that computes nothing.
+
+Results: docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 Blocks of the guide that begin with ```sh install or ```sh demo are run, all in one temporary
 folder beside the demo's data. Each has to end with 0, and to have written what its `writes=` names;
 what `typed=` says is typed into it. Ends with 1 where one fails, and says which.
+
+Results: tests/long/README.md.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ with SIGKILL, at a moment drawn over the whole of it (inside steps, saves and va
 to three times, and resumed with `mlxtune train --resume`. In the end its adapter has to have the
 bytes of the first, and its metrics.jsonl the same lines but for times. What stands behind -- are
 further options of the runs.
+
+Results: docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 The loss is that of the text's tokens, in windows of 256. Products are those of a layer's width with
 256 rows, forward and for the gradient; times are processor time, the least of alternating runs,
 and given as ratios.
+
+Results: docs/quantization.md.
 """
 
 from __future__ import annotations

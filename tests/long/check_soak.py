@@ -5,6 +5,8 @@
 Compares the end with what was after 500 steps: memory and steps a second within 5%, as many open
 files. Steps are counted by the processor's time, which what else runs on the machine does not take
 away; those by the clock are printed too. Saves every 500 steps and once a minute.
+
+Results: docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 The prompt tokens must be those of `apply_chat_template` over the messages before the turn, and the
 supervised tokens decode to the turn's content and end-of-turn, in every thinking mode that the
 template knows. The tests do the same with a part of the data; this takes minutes.
+
+Results: docs/encoding.md.
 """
 
 from __future__ import annotations

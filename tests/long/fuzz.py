@@ -7,6 +7,8 @@ in it, given to the command in a process that does many of them. It has to end i
 line of error, within 10 s and 2 GB, and to leave alone whatever lies outside of the case's folder.
 Cases depend on the seed and their number alone; `--case` runs one again and shows what it says.
 tests/test_fuzz.py has some of them.
+
+Results: docs/reliability.md.
 """
 
 from __future__ import annotations
