@@ -14,6 +14,7 @@ from mlxtune.errors import OutputError
 from tests.command import files_in
 from tests.faults import KINDS, Crash, FaultyDisk
 from tests.long.fuzz_cases import Place, prepare
+from tests.slow import slow
 
 Write = Callable[[Place, Path], object]
 WRITERS: dict[str, Write] = {
@@ -40,19 +41,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-@pytest.mark.parametrize("code", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
+# Of the operations of each, which fail: fuse and export load the model three times for each.
+EVERY = {"fuse": 5, "export": 5, "import": 1}
+CASES = [(name, "crash", 6 * EVERY[name]) for name in WRITERS]
+CASES += [(name, "ENOSPC", 12 * EVERY[name]) for name in WRITERS]
+CASES += [slow(name, kind, every) for name, every in EVERY.items() for kind in KINDS]
+
+
+@pytest.mark.parametrize(("name", "kind", "every"), CASES)
 def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write, code: int
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
+    every: int,
 ) -> None:
     from mlxtune.backend.adapters import proof
 
     monkeypatch.setattr(proof, "NEW_TOKENS", 2)
     monkeypatch.setattr("mlxtune.setup.proof._PROMPTS", 1)
+    write, code = WRITERS[name], KINDS[kind]
     write(place, tmp_path / "whole")
     whole = contents(tmp_path / "whole")
-    # The others load the model three times for each.
-    every = 1 if write is WRITERS["import"] else 5
     failed = 0
     for fails_at in range(1, 1000, every):
         folder = tmp_path / str(fails_at)

@@ -23,6 +23,7 @@ from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow_except
 
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 FORMATS = ["4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"]
@@ -89,7 +90,7 @@ def how(name: str) -> dict[str, Any]:
     return {"quantize": name, "double_quant": name == "nf4"}
 
 
-@pytest.mark.parametrize("adapter", ["4", "nf4"], indirect=True)
+@pytest.mark.parametrize("adapter", slow_except(["4", "nf4"], "nf4"), indirect=True)
 def test_adapter_is_judged_on_the_base_it_was_trained_on(
     cli: Cli, home: Path, adapter: Path
 ) -> None:
@@ -148,7 +149,7 @@ def test_answers_are_those_of_what_was_trained(cli: Cli, home: Path, adapter: Pa
     assert outcome.error.startswith("--double-quant goes with --quantize nf4")
 
 
-@pytest.mark.parametrize("adapter", FORMATS, indirect=True)
+@pytest.mark.parametrize("adapter", slow_except(FORMATS, "4", "nf4"), indirect=True)
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_fused_folder_is_that_of_the_quantised_base(
     home: Path, adapter: Path, tmp_path: Path, dequantize: bool
@@ -175,7 +176,7 @@ def test_fused_folder_is_that_of_the_quantised_base(
         assert np.abs(found - trained).mean() < off / 3
 
 
-@pytest.mark.parametrize("adapter", ["4", "mxfp4", "nf4"], indirect=True)
+@pytest.mark.parametrize("adapter", slow_except(["4", "mxfp4", "nf4"], "nf4"), indirect=True)
 @pytest.mark.parametrize("format", ["mlx-lm", "peft"])
 def test_export_is_proved_on_the_quantised_base(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str

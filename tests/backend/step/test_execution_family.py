@@ -17,6 +17,7 @@ from tests.backend.step.executions import (
     pipeline,
     plain_step,
 )
+from tests.slow import slow
 
 FAMILY: dict[str, dict[str, Any]] = {
     "DoRA": {"dora": True},
@@ -34,8 +35,9 @@ FEW = ("recompute with shared prefixes", "cpu kernels with shared prefixes", "al
 
 @pytest.mark.parametrize(
     ("member", "way"),
-    [("DoRA", way) for way in WAYS]
-    + [(member, way) for member in FAMILY if member != "DoRA" for way in FEW],
+    [("DoRA", way) if way in FEW else slow("DoRA", way) for way in WAYS]
+    + [("DoRA with dropout", "all"), ("PiSSA", "all"), ("ranks", "all")]
+    + [slow(member, way) for member in FAMILY if member != "DoRA" for way in FEW],
 )
 def test_step_equals_the_plain_one(member: str, way: str) -> None:
     options = FAMILY[member]
@@ -47,7 +49,9 @@ def test_step_equals_the_plain_one(member: str, way: str) -> None:
             assert min(np.abs(v).max() for k, v in found.gradients.items() if k[-2:] == ".m") > 1e-6
 
 
-@pytest.mark.parametrize("way", ["recompute with shared prefixes", "cpu kernels", "all"])
+@pytest.mark.parametrize(
+    "way", [slow("recompute with shared prefixes"), slow("cpu kernels"), "all"]
+)
 @pytest.mark.parametrize("member", ["DoRA", "PiSSA"])
 def test_quantised_step_equals_the_plain_one(member: str, way: str) -> None:
     options = FAMILY[member]

@@ -131,6 +131,7 @@ def digest(folder: Path) -> str:
     return hashed.hexdigest()
 
 
+@pytest.mark.slow
 def test_steps_give_the_same_bytes_again_and_in_another_process() -> None:
     folder = model_folder("gemma3_text")
     here = digest(folder)

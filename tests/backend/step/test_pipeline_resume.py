@@ -20,6 +20,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from tests.models import VOCAB_SIZE, write_model
+from tests.slow import slow, slow_except
 
 STEPS, STOP = 6, 3
 WAYS = {
@@ -65,7 +66,10 @@ def state(made: InstructPipeline) -> dict[str, bytes]:
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3_text", "quantised"])
+FOLDERS = slow_except(["qwen3", "gemma3_text", "quantised"], "qwen3")
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind = request.param
     bits = 4 if kind == "quantised" else None
@@ -74,7 +78,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("targets", [("all",), ("q_proj", "v_proj")], ids=["all", "q_and_v"])
+@pytest.mark.parametrize("targets", [("all",), slow(("q_proj", "v_proj"))], ids=str)
 def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     folder: Path, tmp_path: Path, way: str, targets: tuple[str, ...]
 ) -> None:

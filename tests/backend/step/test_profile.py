@@ -16,6 +16,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.profile import PipelineMeter
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
+from tests.slow import slow, slow_except
 
 
 def profiled_step(pipeline: InstructPipeline, step: int) -> tuple[StepProfile, list[LayerProfile]]:
@@ -32,7 +33,7 @@ def bits(pipeline: InstructPipeline) -> dict[str, bytes]:
     return {k: np.array(v).tobytes() for k, v in tree_flatten(pipeline.model.parameters())}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except(WAYS, "split head", "all"))
 def test_profiled_run_gives_the_same_bits(way: str) -> None:
     options: dict[str, Any] = {"tokens": 60, "dropout": 0.1}
     plain, profiled = (fresh(model_folder("qwen3"), WAYS[way], **options) for _ in range(2))
@@ -44,7 +45,7 @@ def test_profiled_run_gives_the_same_bits(way: str) -> None:
     assert plain.tokens_run == profiled.tokens_run
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("model_type", [slow("llama"), slow("gemma2"), "gemma3_text"])
 @pytest.mark.parametrize("way", ["recompute with shared prefixes", "all"])
 def test_layers_are_measured_in_every_architecture(model_type: str, way: str) -> None:
     pipeline = fresh(model_folder(model_type), WAYS[way], 60, targets=("v_proj",), num_layers=1)

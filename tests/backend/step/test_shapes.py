@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mlxtune.core.steps.memory_plan import least, remedies
 from mlxtune.core.steps.memory_prediction import Load, Way, load_of, predict
 from mlxtune.errors import ModelError
 from tests.models import MODEL_TYPES, write_model
+from tests.slow import slow, slow_except
 
 # Large enough that what is counted outweighs what is not.
 SHAPE = {
@@ -35,9 +37,12 @@ SHAPE = {
 }
 
 
+TRAINED = [(("all",), None), slow(("all",), 4), slow(("q_proj", "v_proj"), None)]
+TRAINED += [(("q_proj", "v_proj"), 4)]
+
+
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("all",)])
-@pytest.mark.parametrize("quantize", [None, 4])
+@pytest.mark.parametrize(("targets", "quantize"), TRAINED)
 def test_shapes_are_those_of_the_model_once_loaded(
     tmp_path: Path, architecture: str, targets: tuple[str, ...], quantize: int | None
 ) -> None:
@@ -127,21 +132,25 @@ def check_peak(
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(
+    ("kernels", "recompute"), [(True, False), *map(slow, (True, False, False), (True, True, False))]
+)
 @pytest.mark.parametrize(
     ("step", "changes"),
     [
-        (examples(4, 128), {}),
-        (examples(1, 1024), {}),
-        (examples(4, 64, prefix=200), {}),
-        (examples(4, 128), {"tie_word_embeddings": False}),
-        (examples(4, 128), {"targets": ("all",)}),
-        (examples(4, 128), {"targets": ("all",), "num_layers": 2}),
-        (examples(4, 128), {"targets": ("all",), "dora": True}),
-        (examples(4, 128), {"targets": ("all",), "init": "pissa", "target_rank": ("up_proj=64",)}),
+        pytest.param(examples(4, 128), {}, id="short"),
+        slow(examples(1, 1024), {}, id="long"),
+        pytest.param(examples(4, 64, prefix=200), {}, id="prefix"),
+        slow(examples(4, 128), {"tie_word_embeddings": False}, id="untied"),
+        slow(examples(4, 128), {"targets": ("all",)}, id="all"),
+        slow(examples(4, 128), {"targets": ("all",), "num_layers": 2}, id="last layers"),
+        pytest.param(examples(4, 128), {"targets": ("all",), "dora": True}, id="DoRA"),
+        slow(
+            examples(4, 128),
+            {"targets": ("all",), "init": "pissa", "target_rank": ("up_proj=64",)},
+            id="PiSSA",
+        ),
     ],
-    ids=["short", "long", "prefix", "untied", "all", "last layers", "DoRA", "PiSSA"],
 )
 def test_predicted_peak_is_near_the_measured(
     tmp_path: Path, kernels: bool, recompute: bool, step: list[Example], changes: dict[str, Any]
@@ -154,7 +163,7 @@ def test_predicted_peak_is_near_the_measured(
     check_peak(base, config, how, step)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", slow_except(["qwen3", "llama", "gemma3_text"], "qwen3"))
 def test_bytes_of_quantised_weights_are_known_before_they_are_read(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -179,8 +188,13 @@ def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
     assert float(advice.split()[3]) == pytest.approx(needed / 1e9, abs=0.006)
 
 
-@pytest.mark.parametrize("quantize", ["4", "nvfp4", "nf4"])
-@pytest.mark.parametrize("kernels", [True, False])
+MEASURED = ("4", "nvfp4", "nf4")
+
+
+@pytest.mark.parametrize(
+    ("quantize", "kernels"),
+    [each if each == ("4", False) else slow(*each) for each in product(MEASURED, (True, False))],
+)
 def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
     tmp_path: Path, kernels: bool, quantize: str
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.encode import OffsetEncoding
 from tests.core.data.encoding import converse, encode, supervised_runs
+from tests.slow import slow
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,15 @@ def vectors(shared: Path) -> list[tuple[str, list[int]]]:
     return [(text, [int(i) for i in line.split()]) for text, line in zip(texts, lines, strict=True)]
 
 
-def chat_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().rstrip(b"\n").split(b"\n")]
+def chat_rows(path: Path, every: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().rstrip(b"\n").split(b"\n")[::every]]
+
+
+# Of the rows of each file, all or one in so many; how many that makes, and how many of them use
+# tools.
+ROWS = pytest.mark.parametrize(
+    ("every", "count", "uses_tools"), [(20, 524, 8), slow(1, 10_463, 191)]
+)
 
 
 def as_conversation(row: int, content: dict[str, Any]) -> Conversation:
@@ -124,12 +132,13 @@ def test_qwen3_ids_equal_the_golden_ids(shared: Path, qwen3: RealTokenizer) -> N
     assert compared == 10
 
 
+@ROWS
 def test_qwen3_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
-    shared: Path, qwen3: RealTokenizer
+    shared: Path, qwen3: RealTokenizer, every: int, count: int, uses_tools: int
 ) -> None:
     compared = 0
     for path in sorted((shared / "chat").glob("*.jsonl")):
-        rows = chat_rows(path)
+        rows = chat_rows(path, every)
         examples, ledger, _ = encode(
             qwen3, *(as_conversation(i, row) for i, row in enumerate(rows, start=1))
         )
@@ -144,11 +153,12 @@ def test_qwen3_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
             compared += 1
         assert ledger.adds_up()
         assert ledger.tokens_supervised == sum(len(run) for of_row in runs for run in of_row)
-    assert compared == 10_463
+    assert compared == count
 
 
+@ROWS
 def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
-    shared: Path, stories: RealTokenizer
+    shared: Path, stories: RealTokenizer, every: int, count: int, uses_tools: int
 ) -> None:
     # The pieces themselves: its decoder would strip a space.
     pieces = [stories.backend.id_to_token(i) for i in range(stories.backend.get_vocab_size())]
@@ -160,7 +170,7 @@ def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
     ]
     compared = kept = 0
     for path in sorted((shared / "chat").glob("*.jsonl")):
-        rows = chat_rows(path)
+        rows = chat_rows(path, every)
         examples, ledger, skipped = encode(
             stories,
             *(as_conversation(i, row) for i, row in enumerate(rows, start=1)),
@@ -180,8 +190,8 @@ def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
             assert example.tokens.tolist().count(1) == 1
             assert example.tokens[0] == 1
             compared += 1
-        uses_tools = sum("tools" in row for row in rows)
+        with_tools = sum("tools" in row for row in rows)
         assert dict(skipped.counts) == (
-            {"the gemma template does not support tools": uses_tools} if uses_tools else {}
+            {"the gemma template does not support tools": with_tools} if with_tools else {}
         )
-    assert compared == kept == 10_463 - 191
+    assert compared == kept == count - uses_tools

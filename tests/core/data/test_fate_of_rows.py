@@ -32,6 +32,7 @@ from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts
 from tests.core.data.renderers import REFUSED, RENDERERS, Messages
+from tests.slow import slow_except
 
 
 def encode_lines(
@@ -185,7 +186,7 @@ OPTIONS: dict[str, Any] = {
 LAW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("name", slow_except(sorted(TEMPLATES), "qwen3"))
 @LAW
 @given(bos=st.sampled_from([None, "<bos>"]), **OPTIONS)
 def test_rows_in_a_built_in_template(
@@ -254,7 +255,7 @@ MODEL_OPTIONS = OPTIONS | {
 }
 
 
-@pytest.mark.parametrize("name", sorted(RENDERERS))
+@pytest.mark.parametrize("name", slow_except(sorted(RENDERERS), sorted(RENDERERS)[0]))
 @settings(LAW, max_examples=40)
 @given(**MODEL_OPTIONS)
 def test_rows_in_a_models_template(name: str, **options: Any) -> None:
@@ -294,7 +295,7 @@ JINJA = [
 ]
 
 
-@pytest.mark.parametrize("name", JINJA)
+@pytest.mark.parametrize("name", slow_except(JINJA, "qwen3", "gemma3"))
 def test_rows_in_a_real_template(shared: Path, name: str) -> None:
     found = jinja(shared / "templates" / f"{name}.jinja")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mlxtune.core.steps.groups import StepCost, padding_share, plan_step
 from mlxtune.core.steps.order import shuffled_steps, steps_by_length
 from mlxtune.core.steps.pack import pack, plan_packs
 from mlxtune.setup.dataset import Reader, load_dataset
+from tests.slow import slow_except
 
 BATCH_SIZE, LONGEST, MAX_TOKENS, STEPS = 4, 512, 512, 300
 NAMES = [
@@ -33,6 +35,7 @@ def padding(corpus: Corpus, steps: list[list[int]]) -> float:
     return padded / total
 
 
+@functools.cache
 def corpus_of(shared: Path, name: str) -> Corpus:
     """Return a file of real chat data in tokens of Qwen3."""
     folder = shared / "tokenizers" / "qwen3"
@@ -42,7 +45,7 @@ def corpus_of(shared: Path, name: str) -> Corpus:
     return load_dataset(config, Reader(config, folder)).corpus
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, "lf_identity"))
 def test_little_of_what_runs_is_padding(shared: Path, name: str) -> None:
     corpus = corpus_of(shared, name)
     lengths = [sum(map(len, corpus.row(row))) for row in range(corpus.num_rows)]
@@ -57,7 +60,7 @@ def test_little_of_what_runs_is_padding(shared: Path, name: str) -> None:
     assert shuffled < (0.05 if long else 0.15)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, "lf_identity"))
 def test_nothing_in_a_line_is_padding(shared: Path, name: str) -> None:
     corpus = corpus_of(shared, name)
     for step in shuffled_steps(corpus.num_rows, BATCH_SIZE, 42, 1)[:STEPS]:

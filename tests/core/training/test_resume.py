@@ -27,6 +27,7 @@ from tests.core.training.fake_pipeline import (
     without_times,
 )
 from tests.faults import KINDS, Crash, FaultyDisk
+from tests.slow import slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,16 +109,20 @@ def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
     assert stop_at > 12
 
 
-# Which operations fail, every one where it matters how: others end in the same lines of code.
-EVERY = {"crash": 1, "ENOSPC": 2, "EIO": 5, "EACCES": 5}
+# Which operations fail: by default some, else every one where it matters how; other failures end
+# in the same lines of code.
+EVERY = [("crash", 7), ("ENOSPC", 17), ("EIO", 37), ("EACCES", 37)]
+EVERY += [slow("crash", 1), slow("ENOSPC", 2), slow("EIO", 5), slow("EACCES", 5)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_run_whose_disk_fails_at_any_operation_loses_nothing(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "every"), EVERY)
+def test_run_whose_disk_fails_at_any_operation_loses_nothing(
+    tmp_path: Path, kind: str, every: int
+) -> None:
     shorter = {"epochs": 3, "save_steps": 4}
     expected = what_counts(*run(tmp_path / "whole", **shorter), tmp_path / "whole")
     ended = []
-    for fails_at in range(1, 2000, EVERY[kind]):
+    for fails_at in range(1, 2000, every):
         folder = tmp_path / str(fails_at)
         with pytest.MonkeyPatch.context() as monkeypatch:
             disk = FaultyDisk(monkeypatch, fails_at, KINDS[kind])
@@ -132,7 +137,7 @@ def test_run_whose_disk_fails_at_any_operation_loses_nothing(tmp_path: Path, kin
             break
     assert fails_at > 120
     # A disk that refuses once ends a run only where there is nothing to lose yet.
-    assert len(ended) == fails_at - 1 if kind == "crash" else max(ended, default=0) < 12
+    assert len(ended) == fails_at // every if kind == "crash" else max(ended, default=0) < 12
 
 
 def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_from_others(
