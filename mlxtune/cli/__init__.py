@@ -1,4 +1,4 @@
-"""The command: builds a config, calls a recipe, prints, and is the only place that exits."""
+"""The `mlxtune` command: builds a config, calls a recipe, prints, and alone decides to exit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COMMANDS = (
 
 
 class _InOrder(click.Group):
-    """A group whose help lists its commands in the order in which one uses them."""
+    """A group whose help lists its commands in their usual order of use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -68,7 +68,7 @@ class _InOrder(click.Group):
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda context, _, asked: _say_versions(context) if asked else None,
+    callback=lambda context, _, asked: _print_versions(context) if asked else None,
     help="Show the version and exit.",
 )
 def command() -> None:
@@ -76,7 +76,7 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit; what a person can mend ends in one line on stderr."""
+    """Run the command and exit; errors that a person can fix end in one line on stderr."""
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if asked := os.environ.get(VARIABLE):
@@ -99,18 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         saved = "nothing to save"
         if interrupt.checkpoint:
             run = shlex.quote(str(interrupt.checkpoint.parent))
-            saved = f"saved to {interrupt.checkpoint}; go on with mlxtune train --resume {run}"
+            saved = f"saved to {interrupt.checkpoint}; resume with mlxtune train --resume {run}"
         _exit(f"mlxtune: {interrupt}; {saved}", 128 + interrupt.signal)
     except KeyboardInterrupt:
         _exit("mlxtune: interrupted", 130)
     except BrokenPipeError:
-        # What reads the output has seen enough; Python would say so again when it flushes.
+        # The reader has closed the pipe; Python would report that again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     sys.exit(DONE)
 
 
-def _say_versions(context: click.Context) -> NoReturn:
+def _print_versions(context: click.Context) -> NoReturn:
     from importlib import metadata
 
     versions = []
@@ -128,7 +128,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _exit(message: str, code: int) -> NoReturn:
-    # A name from a file may hold what a terminal would act on; the terminal itself may be gone.
+    # Names from files may hold terminal control characters; the terminal itself may be gone.
     with suppress(OSError):
         click.echo(printable(message), err=True)
     sys.exit(code)

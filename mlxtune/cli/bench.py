@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
-
-from mlxtune.cli.options import ConfigCommand, merged
+from mlxtune.cli.options import config_command
 from mlxtune.config import BenchConfig
 
 
-class _BenchCommand(ConfigCommand):
-    config = BenchConfig
-
-
-@click.command(
-    cls=_BenchCommand,
-    epilog="Example: mlxtune bench --model-path data/demo-qwen3 --data data/bookings.jsonl "
+@config_command(
+    BenchConfig,
+    example="mlxtune bench --model-path data/demo-qwen3 --data data/bookings.jsonl "
     "--against mlx-lm",
 )
-def bench(config: str | None, debug: bool, **options: Any) -> None:
-    """Time training steps and measure their memory, beside another trainer on the same work."""
-    checked = merged(BenchConfig, config, options)
+def bench(config: BenchConfig) -> None:
+    """Time training steps and measure their memory on your data.
 
+    --against times another trainer on the same steps, in processes of their own.
+    """
     from mlxtune.recipes.bench import show
 
-    show(checked)
+    show(config)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
-
-from mlxtune.cli.options import ConfigCommand, merged
+from mlxtune.cli.options import config_command
 from mlxtune.config import ChatConfig
 
 
-class _ChatCommand(ConfigCommand):
-    config = ChatConfig
+@config_command(ChatConfig, example="mlxtune chat --model-path data/demo-qwen3 --adapter .")
+def chat(config: ChatConfig) -> None:
+    """Chat with a model in the terminal.
 
-
-@click.command(
-    cls=_ChatCommand,
-    epilog="Example: mlxtune chat --model-path data/demo-qwen3 --adapter .",
-)
-def chat(config: str | None, debug: bool, **options: Any) -> None:
-    """Talk with a model; /base and /adapter switch, /save keeps the conversation for train."""
-    checked = merged(ChatConfig, config, options)
-
+    /base and /adapter switch between models; /save keeps the conversation as training data.
+    """
     from mlxtune.recipes.chat import chat as run
 
-    run(checked)
+    run(config)

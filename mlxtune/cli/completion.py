@@ -1,7 +1,7 @@
 """`mlxtune completion`, and the answers to a shell that completes a command line.
 
-Both are click's own; what it cannot know is which of our options, which take text, mean a file, a
-folder or one of a few words. Their metavar says so.
+Both are click's own, but click cannot know which of our text options name a file, a folder or one
+of a few words. Their metavar tells.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import re
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
-# In it, the script of a shell says what it wants; the name is click's convention.
+# Set by the shell's script to what it asks for; the name is click's convention.
 VARIABLE = "_MLXTUNE_COMPLETE"
 _FOLDERS, _FILES = ("DIR", "RUN"), ("PATH", "FILE")
 
-
-_HELP = """Print what makes a shell complete commands, options and their values.
+_HELP = """Print the script that lets a shell complete commands.
 
 \b
 bash: put   eval "$(mlxtune completion bash)"   into ~/.bashrc (bash 4.4 or later)
@@ -33,7 +32,7 @@ def completion(shell: str) -> None:
 
 
 def complete(command: click.Command, asked: str) -> int:
-    """Answer a shell, such as `bash_complete`, or print its script; return the exit code."""
+    """Answer a request such as `bash_complete` or `bash_source`; return the exit code."""
     for each in getattr(command, "commands", {}).values():
         for parameter in each.params:
             if parameter.type is click.STRING and parameter.metavar:
@@ -42,17 +41,17 @@ def complete(command: click.Command, asked: str) -> int:
 
 
 class _Words(click.types.StringParamType):
-    """Text whose values are what a metavar says: `a|b`, or PATH, FILE, DIR, RUN."""
+    """Text whose values follow from its metavar: `a|b`, or PATH, FILE, DIR, RUN."""
 
     def __init__(self, metavar: str) -> None:
-        # Of `RUN [RUN]...` and `[DIR]` the name.
+        # The name in `RUN [RUN]...` and `[DIR]`.
         named = re.match(r"\[?([A-Z]+)\b", metavar)
         self._metavar = named[1] if named else metavar
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the words that begin so, or have the shell look for files or folders."""
+        """Return the words with that prefix, or have the shell look for files or folders."""
         if self._metavar in _FOLDERS or param.name == "model_path":
             return [CompletionItem(incomplete, type="dir")]
         if self._metavar in _FILES:

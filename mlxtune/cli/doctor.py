@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import click
 
+from mlxtune.cli.options import debug_option, json_option
+
 
 @click.command(epilog="Example: mlxtune doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def doctor(as_json: bool, debug: bool) -> None:
-    """Say whether training works on this machine, what is slow, and how to mend it; 1 if not."""
+@json_option
+@debug_option
+def doctor(as_json: bool) -> None:
+    """Check whether training works on this machine, and how fast.
+
+    Each problem comes with its remedy. The exit code is 1 if training is impossible.
+    """
     from mlxtune.recipes.doctor import show
 
     if not show(as_json=as_json):

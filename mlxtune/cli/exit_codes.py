@@ -1,4 +1,4 @@
-"""What the exit codes of the command mean, for main() and for the reference."""
+"""The exit codes of the command and their meanings, for main() and for the reference."""
 
 DONE, FAILED, MISUSED = 0, 1, 2
 EXIT_CODES = {
@@ -6,7 +6,7 @@ EXIT_CODES = {
     FAILED: "a file, a model or a run failed; verify: a check failed; doctor: training is "
     "impossible here",
     MISUSED: "options are wrong",
-    129: "stopped by a terminal that was closed; what was trained is saved",
-    130: "stopped by Ctrl-C; what was trained is saved",
-    143: "stopped by SIGTERM; what was trained is saved",
+    129: "the terminal was closed; what was trained is saved",
+    130: "Ctrl-C; what was trained is saved",
+    143: "SIGTERM; what was trained is saved",
 }

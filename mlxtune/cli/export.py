@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
-
-from mlxtune.cli.options import ConfigCommand, merged
+from mlxtune.cli.options import config_command
 from mlxtune.config import ExportConfig
 
 
-class _ExportCommand(ConfigCommand):
-    config = ExportConfig
-
-
-@click.command(
-    cls=_ExportCommand,
-    epilog="Example: mlxtune export --format gguf --adapter out --output for-ollama",
+@config_command(
+    ExportConfig, example="mlxtune export --format gguf --adapter out --output for-ollama"
 )
-def export(config: str | None, debug: bool, **options: Any) -> None:
-    """Write an adapter as mlx-lm, PEFT or llama.cpp load it, proved equal to what was trained."""
-    checked = merged(ExportConfig, config, options)
+def export(config: ExportConfig) -> None:
+    """Convert an adapter for mlx-lm, PEFT, llama.cpp or Ollama.
 
+    The result is loaded again and must give the same logits as the trained model.
+    """
     from mlxtune.recipes.export import show
 
-    show(checked)
+    show(config)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
-
-from mlxtune.cli.options import ConfigCommand, merged
+from mlxtune.cli.options import config_command
 from mlxtune.config import FuseConfig
 
 
-class _FuseCommand(ConfigCommand):
-    config = FuseConfig
+@config_command(FuseConfig, example="mlxtune fuse --adapter out --output fused-model")
+def fuse(config: FuseConfig) -> None:
+    """Merge an adapter into its base model.
 
-
-@click.command(
-    cls=_FuseCommand,
-    epilog="Example: mlxtune fuse --adapter out --output fused-model",
-)
-def fuse(config: str | None, debug: bool, **options: Any) -> None:
-    """Put an adapter into its base model's weights: a model folder of its own, proved equal."""
-    checked = merged(FuseConfig, config, options)
-
+    Writes a model folder that needs no adapter, and checks that it gives the same logits.
+    """
     from mlxtune.recipes.fuse import show
 
-    show(checked)
+    show(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,20 +56,29 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
+# main() reads --debug from the arguments.
+_DEBUG: dict[str, Any] = {
+    "is_flag": True,
+    "expose_value": False,
+    "help": "Show the traceback of an error.",
+}
+debug_option = click.option("--debug", **_DEBUG)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
 class ConfigCommand(click.Command):
     """A command with an option for each field of a config, and help in sections."""
 
-    config: type
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, config: type, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.config = config
         shared: list[click.Parameter] = [
             click.Option(
                 ["--config"], metavar="PATH", help="YAML or TOML file of options; flags win."
             ),
-            click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+            click.Option(["--debug"], **_DEBUG),
         ]
-        self.params = [*config_options(self.config), *self.params, *shared]
+        self.params = [*config_options(config), *self.params, *shared]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section; those of the command itself close the last."""
@@ -89,6 +99,30 @@ class ConfigCommand(click.Command):
             if rows := [row for name in members if (row := records[name])]:
                 with formatter.section(section):
                     formatter.write_dl(rows)
+
+
+def config_command(
+    kind: type[Config],
+    *,
+    example: str,
+    name: str | None = None,
+    cls: type[ConfigCommand] = ConfigCommand,
+) -> Callable[[Callable[[Config], None]], click.Command]:
+    """Make a command of a function of a config, which flags and a file fill."""
+
+    def decorate(run: Callable[[Config], None]) -> click.Command:
+        def callback(config: str | None, **flags: Any) -> None:
+            run(merged(kind, config, flags))
+
+        return cls(
+            name or run.__name__,
+            config=kind,
+            callback=callback,
+            help=run.__doc__,
+            epilog=f"Example: {example}",
+        )
+
+    return decorate
 
 
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from mlxtune.cli.options import debug_option, json_option
+
 
 @click.command(epilog="Example: mlxtune runs; mlxtune runs ~/adapters --sort val")
 @click.argument("folders", metavar="[DIR]...", nargs=-1)
@@ -12,12 +14,15 @@ import click
     type=click.Choice(["when", "name", "val", "train", "speed", "steps"]),
     default="when",
     show_default=True,
-    help="What stands first: the newest, the lowest loss, the fastest, the longest.",
+    help="Which runs come first: the newest, by name, the lowest loss, the fastest, the longest.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def runs(folders: tuple[str, ...], sort: str, as_json: bool, debug: bool) -> None:
-    """List the runs below a folder, by default this one, with their results."""
+@json_option
+@debug_option
+def runs(folders: tuple[str, ...], sort: str, as_json: bool) -> None:
+    """List the runs below a folder with their results.
+
+    Without a folder, those below the current one.
+    """
     from mlxtune.recipes.runs import show
 
     show(folders, sort=sort, as_json=as_json)

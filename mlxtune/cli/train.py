@@ -10,12 +10,9 @@ from mlxtune.cli.options import ConfigCommand, given, merged
 from mlxtune.config import TrainConfig
 
 
-class _TrainCommand(ConfigCommand):
-    config = TrainConfig
-
-
 @click.command(
-    cls=_TrainCommand,
+    cls=ConfigCommand,
+    config=TrainConfig,
     epilog="Example: mlxtune train --model-path data/demo-qwen3 --data data/bookings.jsonl",
 )
 @click.option(
@@ -23,12 +20,10 @@ class _TrainCommand(ConfigCommand):
     is_flag=False,
     flag_value="",
     metavar="[DIR]",
-    help="Go on with the run in a folder, by its own options; default: where checkpoints would be.",
+    help="Resume the run in a folder, with its own options; default: where checkpoints would be.",
 )
-@click.option("--dry-run", is_flag=True, help="Do everything up to the first step; print the plan.")
-def train(
-    config: str | None, debug: bool, dry_run: bool, resume: str | None, **options: Any
-) -> None:
+@click.option("--dry-run", is_flag=True, help="Stop before the first step, and print the plan.")
+def train(config: str | None, dry_run: bool, resume: str | None, **options: Any) -> None:
     """Train a LoRA adapter on chat data."""
     if resume is None:
         checked, found = merged(TrainConfig, config, options), None

@@ -97,6 +97,16 @@ def test_no_help_loads_anything_slow() -> None:
     assert process.stdout.count("Example: ") == len(COMMANDS)
 
 
+def test_help_of_the_group_shows_each_command_in_one_whole_line_of_80_columns(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = [line for line in cli("--help").out.partition("Commands:")[2].split("\n") if line]
+    assert len(listed) == len(COMMANDS)
+    assert max(map(len, listed)) <= 80
+    assert not [line for line in listed if line.endswith("...")]
+
+
 def test_help_of_the_group_lists_every_command_with_what_it_does(cli: Cli) -> None:
     listed = cli("--help").out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [

@@ -56,7 +56,7 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
     assert len(set(lines)) == len(lines)  # the handler prints while a line may be under way
     said = re.fullmatch(
         r"mlxtune: interrupted after step (\d+); saved to (.+); "
-        r"go on with mlxtune train --resume (.+)",
+        r"resume with mlxtune train --resume (.+)",
         lines[-1],
     )
     assert said, outcome.err
@@ -89,7 +89,7 @@ def test_interrupt_in_a_step_lets_the_step_end(
     assert warning.startswith("warning: stopping after this step")
     assert last == (
         f"mlxtune: interrupted after step 2; saved to {folder}; "
-        f"go on with mlxtune train --resume {folder.parent}"
+        f"resume with mlxtune train --resume {folder.parent}"
     )
     assert (folder / "adapters.safetensors").is_file()
 
