@@ -1,4 +1,4 @@
-"""The vocabularies and chat formats of the demo models: Qwen 3's way and Gemma 3's way."""
+"""The vocabularies and chat formats of the demo models: Qwen 3's and Gemma 3's."""
 
 import io
 import itertools
@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 VOCAB_SIZE = 1024
 
 Encode = Callable[[str], list[int]]
-Segments = list[tuple[str, bool]]  # text, and whether the assistant says it
+Segments = list[tuple[str, bool]]  # text, and whether it is the assistant's
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"

@@ -2,8 +2,8 @@
 
     python data/make_chat.py            # data/bookings.jsonl and data/bookings_test.jsonl
 
-Everything is made up here from word lists, so one seed gives one pair of files. The last names
-of the test rows occur in no training row, nor in what the demo models were made from.
+Everything is made up from the word lists here, so a seed always gives the same files. The last
+names in the test rows occur neither in training rows nor in the data that the demo models learned.
 """
 
 import argparse
@@ -99,7 +99,7 @@ class Booking:
         return json.dumps(vars(self), ensure_ascii=False)
 
 
-# A fifth of the last names is kept for the test rows.
+# A fifth of the last names is reserved for the test rows.
 TEST_NAMES = sorted(random.Random(0).sample(LAST_NAMES, len(LAST_NAMES) // 5))
 TRAINING_NAMES = sorted(set(LAST_NAMES) - set(TEST_NAMES))
 
@@ -118,7 +118,7 @@ def random_booking(rng: random.Random, name: str) -> Booking:
 
 
 def say_time(rng: random.Random, time: str) -> str:
-    """One way a person writes "19:30"; all times are noon or later."""
+    """Write "19:30" as people do, one way at random; all times are noon or later."""
     hour, minute = (int(part) for part in time.split(":"))
     on_clock = (hour - 1) % 12 + 1
     spoken = {
@@ -134,7 +134,7 @@ def say_number(rng: random.Random, number: int) -> str:
 
 
 def say_party(rng: random.Random, people: int) -> dict[str, str]:
-    """The number of guests as three pieces of text that templates can use."""
+    """Write the number of guests as three phrases for the message templates."""
     if people == 1:
         return {"table": "a table just for me", "party": "It is just me.", "party_short": "just me"}
     count = say_number(rng, people)

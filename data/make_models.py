@@ -1,9 +1,9 @@
-"""Train the two demo models from nothing, on the CPU, in about ten minutes each.
+"""Train the two demo models from scratch, on the CPU, in about ten minutes each.
 
     python data/make_models.py             # data/demo-qwen3 and data/demo-gemma3
 
 The folders have the layout that mlx-lm loads. Qwen 3's shape comes with a byte-level BPE
-vocabulary as tokenizer.json; Gemma 3's with nothing but a SentencePiece tokenizer.model.
+vocabulary as tokenizer.json; Gemma 3's with only a SentencePiece tokenizer.model.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gemma3_text, qwen3
 from pretraining import conversations, repetitions
 
-# Copying is what these models learn slowest and need most, so it gets some steps to itself.
+# These models learn copying slowest and need it most, so it gets its own steps first.
 REPETITION_STEPS = 120
 MAX_LENGTH = 160
 BATCH_SIZE = 16
@@ -95,12 +95,12 @@ DEMOS = (
     Demo("demo-qwen3", qwen3, QWEN_CONFIG, 0.1, make_qwen_tokenizer, chatml_segments),
     Demo("demo-gemma3", gemma3_text, GEMMA_CONFIG, 0.02, make_gemma_tokenizer, gemma_segments),
 )
-Row = tuple[list[int], list[bool]]  # tokens, and which of them the assistant says
+EncodedRow = tuple[list[int], list[bool]]  # tokens, and which of them are the assistant's
 
 
-def encode_rows(encode: Encode, rows: Iterable[Segments]) -> list[Row]:
-    """Tokens and mask of each row; rows that are too long are left out."""
-    encoded: list[Row] = []
+def encode_rows(encode: Encode, rows: Iterable[Segments]) -> list[EncodedRow]:
+    """Return tokens and mask of each row that is not too long."""
+    encoded: list[EncodedRow] = []
     for segments in rows:
         tokens: list[int] = []
         mask: list[bool] = []
@@ -113,8 +113,8 @@ def encode_rows(encode: Encode, rows: Iterable[Segments]) -> list[Row]:
     return encoded
 
 
-def batches(rows: list[Row], seed: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """tokens_BxL and mask_BxL of rows of like length, padded on the right to multiples of 8."""
+def batches(rows: list[EncodedRow], seed: int) -> Iterator[tuple[mx.array, mx.array]]:
+    """Yield tokens_BxL and mask_BxL of rows of similar length, right-padded to multiples of 8."""
     rows = sorted(rows, key=lambda row: len(row[0]))
     full = len(rows) - len(rows) % BATCH_SIZE
     groups = [rows[i : i + BATCH_SIZE] for i in range(0, full, BATCH_SIZE)]
@@ -137,10 +137,10 @@ def loss_fn(model: nn.Module, tokens_BxL: mx.array, mask_BxL: mx.array) -> mx.ar
 
 
 def new_model(demo: Demo, seed: int) -> nn.Module:
-    """A model of small normal weights whose norms multiply by one."""
+    """Return a model with small random weights and norms that multiply by one."""
     mx.random.seed(seed)
     model = demo.architecture.Model(demo.architecture.ModelArgs.from_dict(demo.config))
-    model.sanitize({})  # how mlx-lm's Gemma 3 learns that its head is its embedding
+    model.sanitize({})  # tells mlx-lm's Gemma 3 that its head is its embedding
     norm = 0.0 if demo.config["model_type"] == "gemma3_text" else 1.0  # Gemma's adds one itself
 
     def draw(name: str, value: mx.array) -> mx.array:
@@ -157,7 +157,7 @@ def new_model(demo: Demo, seed: int) -> nn.Module:
 
 
 def new_optimizer(steps: int) -> optim.Optimizer:
-    """Muon for the layers, which needs a third of AdamW's steps here, and AdamW for the rest."""
+    """Return Muon for the layers, which takes a third of AdamW's steps, and AdamW for the rest."""
 
     def schedule(peak: float) -> Callable[[mx.array], mx.array]:
         warmup = optim.linear_schedule(0.0, peak, WARMUP_STEPS)

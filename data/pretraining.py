@@ -1,9 +1,8 @@
-"""Made-up conversations that teach the demo models their trade before anyone fine-tunes them.
+"""Made-up conversations to pretrain the demo models on.
 
 The models learn to confirm a booking in a sentence, to answer questions about it, to change it,
-to read clock times and numbers, and to write JSON about people when asked to. They never see a
-booking as JSON: that is left to the fine-tuning data. Nor do they see the last names that its test
-rows use.
+to read clock times and numbers, and to write JSON about people when asked. They never see a
+booking as JSON, which is left to fine-tuning, nor the last names of the fine-tuning test rows.
 """
 
 import json
@@ -30,8 +29,8 @@ from make_chat import (
 
 CITIES = words("Rome Oslo Lima Cairo Paris Delhi Osaka Quito Dublin Boston Berlin Lagos")
 JOBS = words("baker nurse pilot teacher farmer painter doctor driver lawyer singer")
-# With no space before them these are other tokens than in a sentence, and have to be met once: an
-# adapter cannot teach a model to say a token whose embedding was never trained.
+# Without a space before them these words are other tokens than in a sentence, and must be seen in
+# pretraining: an adapter cannot teach a token whose embedding was never trained.
 THINGS = words("people day time note name guest table city age job pet soup bread cake wine water")
 PETS = words("dog cat horse parrot rabbit hamster turtle goldfish")
 SYSTEM_PROMPTS = (
@@ -62,7 +61,7 @@ CODAS = ["", "", "", *words("l n r s m k t nd rt ck sen tz ng")]
 
 
 def invented_word(rng: random.Random) -> str:
-    """A name that no list holds, so that names have to be copied and not remembered."""
+    """Return a name that is in no list, so that names must be copied, not memorised."""
     syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 3)))
     return ("".join(syllables) + rng.choice(CODAS)).capitalize()
 
@@ -125,7 +124,7 @@ def questioned(rng: random.Random) -> Messages:
 
 
 def profile(rng: random.Random) -> Messages:
-    """Facts about a person, and JSON because the message says JSON."""
+    """Return facts about a person, answered in JSON because the message asks for it."""
     facts = {
         "name": any_name(rng),
         "age": rng.randint(1, 99),
@@ -140,9 +139,9 @@ def profile(rng: random.Random) -> Messages:
         "job": f"works as a {facts['job']}" if facts["job"] else "has no job",
         "pet": f"has a {facts['pet']}" if facts["pet"] else "has no pet",
     }
-    said = [phrases[key] for key in chosen if key != "name"]
-    rng.shuffle(said)
-    text = f"{facts['name']} {' and '.join(said)}."
+    facts_told = [phrases[key] for key in chosen if key != "name"]
+    rng.shuffle(facts_told)
+    text = f"{facts['name']} {' and '.join(facts_told)}."
     keys = ", ".join(chosen)
     ask = rng.choice(("Write this as JSON with {}: {}", "JSON with {}, please. {}"))
     answer = json.dumps(chosen, ensure_ascii=False)
@@ -171,7 +170,7 @@ def converted(rng: random.Random) -> Messages:
 
 
 def repeated(rng: random.Random) -> Messages:
-    """Words in no sensible order: nearly every token of the answer is a lookup in the question."""
+    """Return words in random order: nearly every token of the answer is copied."""
     pool = (
         lambda: invented_word(rng),
         lambda: rng.choice(DAYS),

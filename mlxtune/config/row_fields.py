@@ -1,4 +1,4 @@
-"""Names of the fields of a row, and --field, which reads one under another key."""
+"""The names of a row's fields, and --field, which reads a field from another key."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ from collections.abc import Sequence
 from mlxtune.errors import shorten
 
 ROW_NAMES = (
-    "messages",
-    "tools",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "history",
-    "conversations",
-    "text",
+    *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "history", "conversations", "text"),
 )
-
-
 MESSAGE_NAMES = ("role", "content", "from", "value")
-
-
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
 
 
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
-    """Parse `name=key` pairs: a name of ours, and the key that the file has in its place.
+    """Parse `name=key` pairs: a field's name, and the key that the file has in its place.
 
     Raises ValueError with one sentence for the first pair that is wrong.
     """
@@ -37,11 +24,13 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, key = pair.partition("=")
         if not equals or not key:
-            raise ValueError(f"{shorten(pair)} is no pair such as prompt=question")
+            raise ValueError(f"{shorten(pair)} is not a pair such as prompt=question")
         if name not in FIELD_NAMES:
             close = difflib.get_close_matches(name, FIELD_NAMES, 1)
             hint = f", did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{shorten(name)} is no field{hint} (known: {', '.join(FIELD_NAMES)})")
+            raise ValueError(
+                f"{shorten(name)} is not a field{hint} (known: {', '.join(FIELD_NAMES)})"
+            )
         if name in fields:
             raise ValueError(
                 f"{name} is given twice, as {shorten(fields[name])} and {shorten(key)}"

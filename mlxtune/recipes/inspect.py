@@ -83,7 +83,9 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection
         identities = dataset.corpus.identities
         _, held_out = order.split_rows(identities, config.val_split, config.seed, config.val_rows)
         dataset.hold_out(held_out)
-    examples = inspection.Examples(dataset.files, dataset.corpus, dataset.validation, held_out)
+    examples = inspection.InspectedExamples(
+        dataset.files, dataset.corpus, dataset.validation, held_out
+    )
     every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
@@ -97,7 +99,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection
         max_seq_len=config.max_seq_len,
         batch_size=config.batch_size,
         files=tuple(ledger.as_dict() for ledger in dataset.ledgers),
-        examples=examples.total,
+        examples=len(examples.lengths),
         tokens=inspection.Distribution.of(examples.lengths),
         supervised=inspection.Distribution.of(examples.supervised),
         limits=inspection.limits(dataset.files, config.max_seq_len),

@@ -1,4 +1,4 @@
-"""An inspection on a terminal: the same as on the page, and legible without colour."""
+"""An inspection on a terminal: what the page shows, and legible without colour."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.core.reports import visible
 from mlxtune.core.text import count, short_number
 
-# Of a long example, the pieces at its two ends are printed.
+# How many pieces are printed at the two ends of a long example.
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
-# Below this width, tables stand upright and numbers are rounded.
+# Below this width, tables are transposed and numbers rounded.
 _NARROW = 64
+# A text, or a text and its style.
+Part = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
 class _Signs:
-    """How to mark what cannot be seen, and what is supervised where there is no colour."""
+    """Marks for whitespace, and for supervised text where there is no colour."""
 
     newline: str = "↵"
     space: str = "·"
@@ -41,32 +43,24 @@ _ASCII = _Signs("\\n", " ", "\\t", "[[", "]]", "-", ">")
 
 
 def show_inspection(
-    inspection: Inspection,
-    console: Console,
-    *,
-    examples: Sequence[ShownExample] | None = None,
+    inspection: Inspection, console: Console, *, examples: Sequence[ShownExample] | None = None
 ) -> None:
-    """Print an inspection; without `examples`, the rows of findings and the first, three in all.
+    """Print an inspection; without `examples`, three rows, those with findings first.
 
-    Lines wrap on a terminal and stay whole in a pipe. What data holds never acts on the terminal.
+    Lines wrap on a terminal and stay whole in a pipe. Control characters in the data are escaped.
     """
-    chosen = _chosen(inspection.shown) if examples is None else examples
     view = _View(inspection, console)
     for section in (
-        view.settings,
-        view.ledgers,
-        view.lengths,
-        view.limits,
-        view.cost,
-        view.findings,
+        *(view.settings, view.ledgers, view.lengths),
+        *(view.limits, view.cost, view.findings),
     ):
         section()
         view.line()
-    view.examples(chosen)
+    view.examples(_choose(inspection.shown) if examples is None else examples)
 
 
-def _chosen(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
-    """One of each kind of finding first, in the order of the file."""
+def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
+    """Return one example of each kind of finding, then others, in the order of the file."""
     kinds: set[str] = set()
     first = []
     for example in shown:
@@ -92,8 +86,8 @@ class _View:
     def _encodes(self, text: str) -> bool:
         return visible.escape_unencodable(text, self._console.encoding) == text
 
-    def line(self, *parts: str | tuple[str, str], indent: int = 0) -> None:
-        """Print parts, each a text or a text and its style; they are shown, never obeyed."""
+    def line(self, *parts: Part, indent: int = 0) -> None:
+        """Print parts, with control characters escaped."""
         text = Text()
         for part in parts:
             words, style = (part, "") if isinstance(part, str) else part
@@ -102,7 +96,7 @@ class _View:
 
     def _print(self, text: Text, indent: int = 0) -> None:
         if not self._encodes(text.plain):
-            text = self._in_reach(text)
+            text = self._encodable(text)
         if self._wraps:
             text.overflow = "fold"
             self._console.print(
@@ -114,68 +108,47 @@ class _View:
                     Text.assemble(" " * indent, one), soft_wrap=True, highlight=False
                 )
 
-    def _in_reach(self, text: Text) -> Text:
-        """Return a text with escapes for what the terminal's encoding lacks, styles kept."""
-        reached = Text()
+    def _encodable(self, text: Text) -> Text:
+        """Escape what the terminal's encoding lacks, and keep the styles."""
+        escaped = Text()
         for one in text.divide(sorted({edge for s in text.spans for edge in (s.start, s.end)})):
             style = one.spans[0].style if one.spans else ""
-            reached.append(visible.escape_unencodable(one.plain, self._console.encoding), style)
-        return reached
+            escaped.append(visible.escape_unencodable(one.plain, self._console.encoding), style)
+        return escaped
 
     def _heading(self, text: str, note: str = "") -> None:
         self.line((text, "bold"), (f"  {note}" if note else "", "dim"))
 
     def settings(self) -> None:
-        """What the numbers hold for."""
-        inspection = self._inspection
-        pairs = {
-            "model": inspection.model,
-            "template": inspection.template,
-            "thinking": inspection.thinking,
-            "turns": inspection.turns,
-        }
-        parts: list[str | tuple[str, str]] = []
-        for name, value in pairs.items():
-            parts += [(f"{name} ", "dim"), f"{value}  "]
-        self.line(*parts, ("--max-seq-len ", "dim"), str(inspection.max_seq_len))
+        """Print the settings that the numbers are for."""
+        parts: list[Part] = []
+        for name in ("model", "template", "thinking", "turns"):
+            parts += [(f"{name} ", "dim"), f"{getattr(self._inspection, name)}  "]
+        self.line(*parts, ("--max-seq-len ", "dim"), str(self._inspection.max_seq_len))
 
     def ledgers(self) -> None:
-        """Where every row and every token went."""
+        """Print where every row and every token went."""
         self._heading("Where every row went")
         for ledger in self._inspection.files:
             self._ledger(ledger)
 
     def _ledger(self, ledger: dict[str, Any]) -> None:
-        skipped = ledger["rows_skipped"]
+        reasons = ledger["rows_skipped"]
+        skipped = sum(reasons.values())
+        rows = [(ledger[f"rows_{name}"], name) for name in ("train", "validation")]
+        kinds = ("supervised", "context", "truncated")
         self.line(ledger["path"], indent=2)
-        self._sum(
-            (ledger["rows_read"], "rows read"),
-            [
-                (ledger["rows_train"], "train"),
-                (ledger["rows_validation"], "validation"),
-                (sum(skipped.values()), "skipped"),
-            ],
-        )
+        self._sum(ledger["rows_read"], "rows read", [*rows, (skipped, "skipped")])
         if skipped:
-            self._sum(
-                (sum(skipped.values()), "skipped"),
-                [(number, kind) for kind, number in sorted(skipped.items())],
-            )
-        self._sum(
-            (ledger["tokens"], "tokens"),
-            [
-                (ledger["tokens_supervised"], "supervised"),
-                (ledger["tokens_context"], "context"),
-                (ledger["tokens_truncated"], "truncated"),
-            ],
-        )
+            reason_counts = [(number, reason) for reason, number in sorted(reasons.items())]
+            self._sum(skipped, "skipped", reason_counts)
+        self._sum(ledger["tokens"], "tokens", [(ledger[f"tokens_{name}"], name) for name in kinds])
         if cut := ledger["rows_truncated"]:
             self.line((f"{count(cut, 'row')} truncated", "yellow"), indent=4)
 
-    def _sum(self, whole: tuple[int, str], terms: Sequence[tuple[int, str]]) -> None:
-        number, name = whole
+    def _sum(self, number: int, name: str, terms: Sequence[tuple[int, str]]) -> None:
         adds_up = number == sum(term for term, _ in terms)
-        parts: list[str | tuple[str, str]] = [(f"{number:,}", "bold"), f" {name}"]
+        parts: list[Part] = [(f"{number:,}", "bold"), f" {name}"]
         signs = [" = " if adds_up else " != ", *[" + "] * len(terms)]
         for sign, (term, what) in zip(signs, terms, strict=False):
             style = "bold yellow" if term and what in ("skipped", "truncated") else "bold"
@@ -183,7 +156,7 @@ class _View:
         self.line(*parts, indent=4)
 
     def lengths(self) -> None:
-        """How long the examples are."""
+        """Print how long the examples are."""
         inspection = self._inspection
         self._heading("Tokens of an example", f"of {inspection.examples:,}, before any cut")
         rows = [
@@ -194,16 +167,16 @@ class _View:
         self._table(list(zip(*cells, strict=True)) if self._narrow else cells)
 
     def limits(self) -> None:
-        """What each limit would cut."""
+        """Print what each limit would cut."""
         self._heading("What --max-seq-len would cut", "a lost row has no supervised token left")
         cells: list[tuple[str, ...]] = [
             ("", "rows cut", "rows lost", "tokens cut", "supervised cut")
         ]
         current = None
-        for limit in self._inspection.limits:
-            sign = " "
+        for i, limit in enumerate(self._inspection.limits, start=1):
             if limit.max_seq_len == self._inspection.max_seq_len:
-                sign, current = self._signs.now, len(cells)
+                current = i
+            sign = self._signs.now if i == current else " "
             numbers = (limit.rows_cut, limit.rows_lost, limit.tokens_cut, limit.supervised_cut)
             cells.append((f"{sign} {limit.max_seq_len:,}", *map(self._number, numbers)))
         self._table(cells, current)
@@ -212,7 +185,7 @@ class _View:
         return short_number(number) if self._narrow else f"{number:,}"
 
     def _table(self, cells: Sequence[tuple[str, ...]], current: int | None = None) -> None:
-        """Print cells, of which the first row and column are names."""
+        """Print cells; the first row and column are headings, the row `current` is bold."""
         table = Table.grid(padding=(0, 1 if self._narrow else 3, 0, 0))
         for i in range(len(cells[0])):
             table.add_column(justify="right" if i else "left", overflow="fold")
@@ -224,7 +197,7 @@ class _View:
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False), highlight=False)
 
     def cost(self) -> None:
-        """What an epoch takes."""
+        """Print what an epoch takes."""
         inspection, cost = self._inspection, self._inspection.cost
         validation = f"; a validation reads {count(cost.validation_tokens, 'token')}"
         self.line(
@@ -235,7 +208,7 @@ class _View:
         )
 
     def findings(self) -> None:
-        """What is worth a look, errors first."""
+        """Print the findings, errors first."""
         if not self._inspection.findings:
             self.line(("Findings  ", "bold"), "none")
             return
@@ -259,16 +232,12 @@ class _View:
             self.line((f"and {count(more, 'more row')}", "dim"), indent=4)
 
     def examples(self, examples: Sequence[ShownExample]) -> None:
-        """Rows, token by token."""
+        """Print examples token by token."""
         if not examples:
             return
         if self._coloured:
-            marks: list[str | tuple[str, str]] = [
-                ("supervised", "bold green"),
-                ("  context", "dim"),
-                "  ",
-                ("control", "magenta"),
-            ]
+            marks: list[Part] = [("supervised", "bold green"), ("  context", "dim"), "  "]
+            marks.append(("control", "magenta"))
         else:
             marks = [f"{self._signs.start}supervised{self._signs.end}, all else is context"]
         self.line(("Rows as the model sees them  ", "bold"), *marks)
@@ -283,10 +252,8 @@ class _View:
             f"{example.supervised:,} supervised"
         )
         kinds = f"  {', '.join(example.kinds)}" if example.kinds else ""
-        head = f"{self._signs.rule * 2} "
-        self.line(
-            (head, "dim"), (f"{example.path}:{example.row}", "cyan"), facts, (kinds, "yellow")
-        )
+        place = f"{example.path}:{example.row}"
+        self.line((f"{self._signs.rule * 2} ", "dim"), (place, "cyan"), facts, (kinds, "yellow"))
         self._print(self._text(example.pieces))
         if example.cut:
             verb = "is" if example.cut == 1 else "are"

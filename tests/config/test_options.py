@@ -314,7 +314,7 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
         ("data", [" ", ""], "--data is required"),
         ("data", [], "--data is required"),
         ("data", None, "--data must be text, or several texts, not None"),
-        ("field", "prompt", "--field 'prompt' is no pair such as prompt=question"),
+        ("field", "prompt", "--field 'prompt' is not a pair such as prompt=question"),
         ("field", ["prompt=a", "prompt=b"], "--field prompt is given twice, as 'a' and 'b'"),
         ("thinking", "yes", "--thinking must be one of auto, on, off, not 'yes'"),
         ("turns", "first", "--turns must be one of all, last, not 'first'"),

@@ -249,8 +249,8 @@ def test_refused_row_writes_nothing(inspect: Cli, tmp_path: Path) -> None:
         (["--rank", 4], "No such option '--rank'"),
         (["--thinking", "yes"], "--thinking must be one of auto, on, off"),
         (["--format", "csv"], "--format must be one of auto, chat, prompt, alpaca, sharegpt, text"),
-        (["--field", "prompt"], "--field 'prompt' is no pair such as prompt=question"),
-        (["--field", "promt=q"], "--field 'promt' is no field, did you mean prompt?"),
+        (["--field", "prompt"], "--field 'prompt' is not a pair such as prompt=question"),
+        (["--field", "promt=q"], "--field 'promt' is not a field, did you mean prompt?"),
         (["--field", "text=a", "--field", "text=b"], "--field text is given twice"),
     ],
 )

@@ -312,7 +312,7 @@ class Corpus(Sequence[Example]):
                 yield values[at : min(at + _AT_ONCE, end)]
 
 
-class CorpusRows(Sequence[RowExamples]):
+class CorpusRows:
     """Some rows of a corpus, by index; each is built on access."""
 
     def __init__(self, corpus: Corpus, indices: Sequence[int]) -> None:
@@ -329,14 +329,11 @@ class CorpusRows(Sequence[RowExamples]):
         np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
         return lengths[np.asarray(self.indices, dtype=np.int64)]
 
-    @overload
-    def __getitem__(self, index: int) -> RowExamples: ...
-    @overload
-    def __getitem__(self, index: slice) -> CorpusRows: ...
-    def __getitem__(self, index: int | slice) -> RowExamples | CorpusRows:
-        if isinstance(index, slice):
-            return CorpusRows(self.corpus, self.indices[index])
-        return self.corpus.row(self.indices[index])
+    def __getitem__(self, place: int) -> RowExamples:
+        return self.corpus.row(self.indices[place])
+
+    def __iter__(self) -> Iterator[RowExamples]:
+        return map(self.corpus.row, self.indices)
 
 
 def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

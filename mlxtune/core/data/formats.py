@@ -182,20 +182,14 @@ def _from_alpaca(row: int, content: JsonObject) -> Conversation:
 
 
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "observation": "tool",
+    name: role
+    for role, names in {
+        "user": "human user",
+        "assistant": "gpt chatgpt assistant model bot bing bard function_call",
+        "system": "system developer",
+        "tool": "tool observation",
+    }.items()
+    for name in names.split()
 }
 
 

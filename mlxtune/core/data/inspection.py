@@ -1,6 +1,6 @@
 """What `mlxtune inspect` shows of the data: numbers, findings, and rows as the model sees them.
 
-Nothing here prints: core/inspect_page.py makes a page, inspect_console.py lines for a terminal.
+core/reports/inspect_page.py turns it into a page, terminal/inspect_console.py prints it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import EncodedFile
@@ -24,7 +24,7 @@ _SHORTEST_LIMIT = 128
 
 
 class SpellingTokenizer(Protocol):
-    """What is asked of a tokenizer to show tokens."""
+    """What showing tokens needs of a tokenizer."""
 
     @property
     def control_ids(self) -> frozenset[int]: ...
@@ -35,7 +35,7 @@ class SpellingTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of a number of tokens over all examples."""
+    """The distribution of a number of tokens over all examples."""
 
     p50: int
     p95: int
@@ -55,7 +55,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """What a `--max-seq-len` would cut. `rows_lost` would be left with no supervised token."""
+    """What a `--max-seq-len` would cut; `rows_lost` would have no supervised token left."""
 
     max_seq_len: int
     rows_cut: int
@@ -66,9 +66,9 @@ class LengthLimit:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one epoch takes: optimizer steps, and tokens through the model without padding.
+    """What an epoch takes: optimizer steps, and tokens through the model without padding.
 
-    `validation_tokens` are those of one validation.
+    `validation_tokens` are the tokens of one validation.
     """
 
     steps: int
@@ -79,10 +79,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of an example's text, of one or more tokens that make whole characters.
-
-    `control` tells whether it is a control token, `supervised` whether it carries loss.
-    """
+    """Part of an example's text: one token, or several that only together are whole characters."""
 
     text: str
     tokens: int
@@ -94,7 +91,7 @@ class Piece:
 class ShownExample:
     """An example as the model sees it. `part` of `parts` where a row became several examples.
 
-    `cut` tokens beyond --max-seq-len are not among the pieces. `kinds` are those of the findings
+    `cut` tokens beyond --max-seq-len are not in `pieces`. `kinds` are the kinds of the findings
     that name its row.
     """
 
@@ -112,7 +109,7 @@ class ShownExample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All of it. `files` are ledgers as ledger.json has them, lengths are before any cut."""
+    """All of it. `files` are ledgers as in ledger.json; lengths are before truncation."""
 
     model: str
     template: str
@@ -139,11 +136,11 @@ class Inspection:
         return {"schema_version": SCHEMA_VERSION} | asdict(self)
 
 
-class Examples:
-    """Every example that trains or validates, in order, and how it is shown.
+class InspectedExamples:
+    """Every example that trains or validates, in order.
 
     `files` are those of the corpus, then those of the validation corpus; `held_out` are the rows
-    of the corpus, by their index, that validate.
+    of the corpus, by index, that validate.
     """
 
     def __init__(
@@ -154,93 +151,79 @@ class Examples:
         held_out: Sequence[int],
     ) -> None:
         self._files = files
-        self._parts = [corpus, validation] if validation else [corpus]
-        rows = [part.row_of_example for part in self._parts]
-        validates = [np.isin(rows[0], np.asarray(held_out, dtype=np.int64))]
-        validates += [np.ones(len(part), dtype=bool) for part in self._parts[1:]]
-        self._validates = np.concatenate(validates)
-        self._rows = rows
-        # Before any cut, so of those too that a cut takes away.
-        uncut = [file.arrays for file in files]
-        self.lengths = np.concatenate([arrays.lengths for arrays in uncut])
-        self.supervised = np.concatenate([arrays.supervised_within(None) for arrays in uncut])
+        self._corpora = [corpus, validation] if validation else [corpus]
+        validates = np.isin(corpus.row_of_example, np.asarray(held_out, dtype=np.int64))
+        others = [np.ones(len(each), dtype=bool) for each in self._corpora[1:]]
+        self._validates = np.concatenate([validates, *others])
+        # Before truncation, examples that it drops included.
+        arrays = [file.arrays for file in files]
+        self.lengths = np.concatenate([each.lengths for each in arrays])
+        self.supervised = np.concatenate([each.supervised_within(None) for each in arrays])
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    @property
-    def total(self) -> int:
-        """How many examples there are before any cut."""
-        return len(self.lengths)
+        return len(self._validates)
 
     def cost(self, batch_size: int) -> Cost:
         """Return what an epoch takes."""
-        kept = np.concatenate([part.lengths for part in self._parts])
-        supervised = np.concatenate([part.supervised for part in self._parts])
+        kept = np.concatenate([each.lengths for each in self._corpora])
+        supervised = np.concatenate([each.supervised for each in self._corpora])
         trains = ~self._validates
-        train_rows = len(np.unique(self._rows[0][trains[: len(self._rows[0])]]))
+        corpus = self._corpora[0]
+        train_rows = np.unique(corpus.row_of_example[trains[: len(corpus)]])
         return Cost(
-            steps=math.ceil(train_rows / batch_size),
+            steps=math.ceil(len(train_rows) / batch_size),
             tokens=int(kept[trains].sum()),
             supervised=int(supervised[trains].sum()),
             validation_tokens=int(kept[self._validates].sum()),
         )
 
     def of_row(self, row: int) -> list[int]:
-        """Return the examples of the rows of this number, one in each file."""
-        numbers = np.concatenate([part.row_numbers for part in self._parts])
+        """Return the examples of the rows with this number, one row in each file."""
+        numbers = np.concatenate([each.row_numbers for each in self._corpora])
         return [int(i) for i in np.flatnonzero(numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return examples to show: a spread over all of them, and the rows that findings name."""
+        """Return examples to show: those of the rows that findings name, and evenly spaced ones."""
         named = {(place.path, place.row) for finding in findings for place in finding.places}
         rows = {row for _, row in named}
-        chosen = [i for row in rows for i in self.of_row(row) if self._place(i)[:2] in named]
-        return sorted({*chosen, *self._spread(count - len(chosen))})
+        chosen = [i for row in rows for i in self.of_row(row) if (self._locate(i)[2], row) in named]
+        others = max(min(count - len(chosen), len(self)), 0)
+        return sorted({*chosen, *np.linspace(0, len(self) - 1, others).astype(int).tolist()})
 
-    def _spread(self, count: int) -> list[int]:
-        count = max(min(count, len(self)), 0)
-        spread: list[int] = np.linspace(0, len(self) - 1, count).astype(int).tolist()
-        return spread
-
-    def _place(self, index: int) -> tuple[str, int, Example, int]:
-        """Return path, row, the example, and its index within its corpus."""
-        part, at, first = self._parts[0], index, 0
-        if index >= len(part):
-            part, at, first = self._parts[1], index - len(part), len(part.files)
-        example = part[at]
-        return str(self._files[first + example.file].skipped.path), example.row, example, at
+    def _locate(self, index: int) -> tuple[Corpus, int, str]:
+        """Return an example's corpus, its index there, and the path of its file."""
+        corpus, own, first_file = self._corpora[0], index, 0
+        if index >= len(corpus):
+            corpus, own, first_file = self._corpora[1], index - len(corpus), len(corpus.files)
+        return corpus, own, str(self._files[first_file + corpus[own].file].skipped.path)
 
     def show(
         self, index: int, tokenizer: SpellingTokenizer, findings: Sequence[Finding]
     ) -> ShownExample:
         """Return an example as the model sees it."""
-        path, row, example, at = self._place(index)
-        corpus = self._parts[0] if index < len(self._parts[0]) else self._parts[1]
-        part, parts, uncut = corpus.part_of_row(at)
+        corpus, own, path = self._locate(index)
+        example = corpus[own]
+        part, parts, full_length = corpus.part_of_row(own)
         return ShownExample(
             path=path,
-            row=row,
+            row=example.row,
             part=part,
             parts=parts,
             split="validation" if self._validates[index] else "train",
             tokens=len(example),
             supervised=example.supervised,
-            cut=uncut - len(example),
+            cut=full_length - len(example),
             pieces=tuple(pieces(example, tokenizer)),
             kinds=tuple(
                 finding.kind
                 for finding in findings
-                if any(place.path == path and place.row == row for place in finding.places)
+                if any((place.path, place.row) == (path, example.row) for place in finding.places)
             ),
         )
 
 
 def pieces(example: Example, tokenizer: SpellingTokenizer) -> Iterator[Piece]:
-    """Yield an example's text, token by token where each holds whole characters.
-
-    Bytes that are no UTF-8 become U+FFFD.
-    """
+    """Yield an example's text piece by piece; bytes that are not UTF-8 become U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     ids = example.tokens.tolist()
     text, tokens = "", 0
@@ -250,30 +233,30 @@ def pieces(example: Example, tokenizer: SpellingTokenizer) -> Iterator[Piece]:
         last = last or bool(example.assistant_mask[i + 1]) != supervised
         text += decoder.decode(spelled, final=last)
         tokens += 1
-        # The rest of a character may be in the next token.
+        # A character may continue in the next token.
         if last or not decoder.getstate()[0]:
             yield Piece(text, tokens, control, supervised)
             text, tokens = "", 0
 
 
 def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...]:
-    """Return what each power of two up to the longest example would cut, and the current limit."""
-    longest = max((int(a.lengths.max(initial=0)) for a in _arrays(files)), default=0)
+    """Return what the current limit, and powers of two up to the longest example, would cut."""
+    longest = max((int(file.arrays.lengths.max(initial=0)) for file in files), default=0)
     sizes = {current}
     size = _SHORTEST_LIMIT
     while size // 2 < longest:
         sizes.add(size)
         size *= 2
     every = [_limit(files, size) for size in sorted(sizes)]
-    # Of limits that cut the same rows, the shortest tells enough.
+    # Of limits that cut the same rows, show the shortest.
     first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
-    told = {current, every[-1].max_seq_len, *first.values()}
-    return tuple(limit for limit in every if limit.max_seq_len in told)
+    shown = {current, every[-1].max_seq_len, *first.values()}
+    return tuple(limit for limit in every if limit.max_seq_len in shown)
 
 
 def _limit(files: Sequence[EncodedFile], size: int) -> LengthLimit:
     rows_cut = rows_lost = tokens_cut = supervised_cut = 0
-    for arrays in _arrays(files):
+    for arrays in (file.arrays for file in files):
         lengths = arrays.lengths
         supervised = arrays.supervised_within(size)
         lost = supervised == 0
@@ -283,7 +266,3 @@ def _limit(files: Sequence[EncodedFile], size: int) -> LengthLimit:
         tokens_cut += int(cut.sum())
         supervised_cut += int((arrays.supervised_within(None) - supervised).sum())
     return LengthLimit(size, rows_cut, rows_lost, tokens_cut, supervised_cut)
-
-
-def _arrays(files: Sequence[EncodedFile]) -> Iterator[ExampleArrays]:
-    return (file.arrays for file in files)

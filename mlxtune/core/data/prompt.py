@@ -1,4 +1,4 @@
-r"""What stands before an answer: the very tokens that training has put there.
+r"""The prompt of an answer: exactly the tokens that training puts before it.
 
 tokens           <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello <|im_end|> \n
 assistant_mask         0        0  0  0      0      0       0           0      0   1       1      0
@@ -9,6 +9,7 @@ end                                                                             
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,16 @@ from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.notes import Notes
 from mlxtune.errors import DataError
 
-# Stands for the answer to come; what is before it does not depend on it.
+# A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
 _MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that an answer is to follow, and what the template ends it with.
+    """The tokens before an answer, and what the template ends the answer with.
 
-    That is the token `end`, or the text `end_text` where it is no token by itself.
+    That is the token `end`, or the text `end_text` if it is not a single token.
     """
 
     ids: tuple[int, ...]
@@ -42,19 +43,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LastTurn:
-    """The last turn of a row: the prompt of it, and the tokens of its answer, the end apart."""
+    """The last turn of a row: its prompt, and the tokens of its answer without the end."""
 
     prompt: Prompt
     answer: tuple[int, ...]
 
 
 def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Prompt:
-    """Return the prompt that training has before the next answer of a conversation.
+    """Return the prompt for the next answer of a conversation, as training would encode it.
 
-    `content` has `messages`, and may have `tools`, as rows of data have them; `where` is what an
-    error names. `encoder` is one of the last turn alone.
+    `content` has `messages`, and may have `tools`, like a row of data; `where` is what an error
+    names. `encoder` has to encode the last turn alone.
 
-    Raises DataError where the conversation is none, or the template refuses it.
+    Raises DataError if the conversation is not valid, or the template refuses it.
     """
     messages = content.get("messages")
     try:
@@ -64,7 +65,7 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
             raise BadRow("there is no message")
         last = messages[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
-            raise BadRow("the last message is the assistant's: leave out what is asked for")
+            raise BadRow("the last message is the assistant's: end with the message to answer")
         answered = [*messages, {"role": "assistant", "content": _ANSWER}]
         parsed = parse_conversation(1, {**content, "messages": answered})
         return _before_answer(encoder, parsed)
@@ -88,9 +89,9 @@ def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:
 
 
 def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
-    """Return the last turn of a row that carries loss; `ends` are the tokens that may end one.
+    """Return the last supervised turn of a row; `ends` are the tokens that may end one.
 
-    None where it has no prompt, as a text by itself has none, or its end was cut off.
+    None if it has no prompt, as plain text has none, or its end was truncated.
     """
     tokens, mask = row[-1].tokens, row[-1].assistant_mask
     supervised = np.flatnonzero(mask)
@@ -104,30 +105,24 @@ def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
 
 
 def parse_content(content: bytes, where: str) -> dict[str, Any]:
-    """Return a conversation from the JSON of a list of messages, or of an object with `messages`.
+    """Return the conversation in JSON: a list of messages, or an object with `messages`.
 
     Raises DataError.
     """
     if len(content) > _MAX_BYTES:
         raise DataError(f"{where}: is larger than {_MAX_BYTES >> 20} MiB: give one conversation")
     try:
-        text = content.decode("utf-8-sig")
-        if not text.strip():
-            raise DataError(f"{where}: is empty: give a list of messages")
-        value = json.loads(text)
+        value = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: is not text in UTF-8 (byte {error.start + 1})") from error
     except json.JSONDecodeError as error:
+        if not content.removeprefix(codecs.BOM_UTF8).strip():
+            raise DataError(f"{where}: is empty: give a list of messages") from error
+        problem = f"is not valid JSON: {error.msg} at column {error.colno}"
         if error.msg == "Extra data":
-            raise DataError(
-                f"{where}:{error.lineno}: holds more than one JSON value: give one conversation"
-            ) from error
-        raise DataError(
-            f"{where}:{error.lineno}: is not valid JSON: {error.msg} at column {error.colno}"
-        ) from error
+            problem = "holds more than one JSON value: give one conversation"
+        raise DataError(f"{where}:{error.lineno}: {problem}") from error
     except (RecursionError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{where}: is not valid JSON: nested too deeply or too long") from error
     if isinstance(value, list):
         return {"messages": value}

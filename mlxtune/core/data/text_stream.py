@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come: whole characters, and nothing of what ends it."""
+"""The text of an answer as its tokens arrive: whole characters, and nothing of its end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 class TextStream:
     """Turns the bytes of tokens into text, up to the first of the `stops`.
 
-    What may be the beginning of a stop is held back until it is known not to be one, and so is
-    half a character. `stopped` tells whether a stop was met.
+    Half a character, and text that may turn out to be the start of a stop, are held back.
+    `stopped` is True once a stop was met.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -20,7 +20,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, content: bytes) -> str:
-        """Return what may be shown once these bytes have come."""
+        """Return the text that these bytes make certain."""
         return self._take(self._decoder.decode(content))
 
     def finish(self) -> str:
@@ -43,7 +43,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many of the last characters of a text are the first of a stop, short of all."""
+    """Return how many characters at the end of a text may be the start of a stop."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 

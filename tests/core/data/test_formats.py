@@ -195,11 +195,11 @@ def test_pairs_of_fields_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        (["prompt"], "'prompt' is no pair such as prompt=question"),
-        (["prompt="], "'prompt=' is no pair such as prompt=question"),
-        (["=x"], "'' is no field"),
-        (["promt=x"], "'promt' is no field, did you mean prompt?"),
-        (["xyz=x"], f"'xyz' is no field (known: {', '.join(FIELD_NAMES)})"),
+        (["prompt"], "'prompt' is not a pair such as prompt=question"),
+        (["prompt="], "'prompt=' is not a pair such as prompt=question"),
+        (["=x"], "'' is not a field"),
+        (["promt=x"], "'promt' is not a field, did you mean prompt?"),
+        (["xyz=x"], f"'xyz' is not a field (known: {', '.join(FIELD_NAMES)})"),
         (["prompt=a", "prompt=b"], "prompt is given twice, as 'a' and 'b'"),
     ],
 )
