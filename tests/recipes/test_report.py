@@ -68,7 +68,7 @@ def test_unfinished_and_damaged_run_says_so(cli: Cli) -> None:
     (run / "ledger.json").write_text("{")
     outcome = cli("report", "out")
     assert outcome.code == 0
-    assert "stands at step 60 of 80" in outcome.out
+    assert "stopped at step 60 of 80" in outcome.out
     assert "problem: ledger.json is not valid JSON" in outcome.out
     assert "go on with it: mlxtune train --resume out" in outcome.out
 

@@ -1,113 +1,138 @@
-"""Which charts are drawn of a run, and of several, one over the other."""
+"""The charts of one run, and of several over one another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from mlxtune.core.reports.charts import Chart, Level, Series
 from mlxtune.core.reports.curves import decimate, smooth, span_for
 from mlxtune.core.runs.run import Run, number
 from mlxtune.core.runs.summary import RunSummary
-from mlxtune.core.text import count, loss_text
+from mlxtune.core.text import byte_size, count, loss_text
 
 # Points of a curve on the page of one run, and of several.
 _POINTS, _POINTS_OF_SEVERAL = 1000, 400
-# Colours that the page has for runs; after these they come again.
-COLOURS = 8
-# What is compared with is drawn where the curves come as near to it.
+# The colours that the page has for runs; then they repeat with other dashes.
+COLOURS, _DASHES = 8, 3
+# A level is drawn if the highest value comes this near to it.
 _NEAR = 0.4
 _MOST_EPOCHS = 24
-Curve = tuple[list[float], list[float]]
+_LOSS_UNIT = "nats a supervised token"
 
 
 def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
     """Return the charts of one run, that of the loss first."""
-    return [_loss(run, summary), *_course(run, summary)]
-
-
-def _loss(run: Run, summary: RunSummary) -> Chart:
-    steps, span = run.steps, span_for(len(run.steps))
-    shown = decimate(steps["loss"], _POINTS)
-    x = [steps["step"][i] for i in shown]
-    averages = smooth(steps["loss"], span)
-    validation = _validation(run)
-    both = pairwise(zip(steps["step"], steps["epoch"], strict=True))
-    ends = [step for (step, epoch), (_, following) in both if epoch != following]
-    return Chart(
-        title="Training and validation",
-        unit="nats a supervised token",
-        series=(
-            Series("training, each step", "train", x, [steps["loss"][i] for i in shown], "faint"),
-            Series(f"training, averaged over {span}", "train", x, [averages[i] for i in shown]),
-            Series("validation", "val", *validation, "points", sparse=True),
-        ),
-        said=_said_of_loss(summary, steps["loss"]),
-        choose_scale=True,
-        verticals=ends if len(ends) <= _MOST_EPOCHS else (),
-        skipped=_skipped(run),
-        large=True,
-    )
-
-
-def _said_of_loss(summary: RunSummary, losses: Sequence[float]) -> str:
-    said = f"Loss over {count(summary.step, 'step')}"
-    if losses:
-        said += f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
-    if summary.initial_val_loss is not None:
-        said += f"; validation {loss_text(summary.initial_val_loss)} before"
-        said += f", {loss_text(summary.best_val_loss)} at best"
-    return said
-
-
-def _skipped(run: Run) -> list[float]:
-    return [step for each in run.skipped if (step := number(each, "step")) is not None]
-
-
-def _validation(run: Run) -> Curve:
-    return [float(step) for step, _ in run.validations], [loss for _, loss in run.validations]
-
-
-def _course(run: Run, summary: RunSummary) -> list[Chart]:
-    """Return the charts of what is not the loss."""
-    steps = run.steps
-    grad_norm, clip = steps["grad_norm"], number(run.config, "max_grad_norm")
-    size, unit = memory_unit(summary.peak_memory or 0)
-    used = [value / size for value in steps.measured("memory")]
-    predicted = (summary.predicted_memory or 0) / size
+    steps = run.steps["step"]
+    grad_norm, clip = run.steps["grad_norm"], number(run.config, "max_grad_norm")
+    size, unit = _memory_unit([summary])
+    memory = _memory(run, size)
+    predicted = summary.predicted_memory or 0
     return [
+        _loss_chart(run, summary),
         Chart(
             title="Learning rate",
             unit="",
-            series=(_curve("learning rate", "lr", steps["step"], steps["learning_rate"]),),
-            said=_said("Learning rate", steps["learning_rate"]),
+            series=[_curve("learning rate", "lr", steps, run.steps["learning_rate"])],
+            said=_describe("Learning rate", run.steps["learning_rate"]),
             from_zero=True,
         ),
         Chart(
             title="Gradient norm",
             unit="before clipping",
-            series=_both("gradient norm", "grad", steps["step"], grad_norm),
-            said=_said("Gradient norm", grad_norm),
+            series=_averaged("grad", steps, grad_norm),
+            said=_describe("Gradient norm", grad_norm),
             choose_scale=True,
             levels=_near(grad_norm, clip, f"clipped at {clip:g}" if clip else ""),
         ),
         Chart(
             title="Speed",
             unit="tokens a second",
-            series=_both("tokens a second", "speed", steps["step"], speeds(run)),
-            said=_said("Tokens a second", speeds(run)),
+            series=_averaged("speed", steps, _speeds(run)),
+            said=_describe("Tokens a second", _speeds(run)),
             from_zero=True,
         ),
         Chart(
             title="Memory",
             unit=f"{unit} at the peak of each step",
-            series=_with_highest("memory", steps["step"], used),
-            said=_said(f"Memory in {unit}", used),
+            series=[
+                _curve("each step", "memory", steps, memory, draw="faint"),
+                _curve("highest so far", "memory", steps, memory, highest=True),
+            ],
+            said=_describe(f"Memory in {unit}", memory),
             from_zero=True,
-            levels=_near(used, predicted, f"predicted peak {predicted:.3g} {unit}"),
+            levels=_near(memory, predicted / size, f"predicted peak {byte_size(predicted)}"),
         ),
     ]
+
+
+def _loss_chart(run: Run, summary: RunSummary) -> Chart:
+    steps, losses = run.steps["step"], run.steps["loss"]
+    span, shown = span_for(len(steps)), decimate(losses, _POINTS)
+    both = pairwise(zip(steps, run.steps["epoch"], strict=True))
+    ends = [step for (step, epoch), (_, following) in both if epoch != following]
+    said = f"Loss over {count(summary.step, 'step')}"
+    if losses:
+        said += f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
+    if summary.initial_val_loss is not None:
+        said += f"; validation {loss_text(summary.initial_val_loss)} before"
+        said += f", {loss_text(summary.best_val_loss)} at best"
+    return Chart(
+        title="Training and validation",
+        unit=_LOSS_UNIT,
+        series=[
+            _at(shown, "training, each step", "train", steps, losses, draw="faint"),
+            _at(shown, f"training, averaged over {span}", "train", steps, smooth(losses, span)),
+            _validation("validation", "val", run),
+        ],
+        said=said,
+        choose_scale=True,
+        verticals=ends if len(ends) <= _MOST_EPOCHS else (),
+        skipped=[step for each in run.skipped if (step := number(each, "step")) is not None],
+        large=True,
+    )
+
+
+def _validation(name: str, style: str, run: Run, place: int | None = None) -> Series:
+    steps, losses = [float(step) for step, _ in run.validations], [y for _, y in run.validations]
+    return Series(name, style, steps, losses, "points", place, sparse=True)
+
+
+def _curve(
+    name: str,
+    style: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    draw: str = "line",
+    highest: bool = False,
+    points: int = _POINTS,
+    run: int | None = None,
+) -> Series:
+    """Return the points of a curve that are worth drawing, or those of its running maximum."""
+    shown = decimate(y, points)
+    values = [y[i] for i in shown]
+    values = list(accumulate(values, max)) if highest else values
+    return Series(name, style, [x[i] for i in shown], values, draw, run)
+
+
+def _at(
+    shown: Sequence[int],
+    name: str,
+    style: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    draw: str = "line",
+) -> Series:
+    return Series(name, style, [x[i] for i in shown], [y[i] for i in shown], draw)
+
+
+def _averaged(style: str, x: Sequence[float], y: Sequence[float]) -> list[Series]:
+    """Return a curve as measured, drawn faint, and its moving average."""
+    shown, span = decimate(y, _POINTS), span_for(len(y))
+    average = _at(shown, f"averaged over {span}", style, x, smooth(y, span))
+    return [_at(shown, "each step", style, x, y, draw="faint"), average]
 
 
 def _near(values: Sequence[float], level: float | None, name: str) -> tuple[Level, ...]:
@@ -117,116 +142,73 @@ def _near(values: Sequence[float], level: float | None, name: str) -> tuple[Leve
     return (Level(level, name),)
 
 
-def _said(name: str, values: Sequence[float]) -> str:
-    there = [value for value in values if math.isfinite(value)]
-    if not there:
+def _describe(name: str, values: Sequence[float]) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return f"{name}: not measured"
-    return f"{name}: {there[0]:.3g} at first, {there[-1]:.3g} at last, {max(there):.3g} at most"
+    return f"{name}: {finite[0]:.3g} at first, {finite[-1]:.3g} at last, {max(finite):.3g} at most"
 
 
-def _curve(
-    name: str,
-    style: str,
-    x: Sequence[float],
-    y: Sequence[float],
-    *,
-    points: int = _POINTS,
-    run: int | None = None,
-) -> Series:
-    shown = decimate(y, points)
-    return Series(name, style, [x[i] for i in shown], [y[i] for i in shown], run=run)
-
-
-def _both(name: str, style: str, x: Sequence[float], y: Sequence[float]) -> tuple[Series, ...]:
-    """Return a curve as it is, faint, and its average."""
-    shown, span = decimate(y, _POINTS), span_for(len(y))
-    averages, at = smooth(y, span), [x[i] for i in shown]
-    return (
-        Series("each step", style, at, [y[i] for i in shown], "faint"),
-        Series(f"averaged over {span}", style, at, [averages[i] for i in shown]),
-    )
-
-
-def _with_highest(style: str, x: Sequence[float], y: Sequence[float]) -> tuple[Series, ...]:
-    """Return a curve as it is, faint, and the highest value so far."""
-    shown = decimate(y, _POINTS)
-    highest = list(accumulate((y[i] for i in shown), max))
-    at = [x[i] for i in shown]
-    return (
-        Series("each step", style, at, [y[i] for i in shown], "faint"),
-        Series("highest so far", style, at, highest),
-    )
-
-
-def speeds(run: Run) -> list[float]:
-    """Return the tokens a second of each step, NaN where no time was measured."""
+def _speeds(run: Run) -> list[float]:
+    """Return the tokens a second of each step, NaN if no time was measured."""
     pairs = zip(run.steps["tokens"], run.steps["seconds"], strict=True)
     return [tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs]
 
 
-def memory_unit(peak: float) -> tuple[float, str]:
-    """Return the unit in which so many bytes are told."""
+def _memory_unit(summaries: Sequence[RunSummary]) -> tuple[float, str]:
+    peak = max((summary.peak_memory or 0 for summary in summaries), default=0)
     return (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
+
+
+def _memory(run: Run, size: float) -> list[float]:
+    """Return the peak of each step in units of `size` bytes; 0 means that it was not measured."""
+    return [(value or math.nan) / size for value in run.steps["memory"]]
 
 
 # Several runs
 
 
 def comparison_charts(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[Chart]:
-    """Return the charts of several runs, each a colour of its own."""
-    peak = max((summary.peak_memory or 0 for summary in summaries), default=0)
-    size, unit = memory_unit(peak)
-    both = list(zip(runs, summaries, strict=True))
+    """Return the charts of several runs, each in its own colour; validation loss first."""
+    names = [summary.name for summary in summaries]
+    size, unit = _memory_unit(summaries)
 
     def chart(
-        title: str, unit: str, values: Callable[[Run], Sequence[float]], **options: bool
+        title: str, unit: str, values: Sequence[Sequence[float]], smoothed: bool, **shape: bool
     ) -> Chart:
-        averaged = title != "Learning rate" and title != "Memory"
         curves = []
-        for number_, (run, summary) in enumerate(both):
-            y, name = list(values(run)), summary.name
-            y = smooth(y, span_for(len(y))) if averaged else y
-            style, x = style_of(number_), run.steps["step"]
-            curves.append(_curve(name, style, x, y, points=_POINTS_OF_SEVERAL, run=number_))
-        said = f"{title} of {len(both)} runs, step by step"
-        return Chart(title, unit, curves, said, **options)  # type: ignore[arg-type]
+        for i, (name, run, y) in enumerate(zip(names, runs, values, strict=True)):
+            y = smooth(y, span_for(len(y))) if smoothed else y
+            x, style = run.steps["step"], style_of(i)
+            curves.append(_curve(name, style, x, y, points=_POINTS_OF_SEVERAL, run=i))
+        said = f"{title} of {len(runs)} runs, step by step"
+        return Chart(title, unit, curves, said, **shape)  # type: ignore[arg-type]
 
-    validation = Chart(
-        title="Validation loss",
-        unit="nats a supervised token",
-        series=[
-            Series(summary.name, style_of(i), *_validation(run), "points", run=i, sparse=True)
-            for i, (run, summary) in enumerate(both)
-        ],
-        said="Validation loss: "
-        + "; ".join(f"{each.name} {loss_text(each.best_val_loss)} at best" for each in summaries),
-        choose_scale=True,
-        large=True,
-        x_high=max((each.step for each in summaries), default=None),
-    )
-    averaged = "averaged"
+    def column(name: str) -> list[list[float]]:
+        return [run.steps[name] for run in runs]
+
+    best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in summaries)
+    speeds, peaks = [_speeds(run) for run in runs], [_memory(run, size) for run in runs]
+    averaged_loss = f"{_LOSS_UNIT}, averaged"
     return [
-        validation,
-        chart(
-            "Training loss",
-            f"nats a supervised token, {averaged}",
-            lambda run: run.steps["loss"],
+        Chart(
+            title="Validation loss",
+            unit=_LOSS_UNIT,
+            series=[_validation(names[i], style_of(i), run, i) for i, run in enumerate(runs)],
+            said=f"Validation loss: {'; '.join(best)}",
             choose_scale=True,
             large=True,
+            x_high=max((each.step for each in summaries), default=None),
         ),
-        chart("Learning rate", "", lambda run: run.steps["learning_rate"], from_zero=True),
-        chart("Gradient norm", averaged, lambda run: run.steps["grad_norm"], choose_scale=True),
-        chart("Speed", f"tokens a second, {averaged}", speeds, from_zero=True),
-        chart(
-            "Memory",
-            f"{unit} at the peak of each step",
-            lambda run: [value / size for value in run.steps.measured("memory")],
-            from_zero=True,
-        ),
+        chart("Training loss", averaged_loss, column("loss"), True, choose_scale=True, large=True),
+        chart("Learning rate", "", column("learning_rate"), False, from_zero=True),
+        chart("Gradient norm", "averaged", column("grad_norm"), True, choose_scale=True),
+        chart("Speed", "tokens a second, averaged", speeds, True, from_zero=True),
+        chart("Memory", f"{unit} at the peak of each step", peaks, False, from_zero=True),
     ]
 
 
-def style_of(number_: int) -> str:
-    """Return the class of a run's colour, by its number on the page."""
-    again = number_ // COLOURS % 3
-    return f"c{number_ % COLOURS}" + (f" d{again}" if again else "")
+def style_of(place: int) -> str:
+    """Return the CSS classes of the colour and dashes of a run, by its place on the page."""
+    dashes = place // COLOURS % _DASHES
+    return f"c{place % COLOURS}" + (f" d{dashes}" if dashes else "")

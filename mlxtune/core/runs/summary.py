@@ -1,4 +1,4 @@
-"""A run in few numbers and one sentence."""
+"""A run in a few numbers and one sentence, and its options beside the defaults."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from typing import Any
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.runs.run import Run, mapping, number, text, whole
+from mlxtune.core.runs.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.text import count, loss_text
+from mlxtune.core.training.checkpoint import METRICS
+from mlxtune.core.training.run_folder import LEDGER
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run in few numbers; None, or empty, for what it does not say.
+    """A run in a few numbers; None, or empty, for what it did not record.
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
-    in nats per supervised token, memory in bytes, `tokens_per_second` counts those of the examples.
-    `train_loss` is that of the last epoch, of the steps so far where none ended.
+    in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
+    `train_loss` is that of the last epoch, or of the steps so far if none ended.
     """
 
     name: str
@@ -49,48 +51,76 @@ class RunSummary:
     adapter: str
     sha256: str
     resume: str
-    headline: str
     problems: tuple[str, ...]
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run came to its end."""
+        """Whether the run ended by itself."""
         return self.status in ("finished", "stopped early")
 
+    @property
+    def headline(self) -> str:
+        """What the run achieved, in one sentence."""
+        model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"
+        if len(self.data) > 2:
+            data = f"{self.data[0]} and {len(self.data) - 1} more files"
+        before, best = self.initial_val_loss, self.best_val_loss
+        validated = before is not None and best is not None
+        if not self.finished:
+            total = f" of {self.total_steps:,}" if self.total_steps else ""
+            verb = "is at" if self.status == "running" else "stopped at"
+            losses = f"; validation loss {loss_text(before)} before, {loss_text(best)} at best"
+            return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
+        trained = count(self.epoch, "epoch") if self.epoch else count(self.step, "step")
+        if before is not None and best is not None:
+            if best >= before:
+                losses = f"{loss_text(before)} before, {loss_text(best)} at best"
+                return f"{trained} on {data} did not improve {model}: validation loss {losses}"
+            losses = f"from {loss_text(before)} to {loss_text(best)}"
+            return f"{trained} on {data} took {model}’s validation loss {losses}"
+        if self.train_loss is not None:
+            loss = loss_text(self.train_loss)
+            return f"{trained} on {data} brought {model} to a training loss of {loss}"
+        return f"{model} on {data}"
+
     def as_dict(self) -> dict[str, Any]:
-        """Return all as JSON-ready values."""
-        return asdict(self) | {"data": list(self.data), "problems": list(self.problems)}
+        """Return the JSON of a run in `mlxtune runs` and `mlxtune report`."""
+        values = asdict(self)
+        return values | {
+            "data": list(self.data),
+            "headline": self.headline,
+            "problems": list(self.problems),
+        }
 
 
 def summarize(run: Run) -> RunSummary:
-    """Return a run in few numbers."""
-    best = _best(run)
+    """Return the summary of a run."""
+    best_epoch, best_val_loss = _best(run)
     status = _status(run)
-    values: dict[str, Any] = {
-        "name": run.name,
-        "folder": str(run.folder),
-        "status": status,
-        "started": _started(run),
-        "model": PurePath(text(run.config, "model_path")).name,
-        "data": tuple(PurePath(path).name for path in _data(run)),
-        "step": _step(run),
-        "total_steps": _total_steps(run),
-        "epoch": len(run.epochs),
-        "epochs": whole(run.config, "epochs"),
-        "train_loss": _train_loss(run),
-        "initial_val_loss": _initial(run),
-        "best_val_loss": None if best is None else best[1],
-        "best_epoch": None if best is None else best[0],
-        "tokens_per_second": _speed(run),
-        "peak_memory": _peak(run),
-        "predicted_memory": whole(mapping(run.about, "plan"), "memory", "peak"),
-        "seconds": _seconds(run),
-        "adapter": _adapter(run),
-        "sha256": text(run.result, "sha256"),
-        "resume": _resume(run) if status == "unfinished" else "",
-        "problems": tuple(run.problems),
-    }
-    return RunSummary(**values, headline=_headline(**values))
+    return RunSummary(
+        name=run.name,
+        folder=str(run.folder),
+        status=status,
+        started=_started(run),
+        model=PurePath(text(run.config, "model_path")).name,
+        data=tuple(PurePath(path).name for path in _data(run)),
+        step=_step(run),
+        total_steps=_total_steps(run),
+        epoch=len(run.epochs),
+        epochs=whole(run.config, "epochs"),
+        train_loss=_train_loss(run),
+        initial_val_loss=next((loss for step, loss in run.validations if step == 0), None),
+        best_val_loss=best_val_loss,
+        best_epoch=best_epoch,
+        tokens_per_second=_speed(run),
+        peak_memory=_peak(run),
+        predicted_memory=whole(mapping(run.about, "plan"), "memory", "peak"),
+        seconds=_seconds(run),
+        adapter=_adapter(run),
+        sha256=text(run.result, "sha256"),
+        resume=_resume(run) if status == "unfinished" else "",
+        problems=tuple(run.problems),
+    )
 
 
 def _status(run: Run) -> str:
@@ -100,7 +130,7 @@ def _status(run: Run) -> str:
 
 
 def _step(run: Run) -> int:
-    """Return the last step that was taken or skipped."""
+    """Return the last step, applied or skipped."""
     skipped = [whole(each, "step") or 0 for each in run.skipped]
     return max([*(int(step) for step in run.steps["step"][-1:]), *skipped, 0])
 
@@ -113,13 +143,13 @@ def _total_steps(run: Run) -> int | None:
 
 
 def _started(run: Run) -> str:
-    said = text(run.about, "started_at")
+    started = text(run.about, "started_at")
     try:
-        return datetime.datetime.fromisoformat(said).isoformat(timespec="seconds")
+        return datetime.datetime.fromisoformat(started).isoformat(timespec="seconds")
     except ValueError:
         pass
-    # Of an earlier version: the first file of a run, which no later step writes again.
-    for name in ("ledger.json", "metrics.jsonl"):
+    # Earlier versions recorded no time; these files are written first, the ledger only once.
+    for name in (LEDGER, METRICS):
         try:
             stamp = (run.folder / name).stat().st_mtime
         except OSError:
@@ -140,34 +170,27 @@ def _train_loss(run: Run) -> float | None:
     for epoch in reversed(run.epochs):
         if (loss := number(epoch, "train_loss")) is not None:
             return loss
-    losses, weights = run.steps["loss"], run.steps.measured("supervised_tokens")
-    pairs = [(x, w) for x, w in zip(losses, weights, strict=True) if not math.isnan(w)]
-    tokens = math.fsum(w for _, w in pairs)
-    return math.fsum(x * w for x, w in pairs) / tokens if tokens else None
+    steps = run.steps.known("loss", "supervised_tokens")
+    tokens = math.fsum(tokens for _, tokens in steps)
+    return math.fsum(loss * tokens for loss, tokens in steps) / tokens if tokens else None
 
 
-def _initial(run: Run) -> float | None:
-    return next((loss for step, loss in run.validations if step == 0), None)
-
-
-def _best(run: Run) -> tuple[int, float] | None:
-    """Return the epoch of the lowest validation loss and that loss."""
-    found = [(whole(each, "epoch"), number(each, "val_loss")) for each in run.epochs]
-    pairs = [(epoch, loss) for epoch, loss in found if epoch is not None and loss is not None]
-    return min(pairs, key=lambda pair: pair[1]) if pairs else None
+def _best(run: Run) -> tuple[int | None, float | None]:
+    """Return the epoch with the lowest validation loss, and that loss."""
+    epochs = [(whole(each, "epoch"), number(each, "val_loss")) for each in run.epochs]
+    known = [(epoch, loss) for epoch, loss in epochs if epoch is not None and loss is not None]
+    return min(known, key=lambda pair: pair[1], default=(None, None))
 
 
 def _speed(run: Run) -> float | None:
-    pairs = zip(run.steps["tokens"], run.steps["seconds"], strict=True)
-    measured = [(t, s) for t, s in pairs if s > 0 and not math.isnan(t)]
-    seconds = math.fsum(s for _, s in measured)
-    return math.fsum(t for t, _ in measured) / seconds if seconds else None
+    timed = [(tokens, time) for tokens, time in run.steps.known("tokens", "seconds") if time > 0]
+    seconds = math.fsum(time for _, time in timed)
+    return math.fsum(tokens for tokens, _ in timed) / seconds if seconds else None
 
 
 def _peak(run: Run) -> int | None:
-    highest = [value for value in run.steps.measured("memory") if not math.isnan(value)]
-    said = whole(run.result, "peak_memory")
-    return int(max([*highest, *([said] if said else [])], default=0)) or None
+    of_steps = [int(memory) for (memory,) in run.steps.known("memory")]
+    return max([*of_steps, whole(run.result, "peak_memory") or 0]) or None
 
 
 def _seconds(run: Run) -> float | None:
@@ -178,65 +201,33 @@ def _seconds(run: Run) -> float | None:
 
 
 def _adapter(run: Run) -> str:
-    said = text(run.result, "adapter")
-    return os.path.normpath(run.folder / said) if said else ""
+    adapter = text(run.result, "adapter")
+    return os.path.normpath(run.folder / adapter) if adapter else ""
 
 
 def _resume(run: Run) -> str:
     if not run.checkpoints:
         return ""
     folder = run.folder
-    if folder.name == "checkpoints" and str(folder.parent) != ".":
+    if folder.name == CHECKPOINTS and str(folder.parent) != ".":
         folder = folder.parent
     return f"mlxtune train --resume {shlex.quote(str(folder))}"
-
-
-def _headline(**said: Any) -> str:
-    """Return in one sentence what the run achieved."""
-    model, data = said["model"] or "The model", " and ".join(said["data"][:2]) or "its data"
-    if len(said["data"]) > 2:
-        data = f"{said['data'][0]} and {len(said['data']) - 1} more files"
-    before, best, train = said["initial_val_loss"], said["best_val_loss"], said["train_loss"]
-    ended = said["status"] in ("finished", "stopped early")
-    epochs = count(said["epoch"], "epoch") if said["epoch"] else count(said["step"], "step")
-    if not ended:
-        total = f" of {said['total_steps']:,}" if said["total_steps"] else ""
-        verb = "is at" if said["status"] == "running" else "stands at"
-        so_far = (
-            ""
-            if best is None or before is None
-            else (f", its validation loss at {loss_text(best)} from {loss_text(before)}")
-        )
-        return f"{model} on {data} {verb} step {said['step']:,}{total}{so_far}"
-    if best is not None and before is not None:
-        if best >= before:
-            stays = f"its validation loss was {loss_text(before)} before, {loss_text(best)} at best"
-            return f"{epochs} on {data} made {model} no better: {stays}"
-        return (
-            f"{epochs} on {data} took {model}’s validation loss from "
-            f"{loss_text(before)} to {loss_text(best)}"
-        )
-    if train is not None:
-        return f"{epochs} on {data} brought {model} to a training loss of {loss_text(train)}"
-    return f"{model} on {data}"
 
 
 # Options
 
 
 def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
-    """Return each option by its flag: its value, its default, and whether they differ.
+    """Return each option's value, its default, and whether they differ, by its flag.
 
     Those that differ come first.
     """
-    defaults = {each.name: each.default for each in fields(TrainConfig)}
-    found = {}
+    defaults = {each.name: option_text(each.default) for each in fields(TrainConfig)}
+    options = {}
     for name, value in run.config.items():
-        known = name in defaults
-        default = option_text(defaults[name]) if known else "–"
-        own = option_text(value)
-        found[flag(str(name))] = (own, default, not known or own != default)
-    return dict(sorted(found.items(), key=lambda item: not item[1][2]))
+        own, default = option_text(value), defaults.get(name)
+        options[flag(str(name))] = (own, default or "–", own != default)
+    return dict(sorted(options.items(), key=lambda item: not item[1][2]))
 
 
 def option_text(value: Any) -> str:
@@ -251,9 +242,9 @@ def option_text(value: Any) -> str:
 
 
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the options that are not the same in all runs, each with its value in each."""
-    every = {str(name): None for run in runs for name in run.config if _is_compared(name)}
-    values = {name: [option_text(run.config.get(name)) for run in runs] for name in every}
+    """Return the options whose values differ between runs, with the value in each run."""
+    names = {str(name): None for run in runs for name in run.config if _is_compared(name)}
+    values = {name: [option_text(run.config.get(name)) for run in runs] for name in names}
     return {flag(name): each for name, each in values.items() if len(set(each)) > 1}
 
 
@@ -271,16 +262,12 @@ def planned_shares(run: Run) -> dict[str, float | None]:
 
 
 def measured_shares(run: Run) -> dict[str, float | None]:
-    """Return the same as measured, `micro_batch_tokens` aside; None for what was not measured."""
-    micro_batches = [each for each in run.steps.measured("micro_batches") if not math.isnan(each)]
-    pairs = zip(run.steps.measured("run_tokens"), run.steps["padding"], strict=True)
-    padded = [(tokens, padding) for tokens, padding in pairs if not math.isnan(tokens)]
-    tokens_run = math.fsum(tokens for tokens, _ in padded)
-    padding = math.fsum(padding for _, padding in padded if not math.isnan(padding))
-    tokens = run.steps.total("tokens")
+    """Return the same as measured, without `micro_batch_tokens`; None for what was not measured."""
+    micro_batches = [number for (number,) in run.steps.known("micro_batches") if number]
+    tokens, tokens_run = run.steps.total("tokens"), run.steps.total("run_tokens")
     return {
         "micro_batches_per_step": statistics.fmean(micro_batches) if micro_batches else None,
-        "padding_share": padding / tokens_run if tokens_run else None,
+        "padding_share": run.steps.total("padding") / tokens_run if tokens_run else None,
         "run_share": tokens_run / tokens if tokens_run and tokens else None,
     }
 

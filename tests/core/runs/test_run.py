@@ -78,7 +78,7 @@ def test_run_of_an_earlier_version_lacks_what_that_did_not_write(tmp_path: Path)
 
     assert run.problems == []
     assert run.config["epochs"] == 2, "a checkpoint says it"
-    assert all(map(math.isnan, run.steps.measured("memory")))
+    assert run.steps.known("memory") == []
     summary = summarize(run)
     assert summary.total_steps == 80
     assert summary.started[:2] == "20", "the time of its files"
@@ -122,17 +122,17 @@ def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     ("file", "content", "problem"),
     [
         ("run.json", b"{", "run.json is not valid JSON"),
-        ("run.json", b"[]", "run.json holds no JSON object"),
+        ("run.json", b"[]", "run.json: expected a JSON object"),
         ("result.json", b"\xff", "result.json is not valid JSON"),
         ("evaluation.json", b"[" * 100_000, "evaluation.json is not valid JSON"),
-        ("ledger.json", b"7", "ledger.json holds no list of files"),
+        ("ledger.json", b"7", "ledger.json: expected a list of files"),
         ("epoch-1/metadata.json", b"nonsense", "epoch-1/metadata.json cannot be read"),
-        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: its last line is cut off"),
-        ("metrics.jsonl", b'{"kind": "st', "metrics.jsonl: its last line is cut off"),
-        ("metrics.jsonl", b"[]\n{}\n7\n", "line 1 is no record of a run, and 2 more"),
-        ("metrics.jsonl", b'{"kind": "step", "step": 1}\n', "line 1 is no record of a run"),
-        ("metrics.jsonl", as_lines([step_line(2, 9)]), "steps are missing or come twice"),
-        ("metrics.jsonl", as_lines([step_line(1, 9)] * 2), "steps are missing or come twice"),
+        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: its last line is incomplete"),
+        ("metrics.jsonl", b'{"kind": "st', "metrics.jsonl: its last line is incomplete"),
+        ("metrics.jsonl", b"[]\n{}\n7\n", "line 1 is not a record of a run, and 2 more"),
+        ("metrics.jsonl", b'{"kind": "step", "step": 1}\n', "line 1 is not a record of a run"),
+        ("metrics.jsonl", as_lines([step_line(2, 9)]), "steps are missing or duplicated"),
+        ("metrics.jsonl", as_lines([step_line(1, 9)] * 2), "steps are missing or duplicated"),
     ],
 )
 def test_damage_is_a_problem_that_names_the_file_and_the_rest_is_shown(
@@ -153,7 +153,7 @@ def test_missing_metrics_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     (folder / "metrics.jsonl").unlink()
     run = read_run(folder)
-    assert run.problems == ["metrics.jsonl is missing: there is nothing to draw"]
+    assert run.problems == ["metrics.jsonl is missing, so there are no curves"]
     assert "Nothing was measured." in render_runs([run])
 
 
@@ -164,7 +164,7 @@ def test_bad_line_among_good_ones_costs_that_line_alone(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
     run = read_run(folder)
     assert len(run.steps) == 79
-    assert "line 11 is no record" in run.problems[0]
+    assert "line 11 is not a record" in run.problems[0]
 
 
 def test_steps_out_of_order_are_brought_into_it(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
         ({"validation": False}, "2 epochs on chat.jsonl brought tiny to a training loss of 1.50"),
         (
             {"finished": False},
-            "tiny on chat.jsonl stands at step 60 of 80, its validation loss at 2.00 from 4.00",
+            "tiny on chat.jsonl stopped at step 60 of 80; validation loss 4.00 before, 2.00 at best",
         ),
         (
             {"finished": False, "validation": False},
-            "tiny on chat.jsonl stands at step 60 of 80",
+            "tiny on chat.jsonl stopped at step 60 of 80",
         ),
     ],
 )
@@ -72,7 +72,7 @@ def test_headline_of_a_run_that_made_nothing_better_says_so(tmp_path: Path) -> N
             record["val_loss"] = 4.0 + record.get("step", 0) / 100 + record.get("epoch", 0)
     (folder / "metrics.jsonl").write_bytes(as_lines(records))
     headline = summarize(read_run(folder)).headline
-    assert headline.startswith("2 epochs on chat.jsonl made tiny no better: ")
+    assert headline.startswith("2 epochs on chat.jsonl did not improve tiny: ")
     assert "4.00 before, 5.00 at best" in headline
 
 
