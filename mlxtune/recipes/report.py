@@ -110,7 +110,7 @@ def _lines(runs: Sequence[Run]) -> list[str]:
             lines.append(verdict.text)
         lines += [f"problem: {problem}" for problem in summary.problems]
         if summary.resume:
-            lines.append(f"go on with it: {summary.resume}")
+            lines.append(f"resume it with: {summary.resume}")
     if len(runs) > 1:
         lines.append(comparison_headline(summaries))
         for option, values in differing_options(runs).items():

@@ -154,7 +154,7 @@ def test_fused_weight_that_is_wrong_is_found_and_nothing_is_left(
         save(path, {k: v * (1.001 if k.endswith(name) else 1) for k, v in tensors.items()})
 
     monkeypatch.setattr(fusing, "_save", save_something_else)
-    with pytest.raises(OutputError, match=rf"is not what was trained.*{name}"):
+    with pytest.raises(OutputError, match=rf"differs from what was trained.*{name}"):
         fuse(FuseConfig(adapter=str(trained[1]), output=str(tmp_path / "fused"), quiet=True))
     assert list(tmp_path.iterdir()) == []
 

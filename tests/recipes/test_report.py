@@ -26,7 +26,7 @@ def test_page_of_a_run_is_written_into_its_folder(cli: Cli) -> None:
         assert outcome.code == 0
         assert outcome.out.splitlines() == [
             "2 epochs on chat.jsonl took tiny’s validation loss from 4.00 to 1.00",
-            "✓ The adapter helped: the loss on 8 rows changed by −3.00 nats a token "
+            "✓ The adapter helped: the loss on 8 rows changed by −3.00 nats per token "
             "(95% interval −3.20 to −2.75).",
             "page: out/checkpoints/report.html",
         ]
@@ -70,7 +70,7 @@ def test_unfinished_and_damaged_run_says_so(cli: Cli) -> None:
     assert outcome.code == 0
     assert "stopped at step 60 of 80" in outcome.out
     assert "problem: ledger.json is not valid JSON" in outcome.out
-    assert "go on with it: mlxtune train --resume out" in outcome.out
+    assert "resume it with: mlxtune train --resume out" in outcome.out
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def other_shapes(run: Path) -> None:
             "metrics.jsonl",
             "its epochs are 2",
         ),
-        (lambda run: shutil.rmtree(run / "best"), "best epoch", "there is none"),
+        (lambda run: shutil.rmtree(run / "best"), "best epoch", "it has no checkpoint"),
         (
             lambda run: rewrite(run / "ledger.json", lambda found: [found[0] | {"rows_read": 21}]),
             "ledger.json",
@@ -120,7 +120,7 @@ def other_shapes(run: Path) -> None:
         (
             lambda run: rewrite(run / "result.json", lambda found: found | {"steps": 9}),
             "result.json",
-            "says 9 steps",
+            "has 9 steps",
         ),
         (lambda run: flip(run.parent / "adapters.safetensors"), "adapter", "SHA-256 differs"),
         (lambda run: (run.parent / "adapters.safetensors").unlink(), "adapter", "No such file"),
@@ -194,4 +194,4 @@ def test_folder_without_a_run_is_an_error(cli: Cli, tmp_path: Path, place: str) 
     if place == "none":
         assert "no such folder" in outcome.error
     else:
-        assert "there is none" in outcome.out
+        assert "there are none" in outcome.out

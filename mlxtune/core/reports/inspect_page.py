@@ -73,7 +73,7 @@ def _verdict(inspection: Inspection) -> dict[str, str]:
     if warnings:
         text = f"! Worth a look: {count(warnings, 'warning')}. mlxtune train accepts this data."
         return {"style": "warning", "text": text}
-    text = "✓ Nothing was found. Look at some rows below: what is marked will be learned."
+    text = "✓ No findings. Look at some rows below: the marked text will be learned."
     return {"style": "", "text": text}
 
 

@@ -19,7 +19,7 @@ COLOURS, _DASHES = 8, 3
 # A level is drawn if the highest value comes this near to it.
 _NEAR = 0.4
 _MOST_EPOCHS = 24
-_LOSS_UNIT = "nats a supervised token"
+_LOSS_UNIT = "nats per supervised token"
 
 
 def charts_of(run: Run, summary: RunSummary) -> list[Chart]:

@@ -37,12 +37,12 @@ def verdict_sentence(evaluation: Mapping[str, Any]) -> Verdict | None:
     interval = ""
     if low is not None and high is not None:
         interval = f" ({confidence:.0%} interval {_signed(low)} to {_signed(high)})"
-    changed = f"the loss{on} changed by {_signed(difference)} nats a token{interval}."
+    changed = f"the loss{on} changed by {_signed(difference)} nats per token{interval}."
     if verdict == "helped":
         return Verdict("", f"✓ The adapter helped: {changed}")
     if verdict == "hurt":
         return Verdict("error", f"✕ The adapter hurt: {changed}")
-    return Verdict("warning", f"! Nobody can tell whether the adapter helped: {changed}")
+    return Verdict("warning", f"! It is unclear whether the adapter helped: {changed}")
 
 
 def evaluation_context(run: Run) -> dict[str, Any]:

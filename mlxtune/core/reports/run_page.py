@@ -74,7 +74,7 @@ def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
         "loss": "Loss",
         **({"skipped": "Skipped steps"} if run.skipped else {}),
         "evaluation": "Before and after",
-        "course": "How it went",
+        "course": "Training",
         "plan": "Plan",
         "data": "Data",
         "options": "Options",
@@ -111,31 +111,31 @@ def _settings(run: Run, summary: RunSummary) -> dict[str, str]:
 
 def _verdict(run: Run, summary: RunSummary) -> Verdict:
     if summary.status == "running":
-        return Verdict("warning", "! The run is going on: this is how far it has come.")
+        return Verdict("warning", "! The run is still training: this page shows it so far.")
     if not summary.finished:
-        resume = " Go on with it:" if summary.resume else ""
-        return Verdict("warning", f"! The run did not come to its end.{resume}", summary.resume)
+        resume = " Resume it with" if summary.resume else ""
+        return Verdict("warning", f"! The run is unfinished.{resume}", summary.resume)
     if (verdict := verdict_sentence(run.evaluation)) is not None:
         return verdict
     before, best = summary.initial_val_loss, summary.best_val_loss
-    early = " It stopped early." if summary.status == "stopped early" else ""
+    ended = "stopped early" if summary.status == "stopped early" else "finished"
     if before is not None and best is not None and best >= before:
         worse = "No epoch was better than the base model on the validation rows"
-        return Verdict("warning", f"! {worse}: lower --lr, or bring more data.{early}")
+        return Verdict("warning", f"! The run {ended}. {worse}: lower --lr, or add data.")
     chosen = f" Epoch {summary.best_epoch} was the best." if summary.best_epoch else ""
     adapter = " Its adapter:" if summary.adapter else ""
-    return Verdict("", f"✓ The run came to its end.{early}{chosen}{adapter}", summary.adapter)
+    return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", summary.adapter)
 
 
 def _totals(summary: RunSummary) -> dict[str, str]:
     totals = {}
     if summary.best_val_loss is not None:
         before = summary.initial_val_loss
-        improved = f", from {loss_text(before)} before" if before is not None else ""
-        totals[f"validation loss at best{improved}"] = loss_text(summary.best_val_loss)
+        improved = f", from {loss_text(before)} before training" if before is not None else ""
+        totals[f"best validation loss{improved}"] = loss_text(summary.best_val_loss)
     if summary.train_loss is not None:
         period = "the last epoch" if summary.epoch else "the steps so far"
-        totals[f"training loss of {period}"] = loss_text(summary.train_loss)
+        totals[f"training loss in {period}"] = loss_text(summary.train_loss)
     if summary.seconds is not None:
         speed = summary.tokens_per_second
         at = f", {speed:,.0f} tokens a second" if speed else ""
@@ -156,7 +156,7 @@ def _comparison_context(runs: Sequence[Run], summaries: Sequence[RunSummary]) ->
         "results": "Results",
         "differences": "Options that differ",
         "loss": "Loss",
-        "course": "How they went",
+        "course": "Training",
     }
     return {
         "summaries": summaries,

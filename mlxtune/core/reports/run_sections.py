@@ -77,7 +77,7 @@ def _plan(run: Run, summary: RunSummary) -> dict[str, Any] | None:
     for title, name, spec in (
         ("micro-batches a step", "micro_batches_per_step", ".1f"),
         ("padding", "padding_share", ".1%"),
-        ("tokens run, of those of the data", "run_share", ".1%"),
+        ("tokens run, relative to the data", "run_share", ".1%"),
     ):
         rows.append(
             (title, number_text(planned[name], spec), number_text(measured[name], spec)),

@@ -1,14 +1,13 @@
-"""Proof on the way out: how far what was written is from what was trained, and what that allows.
+"""The proof of an export: how far its logits are from the trained model's, and what is allowed.
 
-Both models see the same tokens: real prompts, each with the answer that the trained model gives
-greedily. Their logits at the same positions are compared.
+Both models see the same tokens: real prompts, each followed by the trained model's greedy answer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass
 class Comparison:
-    """What two models' logits have in common so far. `add` takes those of one more prompt."""
+    """How two models' logits differ over the prompts added so far."""
 
     prompts: int = 0
     tokens: int = 0
@@ -36,9 +35,9 @@ class Comparison:
     generated: int = 0
 
     def add(self, trained: Logits, written: Logits, generated: int) -> None:
-        """Compare float32 (T, V) logits at the same tokens; the last `generated` gave an answer.
+        """Compare float32 (T, V) logits at the same tokens; the last `generated` are the answer.
 
-        A difference that is not a number counts as infinite.
+        A difference that is not finite counts as infinite.
         """
         difference = float(np.abs(trained - written).max(initial=0.0))
         if not math.isfinite(difference):
@@ -58,15 +57,13 @@ class Comparison:
 
 
 def _divergences(trained: Logits, written: Logits) -> npt.NDArray[np.float64]:
-    """Return KL(trained || written), (T,) in nats, of (T, V) logits; one row at a time."""
-    found = [
-        float(np.sum(np.exp(p) * (p - q)))
-        for p, q in (
-            (_log_softmax(a), _log_softmax(b)) for a, b in zip(trained, written, strict=True)
-        )
-    ]
-    # Rounding may leave a little below zero.
-    return np.asarray(np.maximum(found, 0.0))
+    """Return KL(trained || written), (T,) in nats, of (T, V) logits, row by row to save memory."""
+    values = []
+    for a, b in zip(trained, written, strict=True):
+        p, q = _log_softmax(a), _log_softmax(b)
+        values.append(float(np.sum(np.exp(p) * (p - q))))
+    # Rounding may leave slightly negative values.
+    return np.asarray(np.maximum(values, 0.0))
 
 
 def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
@@ -76,10 +73,10 @@ def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """What every tensor of a fused model is, beside what it should be.
+    """How the tensors of a fused model compare with those expected.
 
-    `largest_error` is that of a fused weight, relative to the largest of its matrix; `problems` are
-    the tensors that are off by more than rounding, each with why.
+    `largest_error` is relative to the largest entry of its matrix; `problems` name the tensors that
+    differ by more than rounding.
     """
 
     unchanged: int
@@ -87,14 +84,18 @@ class WeightCheck:
     largest_error: float
     problems: tuple[str, ...] = ()
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers for certificate.json."""
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
+
 
 @dataclass(frozen=True)
 class Certificate:
     """How what was written compares with what was trained.
 
-    `tolerance` is the largest difference of a logit that rounding explains; None where the weights
-    were quantised again, so that `weights` alone decides. `effect` is how far the adapter moves a
-    logit, for scale.
+    `tolerance` is the largest logit difference that rounding explains; None if the weights were
+    quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
+    the adapter, for scale.
     """
 
     format: str
@@ -108,76 +109,71 @@ class Certificate:
 
     @property
     def problems(self) -> list[str]:
-        """What is off by more than rounding, in words."""
-        found = self.comparison
+        """Sentences on what differs by more than rounding."""
+        difference = self.comparison.largest_difference
         problems = list(self.weights.problems) if self.weights else []
-        own = (self.effect, self.tolerance or 0.0)
-        if not all(math.isfinite(each) for each in own):
+        if not (math.isfinite(self.effect) and math.isfinite(self.tolerance or 0.0)):
             problems.append("the logits of the trained model itself are not finite")
         elif self.tolerance is None:
-            if not math.isfinite(found.largest_difference):
+            if not math.isfinite(difference):
                 problems.append("its logits are not finite")
-        elif not found.largest_difference <= self.tolerance:
+        elif not difference <= self.tolerance:
             problems.append(
-                f"its logits differ by up to {found.largest_difference:.3g} from those of the "
-                f"trained model, where rounding explains {self.tolerance:.3g}"
+                f"its logits differ by up to {difference:.3g} from those of the trained model, "
+                f"where rounding explains {self.tolerance:.3g}"
             )
         return problems
 
     @property
     def passed(self) -> bool:
-        """Tell whether rounding explains every difference."""
+        """Whether rounding explains every difference."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what certificate.json holds."""
-        found = self.comparison
-        said: dict[str, Any] = {
+        """Return the content of certificate.json."""
+        compared = self.comparison
+        content: dict[str, Any] = {
             "passed": self.passed,
             "format": self.format,
             "dtype": self.dtype,
             "tolerance": self.tolerance,
-            "prompts": found.prompts,
-            "tokens": found.tokens,
-            "largest_difference": found.largest_difference,
+            "prompts": compared.prompts,
+            "tokens": compared.tokens,
+            "largest_difference": compared.largest_difference,
             "adapter_effect": self.effect,
-            "mean_kl": found.mean_kl,
-            "greedy_match": {"same": found.same, "of": found.generated},
+            "mean_kl": compared.mean_kl,
+            "greedy_match": {"same": compared.same, "of": compared.generated},
         }
         if self.weights is not None:
-            said["weights"] = {
-                "unchanged": self.weights.unchanged,
-                "fused": self.weights.fused,
-                "largest_error": self.weights.largest_error,
-            }
-        return said | {"files": dict(self.files), "versions": dict(self.versions)}
+            content["weights"] = self.weights.as_dict()
+        return content | {"files": dict(self.files), "versions": dict(self.versions)}
 
     def lines(self) -> list[str]:
-        """Say it to a person."""
-        found = self.comparison
+        """Return the certificate as lines of text."""
+        compared = self.comparison
         allowed = (
-            "the weights were quantised again, which costs this"
+            "the price of quantising the weights again"
             if self.tolerance is None
             else f"rounding explains {self.tolerance:.2g}"
         )
         lines = [
-            f"{count(found.prompts, 'prompt')}, {count(found.tokens, 'position')}, {self.dtype}: "
-            f"logits differ by up to {found.largest_difference:.2g} ({allowed}; the adapter moves "
-            f"them by up to {self.effect:.2g})",
-            f"KL {found.mean_kl:.2g} nats a token; greedy answers agree in {found.same} of "
-            f"{count(found.generated, 'token')}",
+            f"{count(compared.prompts, 'prompt')}, {count(compared.tokens, 'position')}, "
+            f"{self.dtype}: logits differ by up to {compared.largest_difference:.2g} ({allowed}; "
+            f"the adapter changes them by up to {self.effect:.2g})",
+            f"KL {compared.mean_kl:.2g} nats per token; greedy answers agree in {compared.same} of "
+            f"{count(compared.generated, 'token')}",
         ]
         if self.weights is not None:
             lines.append(
-                f"{count(self.weights.fused, 'tensor')} fused, off by up to "
-                f"{self.weights.largest_error:.2g} of the largest weight, and "
-                f"{self.weights.unchanged} equal to the base model's"
+                f"{count(self.weights.fused, 'tensor')} fused, with errors up to "
+                f"{self.weights.largest_error:.2g} of the largest weight; "
+                f"{self.weights.unchanged} identical to the base model's"
             )
         return lines
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of a folder by its path in it. Raises OutputError."""
+    """Return the SHA-256 of every file below a folder, by relative path. Raises OutputError."""
     try:
         return {
             path.relative_to(folder).as_posix(): file_hash(path)
@@ -189,10 +185,10 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def check(certificate: Certificate, target: Path) -> None:
-    """Raise OutputError, naming the worst, unless a certificate passes."""
+    """Raise OutputError with the first problem unless a certificate passes."""
     problems = certificate.problems
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise OutputError(
-            f"{target}: is not what was trained, so nothing was left there: {problems[0]}{more}"
+            f"{target}: differs from what was trained, so nothing was written: {problems[0]}{more}"
         )

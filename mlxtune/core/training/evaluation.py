@@ -309,7 +309,7 @@ def verdict_line(found: Evaluation) -> str:
     if difference.loss <= 0:
         low, high = -high, -low
     amount = (
-        f"{change:.4f} nats a token {better} than the base model "
+        f"{change:.4f} nats per token {better} than the base model "
         f"({difference.confidence:.0%} interval {low + 0.0:.4f} to {high + 0.0:.4f}) on {rows}"
     )
     if found.verdict != CANNOT_TELL:

@@ -110,7 +110,7 @@ def test_errors_stand_before_warnings_with_count_advice_and_places() -> None:
     assert page(findings=INSPECTION.findings[:1]).of("verdict") == [
         "! Worth a look: 1 warning. mlxtune train accepts this data."
     ]
-    assert "Nothing was found" in page(findings=()).of("verdict")[0]
+    assert "No findings" in page(findings=()).of("verdict")[0]
 
 
 def test_place_links_to_its_row_where_that_is_on_the_page() -> None:

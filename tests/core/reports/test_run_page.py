@@ -118,12 +118,12 @@ def test_charts_are_of_the_loss_the_rate_the_gradient_the_speed_and_the_memory(r
 def test_page_without_an_evaluation_says_how_to_get_one(tmp_path: Path) -> None:
     found = page(read_run(write_run(tmp_path / "out")))
     assert "mlxtune eval --model-path models/tiny --adapter" in found.text("code")
-    assert "The run came to its end." in found.html
+    assert "The run finished." in found.html
 
 
 @pytest.mark.parametrize(
     ("verdict", "text", "style"),
-    [("hurt", "The adapter hurt", "error"), ("cannot tell", "Nobody can tell", "warning")],
+    [("hurt", "The adapter hurt", "error"), ("cannot tell", "It is unclear", "warning")],
 )
 def test_verdict_is_said_plainly(tmp_path: Path, verdict: str, text: str, style: str) -> None:
     evaluation = EVALUATION | {"verdict": verdict}
@@ -133,7 +133,7 @@ def test_verdict_is_said_plainly(tmp_path: Path, verdict: str, text: str, style:
 
 def test_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
     found = page(read_run(write_run(tmp_path / "out", finished=False)))
-    assert "did not come to its end" in found.html
+    assert "The run is unfinished" in found.html
     assert f"mlxtune train --resume {tmp_path / 'out'}" in found.text("code")
 
 

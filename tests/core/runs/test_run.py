@@ -145,7 +145,7 @@ def test_damage_is_a_problem_that_names_the_file_and_the_rest_is_shown(
     assert len(run.problems) == 1
     assert problem in run.problems[0]
     page = render_runs([run])
-    assert "Not all of it could be read" in page
+    assert "Some files could not be read" in page
     assert problem in page
 
 

@@ -50,7 +50,8 @@ def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
         ({"validation": False}, "2 epochs on chat.jsonl brought tiny to a training loss of 1.50"),
         (
             {"finished": False},
-            "tiny on chat.jsonl stopped at step 60 of 80; validation loss 4.00 before, 2.00 at best",
+            "tiny on chat.jsonl stopped at step 60 of 80; validation loss 4.00 before, "
+            "2.00 at best",
         ),
         (
             {"finished": False, "validation": False},

@@ -186,7 +186,8 @@ def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
     found = list(evaluation_lines(evaluated([-1.0, -1.2] * 20)))
     assert found[0] == "Base        2.0000 (perplexity 7.389)"
     assert found[2].startswith(
-        "Verdict     the adapter helped: 0.2750 nats a token less than the base model (95% interval"
+        "Verdict     the adapter helped: 0.2750 nats per token less than the base model "
+        "(95% interval"
     )
     assert found[2].endswith("on 40 rows, 160 supervised tokens")
     assert found[3] == "Gained most a.jsonl:11: 2.0000 to 1.7000 over 4 tokens"
