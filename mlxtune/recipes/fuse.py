@@ -17,7 +17,7 @@ def fuse(config: FuseConfig) -> ExportResult:
     Raises a child of MlxTuneError; nothing is left at the output then.
     """
     from mlxtune.backend.adapters import fuse as fusing
-    from mlxtune.backend.adapters import proof
+    from mlxtune.backend.model import memory
     from mlxtune.backend.model.quantize import NF4
     from mlxtune.core.machine.output_folder import check_apart, new_folder
     from mlxtune.core.runs.certificate import CERTIFICATE
@@ -51,7 +51,7 @@ def fuse(config: FuseConfig) -> ExportResult:
         console.say("Writing", str(target))
         fusing.write_model(model, model_config, source.folder, folder)
         del model
-        proof.release()
+        memory.release()
         console.say("Proving", "loading what was written")
         certificate = certify(
             config,

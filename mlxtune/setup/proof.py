@@ -130,13 +130,14 @@ def reference_of(
     """
     from mlxtune.backend.adapters import proof
     from mlxtune.backend.adapters.attach import load_adapted
+    from mlxtune.backend.model import memory
 
     prompts = list(prompts_of(config, source, say))
     adapted = load_adapted(load_base_of(config, source), str(source.weights))
     dtype = proof.coarsest(rounding, adapted.base.dtype)
     reference = proof.reference_of(adapted, prompts, dtype, everywhere=everywhere)
     del adapted
-    proof.release()
+    memory.release()
     return reference, dtype
 
 
@@ -179,11 +180,12 @@ def certify(
     OutputError where rounding does not explain the difference.
     """
     from mlxtune.backend.adapters import proof
+    from mlxtune.backend.model import memory
     from mlxtune.core.machine.files import write_json
     from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, check, hashes
 
     comparison = proof.compare(load(), reference)
-    proof.release()
+    memory.release()
     certificate = Certificate(
         format=format,
         dtype=dtype,

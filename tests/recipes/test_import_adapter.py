@@ -104,24 +104,24 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3', not LORA"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3': only LORA is supported"),
         ({"bias": "all"}, "bias"),
         (
             {"modules_to_save": ["lm_head"], "fan_in_fan_out": True},
             "modules_to_save, fan_in_fan_out",
         ),
         ({"r": 4}, "says rank 4"),
-        ({"lora_alpha": None}, "does not say r and lora_alpha"),
-        ({"lora_alpha": float("inf")}, "does not say r and lora_alpha"),
-        ({"lora_alpha": 0}, "lora_alpha 0.0 is none"),
-        ({"lora_dropout": "much"}, "lora_dropout is no number"),
-        ({"lora_dropout": float("nan")}, "lora_dropout is no number"),
-        ({"rank_pattern": ["q_proj"]}, "its patterns are no object"),
-        ({"rank_pattern": {"[": 2}}, "the pattern [ is none"),
-        ({"rank_pattern": {"(" * 900: 2}}, "does not say r and lora_alpha"),
+        ({"lora_alpha": None}, "has no valid r and lora_alpha"),
+        ({"lora_alpha": float("inf")}, "has no valid r and lora_alpha"),
+        ({"lora_alpha": 0}, "lora_alpha 0.0 is out of range"),
+        ({"lora_dropout": "much"}, "lora_dropout must be from 0 to below 1"),
+        ({"lora_dropout": float("nan")}, "lora_dropout must be from 0 to below 1"),
+        ({"rank_pattern": ["q_proj"]}, "its patterns are not an object"),
+        ({"rank_pattern": {"[": 2}}, "the pattern [ is invalid"),
+        ({"rank_pattern": {"(" * 900: 2}}, "has no valid r and lora_alpha"),
         ({"rank_pattern": {"x" * 2000: 2}}, "is too long, or repeats too much"),
         ({"alpha_pattern": {"((x{60000}){60000}){60000}": 2}}, "repeats too much"),
-        ({"alpha_pattern": {"(?R)": 2}}, "the pattern (?R) is none"),
+        ({"alpha_pattern": {"(?R)": 2}}, "the pattern (?R) is invalid"),
         ({"use_dora": True}, "lora_magnitude_vector"),
         ({"base_model_name_or_path": "no such/model at all"}, "give --model-path"),
     ],
@@ -164,10 +164,10 @@ def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
     }
     safetensors.numpy.save_file(tensors, theirs / "adapter_model.safetensors")
     given = ("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
-    monkeypatch.setattr(peft, "_FILLED_BYTES", 1000)
-    monkeypatch.setattr(peft, "_FILLED_TIMES", 1.5)
+    monkeypatch.setattr(peft, "_PADDED_BYTES", 1000)
+    monkeypatch.setattr(peft, "_PADDED_TIMES", 1.5)
     assert "ranks from 2 to 40" in cli(*given).error
-    monkeypatch.setattr(peft, "_FILLED_TIMES", 16)
+    monkeypatch.setattr(peft, "_PADDED_TIMES", 16)
     assert cli(*given).code == 0
 
 

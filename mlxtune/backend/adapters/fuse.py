@@ -1,8 +1,8 @@
-"""An adapter put into the weights of its base model: a model folder that needs no adapter.
+"""An adapter fused into the weights of its base model: a model folder that needs no adapter.
 
-A fused weight is `W + scale * (a b)ᵀ`, of DoRA that with the length of each row set to `m`,
-computed in float32 and rounded once to the dtype of the folder. Nothing is computed before it is
-written, and what is written is let go, so that no more than a file's worth is in memory.
+A fused weight is `W + scale * (a b)ᵀ`, with its rows scaled to the norms `m` for DoRA, computed in
+float32 and rounded once to the dtype of the folder. Weights are computed as they are written and
+freed afterwards, so that no more than one file's worth is in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mlx_lm.utils import make_shards, save_config
 
 from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_fits
 from mlxtune.backend.adapters.proof import coarsest
+from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.model.layers import dequantized_weight
 from mlxtune.backend.model.loading import load_lazily
 from mlxtune.backend.model.model_folder import read_config
@@ -32,27 +33,25 @@ from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 
-_LINEAR = (nn.Linear, nn.QuantizedLinear)
-_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
-# A file of weights is in memory while it is written; mlx-lm's have five times as much.
+# A file of weights is in memory while it is written; mlx-lm's are five times as large.
 _SHARD_GB = 1
-# What makes a model folder beside its weights and config.json.
+# The other files of a model folder.
 _COPIED = (
     *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _WRITTEN_ANEW = ("config.json", "adapter_config.json", "certificate.json", "hf_quant_config.json")
-# Of one rounding to the dtype, for what float32 itself rounds on the way.
+# Allowance beyond one rounding to the dtype, for roundings in float32 on the way.
 _SLACK = 1.02
 _FLOAT32_SLACK = 2.0**-20
 
 
 @dataclass(frozen=True)
 class _Base:
-    """A base model, none of whose weights is computed yet, its config, and its dtypes.
+    """A lazily loaded base model and its config.
 
-    `dtypes` are those of weights before they were quantised here, by the path of their module.
+    `dtypes` are the dtypes of weights, by module, before they were quantised while loading.
     """
 
     model: nn.Module
@@ -60,10 +59,10 @@ class _Base:
     dtypes: Mapping[str, mx.Dtype]
 
     def dtype_of(self, name: str, module: nn.Module) -> mx.Dtype:
-        """Return the floating dtype that the plain weight of a module has."""
+        """Return the dtype of a module's weight when it is not quantised."""
         if name in self.dtypes or "scales" not in module:
             return self.dtypes.get(name) or module.weight.dtype
-        # As MLX unpacks formats whose scales are no floating-point numbers.
+        # MLX dequantises to bfloat16 where the scales are not floating-point numbers.
         floating = mx.issubdtype(module.scales.dtype, mx.floating)
         return module.scales.dtype if floating else mx.bfloat16
 
@@ -76,8 +75,8 @@ def _open(folder: Path, trust_remote_code: bool, quantization: Mapping[str, Any]
         raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
     dtypes = {}
     if quantization:
-        named = model.named_modules()
-        dtypes = {name: module.weight.dtype for name, module in named if "weight" in module}
+        modules = model.named_modules()
+        dtypes = {name: module.weight.dtype for name, module in modules if "weight" in module}
         quantize_lazily(model, config, **quantization)
     return _Base(model, config, dtypes)
 
@@ -90,17 +89,17 @@ def fused_model(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a base model with the adapter in its weights, none of which is computed yet.
+    """Return a base model with the adapter in its weights, which are lazy, and its config.
 
-    The base is the folder's, or what `quantization`, keywords of `load_base`, makes of it. Weights
-    have its dtype and, unless `dequantize` is given, its quantisation, which nf4 cannot be. The
-    second result is the model's config. Raises ModelError where the adapter does not fit.
+    `quantization` has the keywords of `load_base` for a base that was quantised while loading.
+    Weights have the base's dtype and, without `dequantize`, its quantisation, which must not be
+    nf4. Raises ModelError where the adapter does not fit.
     """
     base = _open(folder, trust_remote_code, quantization)
     model, config = base.model, base.config
-    fused = []
+    fused, modules = [], dict(model.named_modules())
     for name, update in adapter.modules.items():
-        module = _module_at(model, name, folder)
+        module = _projection(modules, name, folder)
         check_fits(module, update, name)
         dtype = base.dtype_of(name, module)
         fused.append((name, _fused(module, update, adapter.scale, dtype, dequantize)))
@@ -115,20 +114,22 @@ def fused_model(
 
 
 def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
-    """Make the quantised modules of a model plain, but for those that are kept."""
+    """Dequantise the modules of a model, except those in `kept`."""
     plain = []
     for name, module in base.model.named_modules():
         if name in kept or "scales" not in module:
             continue
         if "global_scale" in module:
-            raise ModelError(f"{name}: is quantised with a global scale: it cannot be dequantised")
+            raise ModelError(
+                f"{name}: is quantised with a global scale, which mlxtune cannot dequantise"
+            )
         weight = dequantized_weight(module).astype(base.dtype_of(name, module))
         plain.append((name, _plain_module(module, weight)))
     base.model.update_modules(tree_unflatten(plain))
 
 
 def _plain_module(module: nn.Module, weight: mx.array) -> nn.Module:
-    """Return a module like another, with a plain weight."""
+    """Return a module like another, with this weight, not quantised."""
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         made: nn.Module = nn.Embedding(*weight.shape)
     elif weight.ndim == 3:
@@ -143,9 +144,10 @@ def _plain_module(module: nn.Module, weight: mx.array) -> nn.Module:
 
 
 def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
-    """Write a model's weights, file by file, its config, and what else its base's folder has.
+    """Write a model's weights file by file, its config, and the other files of its base's folder.
 
-    The model is spent then: its weights are let go as they are written. Raises OutputError.
+    The model cannot be used afterwards: its weights are freed as they are written. Raises
+    OutputError.
     """
     weights = dict(tree_flatten(model.parameters()))
     size = sum(value.nbytes for value in weights.values())
@@ -171,11 +173,12 @@ def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder:
 def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
     try:
         mx.save_safetensors(str(path), dict(tensors), metadata={"format": "mlx"})
-    except RuntimeError as error:  # as MLX says that a disk is full
-        raise OutputError(f"{path}: cannot be written: {one_line(error)}: free space") from error
-    expected = sum(value.nbytes for value in tensors.values())
-    if path.stat().st_size < expected:
-        raise OutputError(f"{path}: was not written whole: free space")
+    except RuntimeError as error:  # MLX's error for a full disk
+        raise OutputError(
+            f"{path}: cannot be written: {one_line(error)}: free some disk space"
+        ) from error
+    if path.stat().st_size < sum(value.nbytes for value in tensors.values()):
+        raise OutputError(f"{path}: was only written in part: free some disk space")
 
 
 def _copy_files(base: Path, folder: Path) -> None:
@@ -187,22 +190,21 @@ def _copy_files(base: Path, folder: Path) -> None:
         shutil.copyfile(path, target)
 
 
-def _module_at(model: nn.Module, name: str, folder: Path) -> nn.Module:
-    module: Any = model
-    for part in name.split("."):
-        try:
-            module = module[int(part)] if isinstance(module, list) else module[part]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise ModelError(f"{folder}: has no {name}, which the adapter is for") from None
-    if not isinstance(module, _LINEAR + _EXPERTS):
-        raise ModelError(f"{folder}: {name} is no projection, but the adapter is for it")
+def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn.Module:
+    module = modules.get(name)
+    if module is None:
+        raise ModelError(f"{folder}: has no {name}, which the adapter needs")
+    if not isinstance(module, PROJECTIONS):
+        raise ModelError(f"{folder}: {name} is not a projection, but the adapter is for it")
     if "global_scale" in module:
-        raise ModelError(f"{folder}: {name} is quantised with a global scale: it cannot be fused")
+        raise ModelError(
+            f"{folder}: {name} is quantised with a global scale, which mlxtune cannot fuse"
+        )
     return module
 
 
 def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
-    """Return what the weight of a module becomes, in float32."""
+    """Return the weight of a module with the update, in float32."""
     weight = dequantized_weight(module)
     a, b = mx.array(update.a), mx.array(update.b)
     if update.of_experts:
@@ -217,7 +219,7 @@ def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
 def _fused(
     module: nn.Module, update: Update, scale: float, dtype: mx.Dtype, dequantize: bool
 ) -> nn.Module:
-    """Return a layer with the update in its weight, which is rounded to the dtype."""
+    """Return a layer with the update in its weight, rounded to the dtype."""
     plain: Any = _plain_module(module, _updated(module, update, scale).astype(dtype))
     if isinstance(module, _QUANTIZED) and not dequantize:
         return plain.to_quantized(group_size=module.group_size, bits=module.bits, mode=module.mode)
@@ -233,11 +235,11 @@ def check_fused(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> WeightCheck:
-    """Compare every tensor of a fused folder with what base folder and adapter make it.
+    """Compare every tensor of a fused folder with what the base and the adapter should give.
 
     Both are read from disk again, one module at a time. Fused weights may be off by one rounding to
-    their dtype; quantised ones by no more than quantising what they should be makes them; all
-    other tensors must be equal.
+    their dtype, quantised ones by as much as quantising the exact weight; all other tensors must
+    be equal.
     """
     opened = _open(base, trust_remote_code, quantization)
     before = opened.model
@@ -246,27 +248,28 @@ def check_fused(
     after = _open(fused, trust_remote_code, {}).model
     problems: list[str] = []
     largest = 0.0
+    bases, written = dict(before.named_modules()), dict(after.named_modules())
     for name, update in adapter.modules.items():
-        module = _module_at(before, name, base)
+        module = _projection(bases, name, base)
         wanted, dtype = _updated(module, update, adapter.scale), opened.dtype_of(name, module)
-        error, allowed = _errors(_module_at(after, name, fused), wanted, dtype)
+        error, allowed = _errors(_projection(written, name, fused), wanted, dtype)
         largest = max(largest, error)
         if not error <= allowed:
             problems.append(
-                f"{name}.weight is off by {error:.3g} of its largest weight, where rounding "
-                f"explains {allowed:.3g}"
+                f"{name}.weight is off by {error:.3g} of its largest weight, but rounding explains "
+                f"only {allowed:.3g}"
             )
         mx.clear_cache()
     unchanged = 0
     for name, same in _others(before, after, adapter):
         unchanged += same
         if not same:
-            problems.append(f"{name} is not that of the base model")
+            problems.append(f"{name} differs from the base model")
     return WeightCheck(unchanged, len(adapter.modules), largest, tuple(problems))
 
 
 def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float, float]:
-    """Return how far a weight is from what it should be, and how far rounding to a dtype takes it.
+    """Return the error of a weight, and the error that rounding to a dtype alone makes.
 
     Both are relative to the largest weight of the matrix.
     """
@@ -274,8 +277,10 @@ def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float
     rounded = wanted.astype(dtype)
     if isinstance(module, _QUANTIZED):
         plain: Any = _plain_module(module, rounded)
-        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        rounded = dequantized_weight(plain.to_quantized(**how))
+        quantized = plain.to_quantized(
+            group_size=module.group_size, bits=module.bits, mode=module.mode
+        )
+        rounded = dequantized_weight(quantized)
     scale = mx.abs(wanted).max()
     off, rounding = (
         mx.abs(each.astype(mx.float32) - wanted).max() / scale for each in (written, rounded)
@@ -284,7 +289,7 @@ def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float
 
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
-    """Yield the tensors that no update is for, and whether both models have the same."""
+    """Yield the tensors without an update, and whether they are equal in both models."""
     own = tuple(f"{name}." for name in adapter.modules)
     ours, theirs = (
         {
@@ -312,5 +317,6 @@ def stored_dtype(model: nn.Module) -> str:
 
 
 def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
-    """Tell whether any weight that the adapter went into is quantised."""
-    return any(isinstance(_module_at(model, name, Path()), _QUANTIZED) for name in adapter.modules)
+    """Return whether any weight with an update is quantised."""
+    modules = dict(model.named_modules())
+    return any(isinstance(modules[name], _QUANTIZED) for name in adapter.modules)

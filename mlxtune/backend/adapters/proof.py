@@ -1,8 +1,7 @@
-"""Running a model, and what was written of it, on the same tokens, to compare their logits."""
+"""Comparing the logits of a trained model and of what was exported from it."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,28 +10,27 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxtune.backend.adapters.attach import Adapted
+from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.core.runs.certificate import Comparison, Logits
 
 NEW_TOKENS = 64
-# Of each sequence; the logits of a position are one number for each token of the vocabulary.
+# Positions compared in each sequence; each has as many logits as the vocabulary has tokens.
 _POSITIONS = 128
-# How many times the difference that one rounding of each product makes is still rounding: products
-# are sums of many terms, and what one tool computes in one step another does in several.
+# Differences up to this multiple of those from one rounding of each product count as rounding:
+# products are sums of many terms, and tools split their computation differently.
 _MARGIN = 4
 # The largest relative error of one rounding.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_PRODUCTS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with the answer that the trained model gives greedily.
+    """A prompt with the trained model's greedy answer.
 
-    `tokens` has both, of which the last `generated` are the answer; `logits` are float32 (T, V),
-    those of the trained model at the last T positions before the last token.
+    `tokens` has both: the last `generated` are the answer. `logits` are the trained model's,
+    float32 (T, V), at the last T positions before the last token.
     """
 
     tokens: list[int]
@@ -42,10 +40,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the trained model gives, to compare with.
+    """The trained model's outputs, to compare with.
 
-    `tolerance` is the largest difference of a logit that rounding to a dtype explains, `effect` the
-    largest that the adapter makes.
+    `tolerance` is the largest difference of a logit that rounding explains, `effect` the largest
+    that the adapter makes.
     """
 
     sequences: list[Sample]
@@ -54,7 +52,7 @@ class Reference:
 
 
 class _Rounded(nn.Module):
-    """A module whose output is off by one rounding, up or down by chance."""
+    """A module whose output is off by one rounding, up or down at random."""
 
     def __init__(self, module: nn.Module, unit: float, key: mx.array) -> None:
         super().__init__()
@@ -67,16 +65,16 @@ class _Rounded(nn.Module):
 
     @property
     def weight(self) -> mx.array:
-        """What a model may ask of a projection beside its output."""
+        """Some models read a projection's weight, not only its output."""
         return self._inner.weight
 
 
 def reference_of(
     adapted: Adapted, prompts: Sequence[Sequence[int]], dtype: str, *, everywhere: bool
 ) -> Reference:
-    """Return what the trained model gives for prompts, and how far rounding to `dtype` moves it.
+    """Return the trained model's outputs for prompts, and how far rounding to `dtype` moves them.
 
-    `everywhere` says that the weights of all projections are rounded, not only the adapter's.
+    With `everywhere`, the weights of all projections are rounded, not only those with LoRA.
     """
     sequences = []
     for prompt in prompts:
@@ -102,7 +100,7 @@ def reference_of(
 
 
 def compare(model: nn.Module, reference: Reference) -> Comparison:
-    """Return how the logits of a model compare with those of the reference."""
+    """Compare a model's logits with those of the reference."""
     comparison = Comparison()
     for sequence in reference.sequences:
         found = _logits(model, sequence.tokens, sequence.generated)
@@ -110,14 +108,8 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
     return comparison
 
 
-def release() -> None:
-    """Give back the memory of models that nothing refers to any more."""
-    gc.collect()
-    mx.clear_cache()
-
-
 def _answer(model: nn.Module, prompt: list[int]) -> list[int]:
-    """Return the tokens with which a model goes on greedily; past any end of a turn."""
+    """Return the model's greedy continuation, which does not stop at the end of a turn."""
     cache = make_prompt_cache(model)
     answer: list[int] = []
     given = mx.array([prompt])
@@ -129,17 +121,17 @@ def _answer(model: nn.Module, prompt: list[int]) -> list[int]:
 
 
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
-    """Return float32 (T, V), the logits of the last positions but that of the last token."""
+    """Return float32 (T, V), the logits at the last positions before the last token."""
     positions = max(_POSITIONS, generated)
     found = model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32)
     return np.array(found)
 
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost projections of a model by their path: LoRA's, not what these hold."""
+    """Return the outermost projections of a model by path: LoRA layers, not the layers within."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, _PRODUCTS) or hasattr(module, "lora_a"):
+        if isinstance(module, PROJECTIONS) or hasattr(module, "lora_a"):
             found[path] = module
     inner = {path for path in found if any(path.startswith(f"{each}.") for each in found)}
     return {path: module for path, module in found.items() if path not in inner}
@@ -155,6 +147,6 @@ def _product_roundoff() -> float:
 
 
 def coarsest(*dtypes: str) -> str:
-    """Return the floating dtype that rounds most, of those that are one."""
+    """Return the coarsest floating dtype among these names."""
     known = [name for name in dtypes if name in _UNIT_ROUNDOFF]
     return max(known, key=_UNIT_ROUNDOFF.__getitem__, default="float32")

@@ -1,9 +1,9 @@
-"""A LoRA adapter as GGUF, for llama.cpp and what is built on it.
+"""A LoRA adapter as GGUF, for llama.cpp and the tools built on it.
 
 Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
-`adapter.lora.alpha / rank`. The rows of q_proj and k_proj of Llama models are permuted as those of
-the base model are, whose rotary embedding pairs neighbours there instead of halves.
+`adapter.lora.alpha / rank`. The rows of q_proj and k_proj of Llama models are permuted like the
+base model's: llama.cpp's rotary embedding pairs neighbours instead of halves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line
 
 WEIGHTS = "adapter.gguf"
-# Model types of mlx-lm, and what llama.cpp calls them.
+# llama.cpp's names for model types of mlx-lm.
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -38,10 +38,10 @@ ARCHITECTURES = {
 
 
 def check_gguf(model_type: str) -> None:
-    """Raise ModelError where a model, or the package that writes GGUF, is missing."""
+    """Raise ModelError for a model type that is not supported, or without the gguf package."""
     if model_type not in ARCHITECTURES:
         raise ModelError(
-            f"--format gguf is for {', '.join(ARCHITECTURES)}, not {model_type}: "
+            f"--format gguf supports {', '.join(ARCHITECTURES)}, not {model_type}: "
             "use --format peft and llama.cpp's convert_lora_to_gguf.py"
         )
     if importlib.util.find_spec("gguf") is None:
@@ -55,9 +55,9 @@ def write_gguf(
     num_layers: int,
     folder: Path,
 ) -> None:
-    """Write an adapter of a model as GGUF. `text_config` is what config.json says of the model.
+    """Write an adapter as GGUF. `text_config` is the language model's part of config.json.
 
-    Raises ModelError for what llama.cpp has no place for, and OutputError.
+    Raises ModelError for what llama.cpp cannot hold, and OutputError.
     """
     check_gguf(model_type)
     import gguf
@@ -65,7 +65,7 @@ def write_gguf(
     adapter.check_plain("GGUF")
     if adapter.is_dora:
         raise ModelError(
-            "llama.cpp has no place for DoRA's magnitudes: use mlxtune fuse, and convert the model"
+            "GGUF cannot hold DoRA's magnitudes: use mlxtune fuse, and convert the fused model"
         )
     architecture = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(folder / WEIGHTS, architecture)
@@ -78,8 +78,8 @@ def write_gguf(
         for path, name in _gguf_names(adapter.modules, architecture, num_layers).items():
             update = adapter.modules[path]
             b = update.b.T
-            if path.rsplit(".", 1)[-1] in heads:
-                b = permuted(b, heads[path.rsplit(".", 1)[-1]])
+            if (projection := path.rsplit(".", 1)[-1]) in heads:
+                b = permuted(b, heads[projection])
             writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(update.a.T))
             writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(b))
         writer.write_header_to_file()
@@ -87,7 +87,8 @@ def write_gguf(
         writer.write_tensors_to_file()
     except OSError as error:
         raise OutputError(
-            f"{folder / WEIGHTS}: cannot be written: {error.strerror or error}: free space"
+            f"{folder / WEIGHTS}: cannot be written: {error.strerror or error}: "
+            "free some disk space"
         ) from error
     finally:
         writer.close()
@@ -100,10 +101,7 @@ def read_gguf(
     text_config: Mapping[str, Any],
     num_layers: int,
 ) -> Adapter:
-    """Return the adapter of a GGUF file, whose names are mapped onto the base model's modules.
-
-    Raises ModelError.
-    """
+    """Return the adapter of a GGUF file for a base model with these modules. Raises ModelError."""
     import gguf
 
     path, architecture = folder / WEIGHTS, ARCHITECTURES[model_type]
@@ -111,12 +109,14 @@ def read_gguf(
         reader = gguf.GGUFReader(path)
         alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
         kind = reader.fields[gguf.Keys.General.TYPE].contents()
-        of = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
+        written_for = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
         tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
-    if (kind, of) != ("adapter", architecture):
-        raise ModelError(f"{path}: is of type {kind} for {of}, not an adapter for {architecture}")
+    if (kind, written_for) != ("adapter", architecture):
+        raise ModelError(
+            f"{path}: is of type {kind} for {written_for}, not an adapter for {architecture}"
+        )
     by_name = {
         name: module
         for module, name in _gguf_names(modules, architecture, num_layers, False).items()
@@ -128,19 +128,19 @@ def read_gguf(
             a, b = (tensors.pop(f"{name}.weight.lora_{part}") for part in "ab")
             module = by_name[name]
         except KeyError as error:
-            raise ModelError(f"{path}: {name} is not whole, or not in the model") from error
-        if module.rsplit(".", 1)[-1] in heads:
-            b = unpermuted(b, heads[module.rsplit(".", 1)[-1]])
+            raise ModelError(f"{path}: {name} is incomplete, or not in the model") from error
+        if (projection := module.rsplit(".", 1)[-1]) in heads:
+            b = unpermuted(b, heads[projection])
         updates[module] = Update(a.T, b.T)
     if tensors or not updates:
-        raise ModelError(f"{path}: has tensors that are no LoRA: {join_few(tensors)}")
+        raise ModelError(f"{path}: has tensors other than LoRA's: {join_few(tensors)}")
     rank = next(iter(updates.values())).a.shape[1]
     layers = layers_from(updates, num_layers)
     return Adapter(scale=alpha / rank, num_layers=layers, modules=updates)
 
 
 def permuted(rows: Matrix, heads: int) -> Matrix:
-    """Return (out, n) rows of as many heads, the halves of each interleaved: 0, d/2, 1, d/2 + 1, …
+    """Return rows (out, n) with the halves of each head interleaved: 0, d/2, 1, d/2 + 1, …
 
     Source: LlamaModel.permute in llama.cpp's conversion/llama.py.
     """
@@ -149,13 +149,13 @@ def permuted(rows: Matrix, heads: int) -> Matrix:
 
 
 def unpermuted(rows: Matrix, heads: int) -> Matrix:
-    """Return what `permuted` was given."""
+    """Undo `permuted`."""
     size = len(rows) // heads
     return rows.reshape(heads, size // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _heads(architecture: str, text_config: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many heads each projection has whose rows llama.cpp permutes."""
+    """Return the number of heads of each projection whose rows llama.cpp permutes."""
     if architecture != "llama":
         return {}
     heads = text_config["num_attention_heads"]
@@ -165,7 +165,7 @@ def _heads(architecture: str, text_config: Mapping[str, Any]) -> dict[str, int]:
 def _gguf_names(
     modules: Iterable[str], architecture: str, num_layers: int, all_known: bool = True
 ) -> dict[str, str]:
-    """Return llama.cpp's name of each module. Raises ModelError where it has none."""
+    """Return llama.cpp's name of each module. Raises ModelError where one has none."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

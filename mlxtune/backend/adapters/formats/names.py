@@ -1,4 +1,4 @@
-"""Names of modules: mlx-lm's, and those of the base model's own files, which Hugging Face has."""
+"""Module names: mlx-lm's, and those of Hugging Face in the base model's files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from mlxtune.backend.lora.targets import projections
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
-# From the number of its layer on, a module is called the same everywhere.
+# From the number of its layer on, a module has the same name everywhere.
 _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
-# The parts of a multimodal model that no text runs through have layers too.
+# Encoders of images and sound have layers too.
 _NOT_TEXT = re.compile(r"vision|visual|audio|speech|image")
 
 
 def folder_names(folder: Path) -> set[str]:
-    """Return the names of all tensors of a model folder, of which none is read.
-
-    Raises ModelError.
-    """
+    """Return the names of a model folder's tensors, without reading them. Raises ModelError."""
     names: set[str] = set()
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -35,7 +32,7 @@ def folder_names(folder: Path) -> set[str]:
 
 
 def weighted_modules(names: Iterable[str]) -> set[str]:
-    """Return the modules that have a weight, by the names of a folder's tensors."""
+    """Return the modules that have a weight, given the names of tensors."""
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 
@@ -50,12 +47,10 @@ def projections_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
-    """Return what modules, by one naming, are called by another.
+    """Return the names in `present` of the wanted modules, which are named by another tool.
 
-    A module that has the same name in both has that; the others go by what follows from the number
-    of their layer on.
-
-    Raises ModelError for those that `present` does not have, or has twice.
+    Names that differ are matched from the number of their layer on. Raises ModelError for those
+    that `present` does not have, or has twice; `where` is what has them.
     """
     present = set(present)
     by_tail: dict[str, list[str]] = {}
@@ -73,24 +68,24 @@ def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str
         else:
             missing.append(name)
     if missing:
-        raise ModelError(f"{where}: has no module of its own for {join_few(missing)}")
+        raise ModelError(f"{where}: has no single module for {join_few(missing)}")
     return found
 
 
 def shortest_targets(
     chosen: Mapping[str, tuple[int, str]], present: Iterable[str]
 ) -> tuple[list[str], list[int] | None]:
-    """Return the names that mean exactly the chosen modules, and the layers they are meant in.
+    """Return PEFT's target_modules and layers_to_transform for exactly the chosen modules.
 
-    `chosen` gives the layer and the path in it of each module; `present` are all modules. Where
-    last names mean others too, the full ones are returned. Layers are None where all are meant.
+    `chosen` gives the layer of each module and the path in it; `present` are all modules. Full
+    names are returned where last names would match other modules too.
     """
     layers = sorted({layer for layer, _ in chosen.values()})
     last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
     named = {name for name in present if name.rsplit(".", 1)[-1] in last_names}
     if named == set(chosen):
         return last_names, None
-    # As PEFT reads the number of a layer: the one after the first name of a list of modules.
+    # PEFT takes the first number in a module's name for that of its layer.
     in_layers = {
         name
         for name in named

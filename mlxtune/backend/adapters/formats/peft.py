@@ -1,8 +1,8 @@
 """PEFT's adapter folder: adapter_model.safetensors and adapter_config.json, written and read.
 
-PEFT has `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank), where mlx-lm has `lora_a`
-(in, rank) and `lora_b` (rank, out); the update is `lora_alpha / r * B A`, or over √r with rsLoRA.
-Its `lora_magnitude_vector` (out,) is mlx-lm's `m`.
+PEFT's `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) are the transposes of mlx-lm's
+`lora_a` and `lora_b`, and its `lora_magnitude_vector` (out,) is `m`. The update is
+`lora_alpha / r * B A`, with √r in place of r for rsLoRA.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
-# Of the patterns of rank_pattern and alpha_pattern, which may be such that no engine ever ends with
-# them: the longest, the time for all of them, and how often something may be repeated.
+# The patterns of rank_pattern and alpha_pattern are regular expressions by strangers, some of which
+# take for ever to match: limits of their length, of the time for all, and of counted repeats.
 _LONGEST_PATTERN, _PATTERN_SECONDS = 1000, 3.0
 _MOST_COUNTS = 3
 _COUNTS = re.compile(r"\{\d{1,2}(?:,\d{0,2})?\}")
-# What modules of unequal rank may take when filled up, in all and beside what is in the file.
-_FILLED_BYTES, _FILLED_TIMES = 256 * 2**20, 16
-# What PEFT may put into an adapter that mlx-lm's LoRA has no place for.
+# Limits of padding unequal ranks: in bytes, and as a multiple of the file's size.
+_PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
+# Features of PEFT's adapters that mlx-lm's LoRA does not have.
 _REFUSED = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
     *("lora_bias", "fan_in_fan_out", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
@@ -58,16 +58,16 @@ _REFUSED = (
 
 
 def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
-    """Write an adapter as PEFT's folder, with the names that the base model's folder has.
+    """Write an adapter as PEFT's folder, with the module names of the base model's folder.
 
-    Raises ModelError for what PEFT has no place for, and OutputError.
+    Raises ModelError for what PEFT cannot hold, and OutputError.
     """
     adapter.check_plain("PEFT's format")
     present = weighted_modules(folder_names(base))
     names = match(adapter.modules, present, str(base))
     tensors: dict[str, Matrix] = {}
     ranks: dict[str, int] = {}
-    # What is zero throughout was put there because mlx-lm wants the same in every layer.
+    # Modules that are zero throughout are padding: mlx-lm needs the same modules in every layer.
     modules = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
     for path, update in (modules or adapter.modules).items():
         rank, name = _rank_in_use(update), f"{_PREFIX}{names[path]}"
@@ -107,7 +107,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 
 
 def _rank_in_use(update: Update) -> int:
-    """Return the rank without what it was padded with: zeros in `a` and in `b` alike."""
+    """Return the rank without padding, which is zero in both `a` and `b`."""
     used = np.flatnonzero(update.a.any(axis=0) | update.b.any(axis=1))
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
 
@@ -117,13 +117,10 @@ def _number(value: float) -> int | float:
 
 
 def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
-    """Return the adapter of a PEFT folder.
+    """Return the adapter of a PEFT folder for a base model with these modules and layers.
 
-    `modules` are the paths of the base model's modules in mlx-lm, `num_layers` how many layers it
-    has. Where ranks differ, all are padded with zeros to the largest; where scales differ, `b`
-    takes the difference up.
-
-    Raises ModelError, naming what mlx-lm's LoRA has no place for.
+    Lower ranks are padded with zeros to the largest, and `b` makes up for differing scales. Raises
+    ModelError, naming the features that mlx-lm's LoRA does not have.
     """
     config, tensors = _read_config(folder / CONFIG), read_tensors(folder / WEIGHTS)
     parts = _parts_of(folder / WEIGHTS, tensors, dora=bool(config.get("use_dora")))
@@ -132,7 +129,7 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     scales = {
         name: _scale(folder, config, name, each["lora_A"], deadline) for name, each in parts.items()
     }
-    # That of most modules, which then stay as they are, bit for bit.
+    # The most common, so that most modules stay the same bit for bit.
     scale = Counter(scales.values()).most_common(1)[0][0]
     rank = max(each["lora_A"].shape[0] for each in parts.values())
     _check_padding(folder / WEIGHTS, parts.values(), rank)
@@ -149,7 +146,7 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
 
 
 def base_of(folder: Path) -> str:
-    """Return the name or path of the base model that a PEFT folder names; empty where none."""
+    """Return the name or path of the base model in a PEFT folder's config, or an empty string."""
     return str(_read_config(folder / CONFIG).get("base_model_name_or_path") or "")
 
 
@@ -157,18 +154,22 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = read_given_json(path)
     except FileNotFoundError:
-        raise ModelError(f"{path}: is missing: PEFT's weights need it beside them") from None
+        raise ModelError(
+            f"{path}: is missing: copy it there from where the adapter was trained"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     if config.get("peft_type") != "LORA":
-        raise ModelError(f"{path}: peft_type is {config.get('peft_type')!r:.40}, not LORA")
+        raise ModelError(
+            f"{path}: peft_type is {config.get('peft_type')!r:.40}: only LORA is supported"
+        )
     refused = [name for name in _REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
         raise ModelError(
-            f"{path}: has {', '.join(refused)}, which mlx-lm's LoRA has no place for: "
-            "merge it into its base model with PEFT's merge_and_unload instead"
+            f"{path}: has {', '.join(refused)}, which mlx-lm's LoRA does not support: "
+            "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
     return config
 
@@ -177,16 +178,19 @@ def _parts_of(
     path: Path, tensors: Mapping[str, Matrix], *, dora: bool
 ) -> dict[str, dict[str, Matrix]]:
     parts: dict[str, dict[str, Matrix]] = {}
-    strangers = []
+    others = []
     for name, tensor in tensors.items():
         found = _PART.fullmatch(name.removeprefix(_PREFIX))
         if found is None:
-            strangers.append(name)
+            others.append(name)
         else:
             parts.setdefault(found[1], {})[found[2]] = tensor
-    if strangers or not parts:
-        what = f"tensors that mlx-lm's LoRA has no place for: {join_few(strangers)}"
-        raise ModelError(f"{path}: has {what if strangers else 'no LoRA tensors'}")
+    if others:
+        raise ModelError(
+            f"{path}: has tensors that mlx-lm's LoRA does not support: {join_few(others)}"
+        )
+    if not parts:
+        raise ModelError(f"{path}: has no LoRA tensors")
     needed = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if dora else set())
     for name, each in parts.items():
         if each.keys() != needed:
@@ -198,48 +202,50 @@ def _parts_of(
 
 
 def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix, deadline: float) -> float:
-    """Return what multiplies the update of a module, as PEFT computes it.
+    """Return the scale of a module's update as PEFT computes it.
 
-    Raises ModelError, also where its patterns are not matched by the deadline.
+    Raises ModelError, also where the patterns are not matched by the deadline.
     """
     rank = a.shape[0]
     try:
-        said = int(_by_pattern(config.get("rank_pattern"), name, config["r"], deadline))
+        config_rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"], deadline))
         default = config["lora_alpha"]
         alpha = float(_by_pattern(config.get("alpha_pattern"), name, default, deadline))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
         if not 0 < scale < math.inf:
-            raise ValueError(f"lora_alpha {alpha} is none")
+            raise ValueError(f"lora_alpha {alpha} is out of range")
     except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
-        why = one_line(error)
-        raise ModelError(f"{folder / CONFIG}: does not say r and lora_alpha: {why}") from error
-    if said != rank:
         raise ModelError(
-            f"{folder / CONFIG}: says rank {said} for {name}, whose tensors have {rank}"
+            f"{folder / CONFIG}: has no valid r and lora_alpha: {one_line(error)}"
+        ) from error
+    if config_rank != rank:
+        raise ModelError(
+            f"{folder / CONFIG}: says rank {config_rank} for {name}, whose tensors have {rank}: "
+            "the two files do not belong together"
         )
     return scale
 
 
 def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
-    """Return the value of the first pattern that names a module, as PEFT's get_pattern_key does.
+    """Return the value of the first pattern that matches a module, as PEFT's get_pattern_key does.
 
-    Patterns are somebody's: one that is none, or takes too long, raises ValueError.
+    Raises ValueError for a pattern that is invalid or takes too long.
     """
     if patterns and not isinstance(patterns, Mapping):
-        raise ValueError("its patterns are no object")
+        raise ValueError("its patterns are not an object")
     for pattern, value in (patterns or {}).items():
         try:
-            # Counted repeats are written out when it is compiled, those in each other many times.
+            # Compiling writes counted repeats out; nested ones multiply.
             others, counts = _COUNTS.subn("", pattern)
             if len(pattern) > _LONGEST_PATTERN or counts > _MOST_COUNTS or "{" in others:
                 raise ValueError(f"the pattern {pattern:.80} is too long, or repeats too much")
-            # What PEFT, which knows fewer kinds, would not match either.
+            # By re first: PEFT does not accept what only regex does.
             whole = re.compile(rf"(.*\.)?({pattern})$").pattern
             left = max(deadline - time.monotonic(), 0.001)
             if regex.match(whole, name, timeout=left):
                 return value
         except (re.error, regex.error) as error:
-            raise ValueError(f"the pattern {pattern:.80} is none: {one_line(error)}") from error
+            raise ValueError(f"the pattern {pattern:.80} is invalid: {one_line(error)}") from error
         except TimeoutError as error:
             raise ValueError(f"the pattern {pattern:.80} takes too long to match") from error
     return default
@@ -249,21 +255,21 @@ def _dropout(folder: Path, config: Mapping[str, Any]) -> float:
     try:
         dropout = float(config.get("lora_dropout") or 0.0)
         if not 0 <= dropout < 1:
-            raise ValueError(f"{dropout} is no share")
+            raise ValueError
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / CONFIG}: lora_dropout is no number from 0 to 1") from error
+        raise ModelError(f"{folder / CONFIG}: lora_dropout must be from 0 to below 1") from error
     return dropout
 
 
 def _check_padding(path: Path, parts: Iterable[Mapping[str, Matrix]], rank: int) -> None:
-    """Raise ModelError where one rank for all would take many times what the file has."""
+    """Raise ModelError where padding to one rank would take many times the file's size."""
     pairs = [(each["lora_A"], each["lora_B"]) for each in parts]
-    filled = sum(rank * (a.shape[1] + b.shape[0]) * 4 for a, b in pairs)
-    if filled > max(_FILLED_BYTES, _FILLED_TIMES * sum(a.nbytes + b.nbytes for a, b in pairs)):
+    padded = sum(rank * (a.shape[1] + b.shape[0]) * 4 for a, b in pairs)
+    if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(a.nbytes + b.nbytes for a, b in pairs)):
         lowest = min(a.shape[0] for a, _ in pairs)
         raise ModelError(
-            f"{path}: has ranks from {lowest:,} to {rank:,}: of one rank, as mlx-lm wants it, it "
-            f"would take {filled / 1e9:,.1f} GB: merge it into its base model with PEFT instead"
+            f"{path}: has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "
+            f"it would take {padded / 1e9:,.1f} GB: merge it into its base model with PEFT instead"
         )
 
 
