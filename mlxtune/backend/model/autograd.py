@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own."""
+"""Functions with a custom gradient."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import mlx.core as mx
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of arrays with its gradient.
+    """Return a function of arrays with the gradient `backward(primals, cotangents, outputs)`.
 
-    `backward(primals, cotangents, outputs)` returns those with respect to the primals; where there
-    is one of any, it stands there by itself.
+    Single primals, cotangents and outputs are passed and returned without a tuple.
     """
     function = mx.custom_function(forward)
     function.vjp(backward)

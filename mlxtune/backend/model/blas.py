@@ -1,4 +1,4 @@
-"""What is done for the CPU on Linux alone, before mlx is loaded. macOS is untouched.
+"""A fast BLAS and allocator settings for the CPU on Linux, before mlx is loaded.
 
 The Linux CPU wheel of mlx bundles the reference BLAS, some 27 times slower in float32 than a tuned
 one. A tuned BLAS that is loaded first, with its symbols global, takes its place.
@@ -22,8 +22,8 @@ _LARGEST_INT = 2**31 - 1
 def prepare_cpu() -> str | None:
     """Load a fast BLAS and keep freed memory, on Linux; do nothing elsewhere.
 
-    Returns the name of the library in use, None where there was nothing to do or none was found;
-    the latter warns once and says what to install.
+    Returns the name of the library, or None elsewhere and where none was found, which warns once
+    and says what to install.
     """
     if sys.platform != "linux":
         return None
@@ -45,14 +45,14 @@ def prepare_cpu() -> str | None:
 
 
 def _candidates() -> Iterator[str]:
-    # The system's own, where the dynamic linker knows one. scipy's OpenBLAS wheels do not serve:
-    # their symbols are prefixed.
+    # The system's, where the dynamic linker finds it. scipy's OpenBLAS wheels do not work: their
+    # symbols are prefixed.
     yield "libopenblas.so.0"
     try:
         files = importlib.metadata.files("mkl") or []
     except importlib.metadata.PackageNotFoundError:
         return
-    # Bitwise the same result from run to run, whatever the alignment of the arrays.
+    # The same result to the bit from run to run, whatever the alignment of the arrays.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     yield from (str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
@@ -61,8 +61,8 @@ def _candidates() -> Iterator[str]:
 def _keep_freed_memory() -> None:
     """Have glibc keep big freed arrays instead of returning them to the kernel.
 
-    Otherwise each operation faults its result's pages in again: adding to a 78 MB array takes 34
-    ms without this and 5 ms with it.
+    Otherwise each operation faults its result's pages in again: adding to a 78 MB array takes
+    34 ms without this and 5 ms with it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # musl has none

@@ -1,4 +1,4 @@
-"""Metal's memory limits, where the device has them, and what has been used."""
+"""Memory limits, peaks of memory use, and errors of running out of memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import mlx.core as mx
 from mlxtune.backend.model.device import on_cpu
 
 GB = 10**9
-# Of the limit: what MLX may keep of freed buffers, and the use above which it gives them back.
+# Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
-# As MLX says it on the CPU, Metal and CUDA, and numpy.
-_RAN_OUT = re.compile(
+# The wording of MLX on the CPU, Metal and CUDA, and of numpy.
+_OUT_OF_MEMORY = re.compile(
     r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
     r"|resource limit|memory allocation",
     re.IGNORECASE,
@@ -30,7 +30,7 @@ _since_start = [0]
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What was set, in bytes. `recommended` is the device's own limit, None where it has none."""
+    """Limits in bytes. `recommended` is the device's own, or None where it has none."""
 
     memory: int
     cache: int
@@ -38,7 +38,7 @@ class MemoryLimits:
     device: str
 
     def describe(self) -> str:
-        """Say in one line what was set."""
+        """Describe the limits in one line."""
         capped = ""
         if self.recommended is not None:
             capped = f", of {self.recommended / GB:.1f} GB that the device recommends"
@@ -48,7 +48,7 @@ class MemoryLimits:
 
 
 def find_limits(memory_limit_gb: float) -> MemoryLimits:
-    """Return what `set_limits` sets."""
+    """Return the limits that `set_limits` sets."""
     info = mx.device_info()
     working_set = info.get("max_recommended_working_set_size")
     recommended = None if working_set is None else int(working_set)
@@ -56,14 +56,14 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     if recommended is not None:
         memory = min(memory, recommended)
     device = str(info.get("device_name", "unknown device"))
-    # On the CPU malloc keeps what is freed, for arrays of any size: MLX's cache, for those of about
-    # the same size alone, doubles the memory in use where sizes differ from step to step.
+    # On the CPU, malloc reuses freed memory for arrays of any size. MLX's cache reuses it for
+    # similar sizes only, which doubles the memory in use where sizes differ from step to step.
     cache = 0 if on_cpu() else int(memory * _CACHE_SHARE)
     return MemoryLimits(memory, cache, recommended, device)
 
 
 def capacity() -> int:
-    """Return how many bytes all runs on this machine have together."""
+    """Return how many bytes all runs on this machine share."""
     info = mx.device_info()
     recommended = info.get("max_recommended_working_set_size") or info.get("memory_size")
     if recommended:
@@ -72,9 +72,9 @@ def capacity() -> int:
 
 
 def set_limits(memory_limit_gb: float) -> MemoryLimits:
-    """Limit the memory and the buffer cache of MLX, before a model is loaded.
+    """Limit MLX's memory and cache, before a model is loaded.
 
-    The limit is capped at the working set that the device recommends, if it recommends one.
+    The limit is at most the working set that the device recommends.
     """
     limits = find_limits(memory_limit_gb)
     memory, cache = limits.memory, limits.cache
@@ -87,15 +87,15 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
 
 
 def relieve_pressure() -> None:
-    """Give cached buffers back when what is used and cached nears the limit."""
+    """Clear the cache when used and cached memory near the limit."""
     limit = mx.get_memory_limit()
     if mx.get_cache_memory() and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE * limit:
         mx.clear_cache()
 
 
 def release() -> None:
-    """Give back what a model held that nothing names any more."""
-    # Modules and what runs them name each other.
+    """Free the memory of models that nothing refers to any more."""
+    # Modules and the objects that run them refer to each other.
     gc.collect()
     mx.clear_cache()
 
@@ -121,17 +121,14 @@ def last_peak_gb() -> float:
 
 
 def start_peak() -> None:
-    """Have the next peak be judged anew; `peak_bytes` stays what it was."""
+    """Reset `last_peak_bytes`; `peak_bytes` stays."""
     _highest[0] = peak_bytes()
     _since_start[0] = 0
     mx.reset_peak_memory()
 
 
 def lap_peak() -> int:
-    """Return the most bytes that MLX has held at once since this was last asked.
-
-    All other peaks stay what they were.
-    """
+    """Return the most bytes that MLX has held at once since the last call; other peaks stay."""
     peak = int(mx.get_peak_memory())
     _highest[0], _since_start[0] = max(_highest[0], peak), max(_since_start[0], peak)
     mx.reset_peak_memory()
@@ -139,8 +136,8 @@ def lap_peak() -> int:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Within it, no peak is one of the run's."""
+def untracked() -> Iterator[None]:
+    """Keep the block's memory use out of the run's peaks."""
     lap_peak()
     try:
         yield
@@ -149,16 +146,16 @@ def apart() -> Iterator[None]:
 
 
 def forget_peak() -> None:
-    """Let all peaks start anew from what is in use."""
+    """Reset all peaks to the memory in use."""
     _highest[0] = _since_start[0] = 0
     mx.reset_peak_memory()
 
 
 def over_limit() -> bool:
-    """Tell whether more has been in use since `start_peak` than the limit."""
+    """Return whether more than the limit has been in use since `start_peak`."""
     return bool(last_peak_bytes() > mx.get_memory_limit())
 
 
-def ran_out(error: BaseException) -> bool:
-    """Tell whether an error says that memory could not be allocated."""
-    return isinstance(error, MemoryError) or bool(_RAN_OUT.search(str(error)))
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory could not be allocated."""
+    return isinstance(error, MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))

@@ -1,7 +1,7 @@
-"""NormalFloat in 4 bits, as QLoRA has it: a codebook, blocks of 64, and their largest entries.
+"""QLoRA's NormalFloat in 4 bits: 16 levels, and blocks of 64 scaled by their largest entry.
 
-Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E; codes are packed, and the scales
-quantised a second time, as bitsandbytes does, byte for byte.
+Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E; codes are packed, and scales quantised
+again, byte for byte as in bitsandbytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mlxtune.backend.model.layers import DequantizedLinear
 
 BLOCK = 64
-# Scales that share one of their own, where they are quantised too.
+# Scales that share a nested scale, with double quantisation.
 SCALES_BLOCK = 256
 # Appendix E: quantiles of the normal distribution, exact at zero, scaled to [-1, 1].
 LEVELS = (
@@ -26,19 +26,18 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# Entries that are quantised at once: what that works with takes several times their size.
+# Entries to quantise at once: temporary arrays take several times their size.
 _AT_ONCE = 1 << 20
 
 Floats = npt.NDArray[np.float32]
 
 
 class NF4Linear(DequantizedLinear):
-    """A frozen linear layer in NF4: x times the transpose of its weight, unpacked for each product.
+    """A frozen linear layer in NF4, whose weight is dequantised for each product.
 
     `weight` is uint32 (out, in / 8), whose bytes hold two codes each, the first in the high half;
     `scales` float32 (out, in / 64). With `double_quant`, `scales` are uint8 codes of
     `scale_levels`, times the `nested_scales` of 256 of them, plus the `nested_mean`, both float32.
-    MLX's own functions know no mode nf4.
     """
 
     def __init__(self, linear: nn.Linear, *, double_quant: bool = False) -> None:
@@ -55,7 +54,7 @@ class NF4Linear(DequantizedLinear):
     def unpacked(
         self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
     ) -> mx.array:
-        """Return the weight (out, in) in a dtype, or some rows of it; made once `after` is."""
+        """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
         codes, scales = self["weight"], self.plain_scales()
         if rows is not None:
             codes, scales = codes[rows], scales[rows]
@@ -82,7 +81,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     for start in range(0, weight.shape[0], rows):
         part = weight[start : start + rows]
         if codes:
-            # One part after the other, so that no more than one is worked with at once.
+            # One part after the other, so that temporary arrays are those of one.
             part = mx.depends([part], [codes[-1]])[0]
         blocks = part.astype(mx.float32).reshape(part.shape[0], -1, BLOCK)
         largest = mx.abs(blocks).max(axis=-1)
@@ -102,10 +101,10 @@ def dequantize(codes: mx.array, scales: mx.array) -> mx.array:
 
 
 def quantize_scales(scales: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return codes uint8 of scales, float32 scales of 256 of these, and their mean.
+    """Return the uint8 codes of scales, their nested float32 scales, and their mean.
 
-    Section 3, "double quantization": the mean is taken off, and what is left quantised to 8 bits
-    in blocks of 256, with the levels of arXiv:2110.02861 as bitsandbytes has them.
+    Section 3, "double quantization": the mean is subtracted, and the rest quantised to 8 bits in
+    blocks of 256, with the levels of arXiv:2110.02861 as in bitsandbytes.
     """
     mean = scales.mean()
     flat = (scales - mean).reshape(-1)
@@ -127,10 +126,10 @@ def dequantize_scales(codes: mx.array, nested: mx.array, mean: mx.array) -> mx.a
 
 @lru_cache(maxsize=1)
 def scale_levels() -> Floats:
-    """Return the 256 levels of a dynamic exponent, float32, in order.
+    """Return the 256 levels of a dynamic exponent, float32, sorted.
 
     Source: 8-bit Optimizers, arXiv:2110.02861, section 1.3: a sign, an exponent of 10 in unary, and
-    a linear fraction in the bits that are left.
+    a linear fraction in the remaining bits.
     """
     levels: list[float] = [0.0, 1.0]
     for exponent in range(7):
@@ -150,12 +149,12 @@ def _between() -> mx.array:
 
 @lru_cache(maxsize=1)
 def _pairs() -> mx.array:
-    """Return what each byte holds: float32 (256, 2)."""
+    """Return the two levels that each byte holds: float32 (256, 2)."""
     return _evaluated(np.array([(high, low) for high in LEVELS for low in LEVELS], np.float32))
 
 
 def _evaluated(values: Floats) -> mx.array:
-    # Shared by graphs, of which one that is being traced must not be the first to make it.
-    made = mx.array(values)
-    mx.eval(made)
-    return made
+    # Evaluated here, as a graph that is being traced must not be the first to use a shared array.
+    array = mx.array(values)
+    mx.eval(array)
+    return array

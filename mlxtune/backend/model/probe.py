@@ -1,9 +1,9 @@
-"""What MLX computes on, and how fast: facts for `mlxtune doctor`, in a process of their own.
+"""The device and its speed, for `mlxtune doctor`, which runs this in a separate process:
 
-    python -m mlxtune.backend.doctor
+    python -m mlxtune.backend.model.probe
 
-A damaged installation of MLX may end its process without any Python exception; the one that asks
-is to survive that, and to see what a run would see. Prints a JSON object.
+A damaged installation of MLX may kill its process without a Python exception, which the doctor
+must survive. Prints a JSON object.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mlxtune.config import StepConfig
 from mlxtune.core.machine.facts import Device
 
 _CPU_SIZE, _GPU_SIZE = 512, 2048
-# What measuring one of them may take, where the product is not slower than that by itself.
+# The time for measuring one of them, unless a single product takes longer.
 _SECONDS = 0.12
 
 
 def device_facts() -> Device:
-    """Return what MLX computes on, the memory there, and the speed of a product."""
+    """Return the device, its memory, and the speed of a matrix product."""
     info = mx.device_info()
     limits = memory.find_limits(StepConfig.memory_limit)
     return Device(
@@ -62,7 +62,7 @@ def _numpy_gflops() -> float:
 
 
 def _best(size: int, product: Callable[[], object]) -> float:
-    """Return the best speed of a product of square matrices, in 10^9 operations a second."""
+    """Return the best speed of a product of square matrices, in GFLOP/s."""
     product()
     ends, best = time.perf_counter() + _SECONDS, float("inf")
     while True:

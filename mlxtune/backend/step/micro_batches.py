@@ -114,7 +114,7 @@ def _unless_out_of_memory(run: Callable[[], _Result]) -> _Result | None:
     try:
         return run()
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MlxTuneError) or not memory.ran_out(error):
+        if isinstance(error, MlxTuneError) or not memory.is_out_of_memory(error):
             raise
         return None
 

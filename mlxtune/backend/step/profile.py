@@ -70,7 +70,7 @@ class PipelineMeter:
         model = self._pipeline.model
         parameters = model.trainable_parameters()
         model.train()
-        with memory.apart():
+        with memory.untracked():
             try:
                 for _, batch in self._pipeline.micro_batches(examples):
                     for call in self._calls(self._pipeline.arrays(batch, step)):
@@ -79,7 +79,7 @@ class PipelineMeter:
                         found[call.name] = known.plus(measured) if known else measured
                     memory.relieve_pressure()
             except (RuntimeError, MemoryError) as error:
-                if isinstance(error, MlxTuneError) or not memory.ran_out(error):
+                if isinstance(error, MlxTuneError) or not memory.is_out_of_memory(error):
                     raise
                 found.clear()
                 mx.clear_cache()

@@ -1,4 +1,4 @@
-"""A model folder's own chat template, rendered by transformers as every inference tool does."""
+"""A model folder's own chat template, rendered by transformers as inference tools render it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class ChatTemplate:
-    """Jinja templates with the special tokens that they may name; see core's RenderChat.
+    """Jinja templates and the special tokens that they may use; see core's RenderChat.
 
-    `sources` are templates by name: `tool_use`, where there is one, for conversations with tools,
-    and `default` for all others.
+    `sources` are templates by name: `default`, and optionally `tool_use` for conversations with
+    tools.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -38,8 +38,8 @@ class ChatTemplate:
     ) -> str:
         """Render messages.
 
-        Raises BadRow with the template's own reason where it refuses them, and ModelError when it
-        is no template or does what none needs to.
+        Raises BadRow with the template's own reason where it refuses them, and ModelError where it
+        is not a valid template, or a harmful one.
         """
         options: dict[str, Any] = dict(self._special_tokens)
         options["add_generation_prompt"] = add_generation_prompt
@@ -51,21 +51,20 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
                 f"the model's chat template cannot be read: line {error.lineno}: "
-                f"{one_line(error)}: mend it or name a built-in --template"
+                f"{one_line(error)}: fix it, or name a built-in --template"
             ) from error
         except Harmful as error:
             raise ModelError(
-                f"the model's chat template ({name}) {error}: mend it or name a built-in --template"
+                f"the model's chat template ({name}) {error}: fix it, or name a built-in --template"
             ) from error
-        except Exception as error:  # a template is a program, and may fail in any way
+        except Exception as error:  # a template is a program, which may fail in any way
             raise BadRow("the model's template refuses it", one_line(error)) from error
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:
-    """Return the templates of a folder, by name: those of its *.jinja files, which come first, or
-    those in its tokenizer_config.json.
+    """Return a folder's templates by name: of its *.jinja files, else of tokenizer_config.json.
 
-    Raises ModelError when they cannot be read.
+    Raises ModelError where they cannot be read.
     """
     jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
@@ -86,7 +85,9 @@ def read_chat_template(folder: Path) -> dict[str, str]:
             f"be read: {one_line(error)}: download it again"
         ) from error
     if not all(isinstance(source, str) for source in sources.values()):
-        raise ModelError(f"{folder}: has a chat template that is no text: download it again")
+        raise ModelError(f"{folder}: has a chat template that is not text: download it again")
     if sources and _DEFAULT not in sources:
-        raise ModelError(f"{folder}: has chat templates, but none by the name of {_DEFAULT}")
+        raise ModelError(
+            f"{folder}: has chat templates, but none named {_DEFAULT}: name a built-in --template"
+        )
     return sources

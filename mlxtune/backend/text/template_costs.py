@@ -1,6 +1,6 @@
-"""What each thing that a chat template can do may cost, found out before it is done.
+"""The cost of each operation that a chat template may do, known before it runs.
 
-What Python does in one go cannot be interrupted, so nothing is done whose cost is not known here.
+A single operation of Python cannot be interrupted, so operations of unknown cost are forbidden.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-# Of a value, a call or a turn of a loop, in characters.
+# The cost of a value, a call or an iteration of a loop, in characters.
 _EACH = 16
-# How often a template may go through a long conversation, and for how many characters of one it
-# has as much time again.
+# How often a template may go through a long conversation, and the number of characters for which
+# the time limit is granted again.
 _LOOKS, _SECONDS_AGAIN = 256, 2**22
-# Bits of a number, and what a format may ask for: nobody renders longer ones.
+# The longest numbers, in bits, and widths of a format.
 _MAX_BITS = 2**14
 _MAX_WIDTH = 10_000
-# Characters looked at to find a text in another from its end, which takes their product.
+# Limit for searches from the end, whose cost is the product of both lengths.
 _MAX_COMPARED = 2**31
 _SEVERAL: tuple[type[Any], ...] = (
     list,
@@ -35,19 +35,19 @@ _SIZED: tuple[type[Any], ...] = (*_TEXTS, dict, *_SEVERAL)
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the words of a text as a set."""
     return frozenset(text.split())
 
 
 class Harmful(Exception):
-    """A template does what no template needs to do. Says what."""
+    """A template does something that no template needs; the message says what."""
 
 
 class TooLarge(Harmful):
-    """A template makes too much text, or too many values."""
+    """A template produces too much text, or too many values."""
 
     def __init__(self) -> None:
-        super().__init__("makes more text or values than a conversation can need")
+        super().__init__("produces more text or values than a conversation can need")
 
 
 class TookTooLong(Harmful):
@@ -58,7 +58,7 @@ class TookTooLong(Harmful):
 
 
 class Forbidden(Harmful):
-    """A template does what is not allowed because nobody has looked into what it may cost."""
+    """A template uses something that is not allowed, as its cost is unknown."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"uses {what}, which is not allowed")
@@ -66,31 +66,31 @@ class Forbidden(Harmful):
 
 @dataclass(frozen=True)
 class Limits:
-    """What rendering a conversation may take. `size` is in characters that are made on the way."""
+    """The budget of rendering a conversation. `size` counts all characters produced on the way."""
 
     seconds: float = 10.0
     size: int = 2**25
 
     def of(self, conversation: Any) -> Limits:
-        """Return the limits for a conversation, which are wider for a long one."""
+        """Return the limits for a conversation: longer ones have more."""
         weight = Meter(Limits(size=sys.maxsize)).weigh(conversation)
         seconds = self.seconds * (1 + weight / _SECONDS_AGAIN)
         return Limits(seconds, max(self.size, weight * _LOOKS))
 
 
 class Meter:
-    """What a rendering may still take."""
+    """The remaining budget of a rendering."""
 
     def __init__(self, limits: Limits) -> None:
         self.start(limits)
 
     def start(self, limits: Limits) -> None:
-        """Begin anew."""
+        """Reset the budget."""
         self._seconds, self._left = limits.seconds, limits.size
         self._until = time.perf_counter() + limits.seconds
 
     def spend(self, size: int = 0) -> None:
-        """Allow for so many characters. Raises TooLarge or TookTooLong."""
+        """Charge for this many characters. Raises TooLarge or TookTooLong."""
         self._left -= size + _EACH
         if self._left < 0:
             raise TooLarge
@@ -98,13 +98,13 @@ class Meter:
             raise TookTooLong(self._seconds)
 
     def spend_on(self, value: Any) -> None:
-        """Allow for going through all of a value, as where it is made a text."""
+        """Charge for going through all of a value, as when it is printed."""
         self.spend(len(value) if type(value) is str else self.weigh(value))
 
     def weigh(self, value: Any, per_level: int = 0) -> int:
-        """Return how long a value is with all that it holds, each as often as it stands there.
+        """Return the size of a value with its contents, repeated ones counted each time.
 
-        `per_level` is added to each value for each that it is within.
+        `per_level` is added to each value for each level of nesting.
         """
         if isinstance(value, str):
             return len(value)
@@ -131,7 +131,7 @@ class Meter:
 
 
 def operator_cost(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Allow for `left + right` and the like."""
+    """Charge for `left + right` and the like."""
     if isinstance(left, int) and isinstance(right, int):
         bits, times = left.bit_length() + right.bit_length(), abs(right)
         check_bits(max(1, left.bit_length()) * times if operator == "**" else bits)
@@ -157,7 +157,7 @@ _OF_SEVERAL = names("get items keys values copy index count")
 
 
 def method_cost(meter: Meter, owner: Any, name: str, args: tuple[Any, ...], options: Any) -> None:
-    """Allow for a call of a method of a text, list, dict or tuple."""
+    """Charge for a method of a str, list, dict or tuple."""
     if isinstance(owner, str):
         _text_method_cost(meter, owner, name, args, options)
     elif name in _OF_SEVERAL:
@@ -177,7 +177,7 @@ def _text_method_cost(
         size = len(owner) + given
         if name in _FROM_THE_END and len(owner) * given > _MAX_COMPARED:
             raise TooLarge
-        # What is split becomes a list, whose items take more than their characters.
+        # The items of a list take more than their characters.
         pieces = owner.count(args[0]) if name.endswith("split") and args and args[0] else 0
         meter.spend(size + _EACH * pieces)
     elif name in _WIDENING:
@@ -192,13 +192,13 @@ def _text_method_cost(
         raise Forbidden(f"str.{name}")
 
 
-# A field of a format, without its name, and one whose width is another value.
+# A field of a format, without its name, and a field whose width is a value.
 _FIELD = re.compile(r"%(?:\([^)]*\))?([-+ #0.\d]*)|\{([^{}]*)\}")
 _COMPUTED = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
 
 # Filters
 
-# What takes no time, or does so as a loop goes over what it gives.
+# Filters that cost nothing, or whose cost is that of looping over their result.
 _SHALLOW = names(
     "abs attr count d default filesizeformat first items last length list map random "
     "reject rejectattr reverse safe select selectattr sum"
@@ -209,13 +209,13 @@ _DEEP = names(
 )
 _NUMBERED = names("batch center slice truncate round")
 FILTERS = _SHALLOW | _DEEP | _NUMBERED | {"format", "indent", "join", "replace"}
-# Characters that are made of each of a text, at most, where there is nothing but the text.
+# The most characters produced for each character of a text, where it is the only argument.
 GROWTH = dict.fromkeys(("capitalize", "lower", "string", "title", "trim", "upper"), 3)
 GROWTH |= {"tojson": 6, "e": 6, "escape": 6, "forceescape": 6, "urlencode": 12}
 
 
 def filter_cost(meter: Meter, name: str, value: Any, args: tuple[Any, ...], options: Any) -> None:
-    """Allow for `value | name`."""
+    """Charge for `value | name`."""
     given = [*args, *options.values()]
     if name == "format":
         _format_cost(meter, str(value), given)
@@ -228,7 +228,7 @@ def filter_cost(meter: Meter, name: str, value: Any, args: tuple[Any, ...], opti
         if name == "sum" and any(
             isinstance(one, _SIZED) for one in (*args[1:], options.get("start"))
         ):
-            raise Forbidden("sums of what are no numbers")
+            raise Forbidden("a sum of values other than numbers")
     else:
         numbers = max(map(_number, given), default=0)
         if (name == "round" and numbers > 100) or (name == "tojson" and numbers > _MAX_WIDTH):
@@ -236,7 +236,7 @@ def filter_cost(meter: Meter, name: str, value: Any, args: tuple[Any, ...], opti
         if name in ("int", "float") and length(value) > _MAX_WIDTH:
             raise TooLarge
         widest = numbers + sum(map(meter.weigh, given))
-        # What is between or before the items stands at each level of those in them.
+        # Separators and indents are repeated at each level of nesting.
         weight = meter.weigh(value, per_level=widest)
         lines = value.count("\n") + 2 if isinstance(value, str) else length(value) + 1
         meter.spend(weight * GROWTH.get(name, 1) + widest * lines + _EACH * length(value))
@@ -248,10 +248,10 @@ def _replace_cost(meter: Meter, text: str, old: Any, new: Any) -> None:
 
 
 def _format_cost(meter: Meter, template: Any, values: Any) -> None:
-    """Allow for a format: each of its fields may show all of the values, at its own width."""
+    """Charge for a format: each field may print all of the values, at its own width."""
     text = template if isinstance(template, str) else ""
     if isinstance(template, bytes) or _COMPUTED.search(text.replace("{{", "").replace("}}", "")):
-        raise Forbidden("a format whose widths are values")
+        raise Forbidden("a format whose widths are computed")
     fields = ["".join(found) for found in _FIELD.findall(text)]
     widths = [int(digits[:9]) for field in fields for digits in re.findall(r"\d+", field)]
     if max(widths, default=0) > _MAX_WIDTH:
@@ -260,7 +260,7 @@ def _format_cost(meter: Meter, template: Any, values: Any) -> None:
 
 
 def length(value: Any) -> int:
-    """Return how many characters or items a value has at its top; 0 where it has none."""
+    """Return the length of a text or container; 0 for other values."""
     return len(value) if isinstance(value, _SIZED) else 0
 
 
@@ -269,6 +269,6 @@ def _number(value: Any) -> int:
 
 
 def check_bits(bits: int) -> None:
-    """Raise TooLarge for numbers that take long to compute with."""
+    """Raise TooLarge for numbers that are slow to compute with."""
     if bits > _MAX_BITS:
         raise TooLarge

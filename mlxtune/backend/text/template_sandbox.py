@@ -1,9 +1,8 @@
-"""Chat templates of model folders, rendered as transformers does, but without doing harm.
+"""Chat templates of model folders, rendered as transformers renders them, within a budget.
 
-A chat template is a program that someone else wrote. The sandbox that transformers uses keeps it
-away from files and code, but not from running for ever or filling the memory. So what it does is
-paid for from a budget before it is done: each turn of a loop and all that a call, a filter or an
-operator makes.
+A chat template is a program by a stranger. transformers' sandbox keeps it from files and code, but
+not from running for ever or filling the memory. So every operation is charged to a budget before
+it runs: each iteration of a loop, and the output of each call, filter and operator.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ from mlxtune.backend.text.template_costs import (
 )
 from mlxtune.errors import one_line
 
-# Of a template, in characters; the longest that models have are a fourth of it.
+# The longest template, in characters: four times the longest of real models.
 MAX_SOURCE = 2**17
-# Filters that a template does not name itself; see _Hooks.
+# Filters that _Hooks adds to a template.
 _LOOP, _CONCAT, _PASS = "mlxtune_loop", "mlxtune_concat", "mlxtune_pass"
-# What takes its values out of a generator; a list of them can be looked at before.
+# Filters that consume a generator, which is made a list first to know its cost.
 _TAKING = frozenset({"groupby", "join", "max", "min", "sort", "unique"})
-# Tests whose time depends on their values.
+# Tests whose cost depends on their values.
 _COMPARING = names("eq == equalto ne != in lt < lessthan le <= gt > greaterthan ge >=")
-# What may be called, beside the functions that transformers offers and what _BUILT_IN can do.
+# What may be called, beside transformers' functions and the methods of _BUILT_IN.
 _CALLED = (Macro, Undefined, Joiner, BlockReference, LoopContext)
 _HELPERS = (LoopContext, Cycler, Extension)
 _BUILT_IN = (str, dict, list, tuple)
-# Attributes that lead to nothing but a value, or a method that is paid for.
-_OF_DICTS, _VALUES = frozenset(dir(dict)), frozenset({str, int, bool, list, dict})
+# Attributes that are plain values, or methods that are charged for.
+_DICT_ATTRIBUTES, _VALUES = frozenset(dir(dict)), frozenset({str, int, bool, list, dict})
 _PLAIN: dict[type, frozenset[str]] = {
     str: TEXT_METHODS,
     LoopContext: names("index index0 revindex revindex0 first last length depth"),
@@ -90,7 +89,7 @@ def render(
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A template: `rendering` is transformers' own function, which renders it and no other."""
+    """A template: `rendering` is transformers' function, bound to render this one."""
 
     rendering: Callable[..., Any]
     meter: Meter
@@ -104,40 +103,41 @@ def _compile(source: str) -> _Compiled:
         raise Harmful(f"is longer than {MAX_SOURCE:,} characters")
     if _COMPILE not in _RENDER.__code__.co_names:
         raise Harmful("cannot be checked with this version of transformers: install another")
-    # All that transformers offers to templates, in an environment of its own.
-    environment: Any = chat_template_utils._compile_jinja_template("").environment.overlay()
-    environment.__class__ = _Sandbox
-    environment.prepare()
+    environment = _Sandbox(chat_template_utils._compile_jinja_template("").environment)
     try:
         template = environment.from_string(source)
     except (jinja2.TemplateSyntaxError, Harmful):
         raise
     except Exception as error:  # such as nesting beyond what Python compiles
         raise Harmful(f"cannot be compiled ({one_line(error)})") from error
-    # Where it looks for its own, it finds ours.
-    found = {**vars(chat_template_utils), _COMPILE: lambda _: template}
-    rendering = FunctionType(_RENDER.__code__, found, "render", _RENDER.__defaults__)
+    # transformers has no public way to render with another environment, so its function runs with
+    # globals in which the template is already compiled, by ours. A test names both private names.
+    names = {**vars(chat_template_utils), _COMPILE: lambda _: template}
+    rendering = FunctionType(_RENDER.__code__, names, "render", _RENDER.__defaults__)
     return _Compiled(rendering, environment.meter, threading.Lock())
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """An environment in which whatever a template does is paid for.
+    """A copy of an environment in which every operation is charged to a budget."""
 
-    What is intercepted is not computed while compiling either.
-    """
-
+    # Intercepted operators are not computed at compile time either.
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
-    def prepare(self) -> None:
-        """Have the filters, tests and functions that there are go through the budget."""
+    def __init__(self, original: jinja2.Environment) -> None:
+        super().__init__(
+            trim_blocks=original.trim_blocks,
+            lstrip_blocks=original.lstrip_blocks,
+            extensions=[type(each) for each in original.extensions.values()],
+        )
+        self.globals |= original.globals
         self.meter = Meter(Limits())
         self.finalize = self._shown
         self.__dict__["concat"] = self._concat
-        self.filters = {name: self._filter(name, each) for name, each in self.filters.items()}
+        self.filters = {name: self._filter(name, each) for name, each in original.filters.items()}
         self.filters |= {_LOOP: self._loop, _CONCAT: self._concat_values, _PASS: self._pass}
         self.tests = {
             name: self._test(each) if name in _COMPARING else each
-            for name, each in self.tests.items()
+            for name, each in original.tests.items()
         }
         forbidden = {"lipsum"}
         self.functions = {id(f): name for name, f in self.globals.items() if name not in forbidden}
@@ -147,9 +147,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super()._generate(hooked, *args, **options)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute or item, as ever, but faster where nothing can be wrong with it."""
+        """Return an attribute or item, with shortcuts for those that are harmless."""
         kind = type(obj)
-        if kind is dict and attribute not in _OF_DICTS:
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if attribute in _PLAIN.get(kind, ()):
             return getattr(obj, attribute)
@@ -160,7 +160,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator."""
+        """Apply an operator, charged for."""
         if operator == "+" and type(left) is str and type(right) is str:
             self.meter.spend(len(left) + len(right))
             return left + right
@@ -168,13 +168,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-        """Call a function or method of those that are known, or a macro."""
-        if type(function) is Macro or not callable(function):  # which is said as ever
+        """Call a macro, or a known function or method, charged for."""
+        if type(function) is Macro or not callable(function):  # Jinja reports the latter
             self.meter.spend()
             return super().call(context, function, *args, **options)
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, _BUILT_IN):
-            # What Jinja passes to functions of its own.
+            # Jinja's own arguments.
             options.pop("_loop_vars", None)
             options.pop("_block_vars", None)
             name = function.__name__
@@ -195,11 +195,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **options)
 
     def _filter(self, name: str, function: Any) -> Any:
-        """Return a filter that is paid for."""
+        """Return a filter that is charged for."""
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
         growth = GROWTH.get(name)
 
-        def paid(*args: Any, **options: Any) -> Any:
+        def charged(*args: Any, **options: Any) -> Any:
             if name not in FILTERS:
                 raise Forbidden(f"the filter {name}")
             before, value, args = args[:first], args[first], args[first + 1 :]
@@ -211,28 +211,28 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             filter_cost(self.meter, name, value, args, options)
             return function(*before, value, *args, **options)
 
-        # How Jinja knows that a filter takes its context first.
-        paid.__dict__.update(vars(function) if hasattr(function, "__dict__") else {})
-        return paid
+        # Jinja's mark of a filter that takes its context first.
+        charged.__dict__.update(vars(function) if hasattr(function, "__dict__") else {})
+        return charged
 
     def _test(self, function: Any) -> Any:
-        """Return a test that is paid for."""
+        """Return a test that is charged for."""
         return lambda *args: function(*map(self._pass, args))
 
     def _loop(self, values: Any) -> Any:
-        """Return what a loop goes over, each turn paid for."""
+        """Return the values of a loop, each iteration charged for."""
         if isinstance(values, Undefined):
             return values
 
-        def paid(iterator: Iterator[Any]) -> Iterator[Any]:
+        def charged(iterator: Iterator[Any]) -> Iterator[Any]:
             for value in iterator:
                 self.meter.spend()
                 yield value
 
-        return paid(iter(values))
+        return charged(iter(values))
 
     def _pass(self, value: Any) -> Any:
-        """Return a value that is compared, looked up or copied, which is paid for."""
+        """Return a value that is compared, looked up or copied, charged for."""
         if isinstance(value, int):
             check_bits(value.bit_length())
         elif length(value):
@@ -240,7 +240,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _shown(self, value: Any) -> Any:
-        """Return a value whose text is to be shown, which is paid for; a text is when joined."""
+        """Return a value to be printed, charged for; strings are charged when they are joined."""
         if type(value) is not str:
             self.meter.spend_on(value)
         return value
@@ -255,7 +255,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Hooks(NodeTransformer):
-    """Puts filters of ours where a template would do something without its environment."""
+    """Adds filters where a compiled template would bypass its environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -269,7 +269,7 @@ class _Hooks(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         first, last = node.expr, node.ops[-1]
-        # To compare with a constant takes no time, unless it is looked for in the other.
+        # Comparing with a constant is cheap, but searching for one is not.
         if len(node.ops) == 1 and (
             _is_constant(last.expr) or (_is_constant(first) and not last.op.endswith("in"))
         ):

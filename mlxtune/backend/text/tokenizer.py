@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, as the core asks for it."""
+"""A model folder's tokenizer, with the interface that core expects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxtune.errors import ModelError, one_line
 
 
 class _FastEncoded:
-    """What `tokenizers` made of a text; offsets are only looked up where they are asked for."""
+    """An encoding of `tokenizers`, whose offsets are looked up on demand."""
 
     def __init__(self, encoding: Any, length: int) -> None:
         self._encoding = encoding
@@ -28,30 +28,30 @@ class _FastEncoded:
         self.ids: list[int] = encoding.ids
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens make up the text before a character; None where one crosses it."""
+        """Return the number of tokens before a character; None where a token crosses it."""
         if character >= self._length:
             return len(self.ids)
         token = self._encoding.char_to_token(character)
-        if token is None:  # a space that belongs to the token behind it, by offsets not part of it
+        if token is None:  # a space that the next token swallows, outside its offsets
             return OffsetEncoding(self.ids, self._encoding.offsets).boundary(character)
         return token if self.start(token) == character else None
 
     def start(self, token: int) -> int:
-        """Return the character at which a token begins."""
+        """Return the index of a token's first character."""
         return self._encoding.token_to_chars(token)[0]
 
 
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it.
 
-    `special_tokens` are those that a chat template may name; `end_tokens` the control tokens that
-    may end a turn, `eos_ids` the tokens that end a generation whatever the template.
+    `special_tokens` are those that a chat template may use, `end_tokens` the control tokens that
+    may end a turn, and `eos_ids` the tokens that end generation whatever the template.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._folder = tokenizer.name_or_path
-        # What a folder may ask for, and transformers undoes where a text is encoded through it.
+        # A folder may enable both; transformers disables them for each call.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.bos_id: int | None = tokenizer.bos_token_id
@@ -76,7 +76,7 @@ class FastTokenizer:
         return [_FastEncoded(*each) for each in zip(encodings, map(len, texts), strict=True)]
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for; a character may be spread over several."""
+        """Return the bytes of each token; a character may be spread over several tokens."""
         return [self._spelled(token) for token in ids]
 
     def _spelled(self, token: int) -> bytes:
@@ -89,9 +89,9 @@ class FastTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A `tokenizer.model` by itself, read by sentencepiece.
+    """A `tokenizer.model` without tokenizer.json, read by sentencepiece.
 
-    transformers would convert it to `tokenizers`, and then drops a dummy prefix and invents control
+    transformers would convert it to `tokenizers`, dropping the dummy prefix and inventing control
     tokens that the model does not have.
     """
 
@@ -105,7 +105,7 @@ class SentencePieceTokenizer:
         self._ids_of_control = {self._processor.id_to_piece(token): token for token in control}
         self._control = re.compile(f"({'|'.join(map(re.escape, self._ids_of_control)) or '(?!)'})")
         known = [token for token in (*eos_ids, eos_id) if 0 <= token < len(self._processor)]
-        # Gemma's turns stand between symbols that are no control tokens by their type.
+        # The symbols around Gemma's turns are not control tokens by their type.
         symbols = filter(self._is_symbol, range(len(self._processor)))
         self.control_ids = frozenset([*self._ids_of_control.values(), *known, *symbols])
         self.control_tokens = tuple(map(self._processor.id_to_piece, sorted(self.control_ids)))
@@ -124,14 +124,14 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         """Encode texts, control tokens parsed and none added."""
-        # sentencepiece spells out a control token that stands in the text, so it is cut out here.
+        # sentencepiece would encode the text of a control token as plain text.
         parts = [list(filter(None, self._control.split(text))) for text in texts]
         plain = [part for several in parts for part in several if part not in self._ids_of_control]
         mappings = iter(self._processor.encode(plain, return_type="offset_mapping"))
         return [self._joined(several, mappings) for several in parts]
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for; a character may be spread over several."""
+        """Return the bytes of each token; a character may be spread over several tokens."""
         return [_spell_piece(self._processor.id_to_piece(token)) for token in ids]
 
     def _joined(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> OffsetEncoding:
@@ -161,7 +161,7 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
     """Load a model folder's tokenizer.
 
-    Raises ModelError when it has none or a broken one, or one whose code is not trusted.
+    Raises ModelError where there is none, where it is broken, or its code is not trusted.
     """
     check_files(folder)
     if trust_remote_code:
@@ -176,24 +176,24 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTok
                 f"{spm}: is not a SentencePiece model ({one_line(error)}): download it again"
             ) from error
     try:
-        # Unless it is told, transformers asks on the terminal whether to run a folder's code.
-        told = {"trust_remote_code": trust_remote_code}
+        # Without it, transformers asks on the terminal whether to run a folder's code.
+        options = {"trust_remote_code": trust_remote_code}
         with _without_advice(), _panics_as_errors(folder):
-            tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=told)._tokenizer
+            tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=options)
         loaded = FastTokenizer(tokenizer, eos_ids)
     except ModelError:
         raise
     except Exception as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ModelError(
-                f"{folder}: its tokenizer is code to run (auto_map in tokenizer_config.json): read "
+                f"{folder}: its tokenizer runs code (auto_map in tokenizer_config.json): read "
                 "that code, then give --trust-remote-code"
             ) from error
         raise ModelError(
             f"{folder}: its tokenizer.json or config.json cannot be loaded "
             f"({type(error).__name__}: {one_line(error)}): download it again"
         ) from error
-    # transformers makes an empty tokenizer of a folder that has none.
+    # For a folder without a tokenizer, transformers returns an empty one.
     if not loaded.encode_batch(["a"])[0].ids:
         raise ModelError(
             f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model): download it again"
@@ -203,7 +203,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTok
 
 @contextmanager
 def _panics_as_errors(folder: str | Path) -> Iterator[None]:
-    """Within it, a panic of the Rust library `tokenizers`, which is no Exception, becomes one."""
+    """Raise ModelError for a panic of the Rust library `tokenizers`, which is not an Exception."""
     try:
         yield
     except BaseException as error:
@@ -216,7 +216,7 @@ def _panics_as_errors(folder: str | Path) -> Iterator[None]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Within it, transformers keeps to itself what it would advise the makers of the model."""
+    """Silence transformers' advice to the authors of the model."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -226,13 +226,13 @@ def _without_advice() -> Iterator[None]:
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """Return the ids that end a generation, by config.json and generation_config.json."""
+    """Return the ids that end generation, by config.json and generation_config.json."""
     found: list[int] = []
     for name in ("config.json", "generation_config.json"):
         try:
             config = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
-            continue  # whoever needs the file says what is wrong with it
+            continue  # its errors surface where the file is needed
         for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
             ids = part.get("eos_token_id") if isinstance(part, dict) else None
             ids = ids if isinstance(ids, list) else [ids]

@@ -98,6 +98,6 @@ def test_only_what_was_used_since_the_start_is_judged() -> None:
     ],
 )
 def test_failed_allocations_are_told_from_other_errors(message: str) -> None:
-    assert memory.ran_out(RuntimeError(message))
-    assert memory.ran_out(MemoryError())
-    assert not memory.ran_out(RuntimeError("[matmul] Last dimension of first input"))
+    assert memory.is_out_of_memory(RuntimeError(message))
+    assert memory.is_out_of_memory(MemoryError())
+    assert not memory.is_out_of_memory(RuntimeError("[matmul] Last dimension of first input"))

@@ -112,7 +112,7 @@ def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_
 
 
 def test_template_that_is_none_is_an_error_of_the_model_and_not_of_each_row() -> None:
-    with pytest.raises(ModelError, match=r"line 1: .*mend it or name a built-in --template"):
+    with pytest.raises(ModelError, match=r"line 1: .*fix it, or name a built-in --template"):
         ChatTemplate({"default": "{% for %}"}, {})([{"role": "user", "content": "Hi"}])
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import jinja2
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlxtune.backend.text import template_sandbox
@@ -282,14 +284,26 @@ def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -
     with pytest.raises(ModelError) as raised:
         template(MESSAGES)
     assert str(raised.value) == (
-        "the model's chat template (default) makes more text or values than a conversation can "
-        "need: mend it or name a built-in --template"
+        "the model's chat template (default) produces more text or values than a conversation can "
+        "need: fix it, or name a built-in --template"
     )
     with pytest.raises(ModelError, match=r"template \(tool_use\) uses .*lorem.*, which is not al"):
         template(MESSAGES, tools=TOOLS)
 
 
-def test_other_version_of_transformers_is_said_where_it_renders_otherwise(
+def test_transformers_compiles_templates_by_the_private_function_that_is_replaced() -> None:
+    # An upgrade of transformers that fails here needs another way to render in the sandbox.
+    assert "_compile_jinja_template" in render_jinja_template.__code__.co_names
+    environment = chat_template_utils._compile_jinja_template("").environment
+    assert isinstance(environment, ImmutableSandboxedEnvironment)
+    # The sandbox copies these; all other options are Jinja's defaults.
+    assert (environment.trim_blocks, environment.lstrip_blocks) == (True, True)
+    options = ("autoescape", "finalize", "keep_trailing_newline", "newline_sequence", "undefined")
+    plain = ImmutableSandboxedEnvironment()
+    assert all(getattr(environment, each) == getattr(plain, each) for each in options)
+
+
+def test_version_of_transformers_that_renders_otherwise_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(template_sandbox, "_COMPILE", "_compiled_elsewhere")
