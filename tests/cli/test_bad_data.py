@@ -68,8 +68,8 @@ def test_missing_file_is_named_with_its_option(train: Cli, tmp_path: Path, optio
 @pytest.mark.parametrize("option", ["--data", "--val-data"])
 def test_folder_in_place_of_a_file_is_refused(train: Cli, tmp_path: Path, option: str) -> None:
     said = {
-        "--data": "is a folder without a file to train on: looked for train.jsonl, train.json, "
-        "train.jsonl.gz, train.json.gz, train.parquet; it holds 'chat.jsonl'",
+        "--data": "has no file to train on (it holds 'chat.jsonl'): name a file in it, or rename "
+        "one to any of train.jsonl, train.json, train.jsonl.gz, train.json.gz, train.parquet",
         "--val-data": "is a folder: name a file in it",
     }
     assert train(option, tmp_path).error == f"{tmp_path}: {said[option]}"
@@ -87,7 +87,7 @@ def test_rows_all_cut_to_nothing_name_the_limit_and_train_nothing(
     outcome = train("--max-seq-len", 8)
     assert outcome.error.startswith(f"{chat}: none of its {ROWS} rows can be trained on")
     assert f"{chat}:1: no supervised token within --max-seq-len 8" in outcome.error
-    assert re.search(r"the answer begins at token \d+", outcome.error)
+    assert re.search(r"the answer starts at token \d+", outcome.error)
     assert files_in(output.parent) == []
 
 

@@ -128,7 +128,7 @@ def test_row_is_shown_alone_and_whole(inspect: Cli, tmp_path: Path) -> None:
     [
         (2, "{file}:2: not valid JSON (Expecting property name enclosed in double quotes"),
         (3, "{file}:3: no assistant turn; row skipped"),
-        (4, "{file}:4: no supervised token within --max-seq-len 64 (the answer begins at token "),
+        (4, "{file}:4: no supervised token within --max-seq-len 64 (the answer starts at token "),
         (15, "{file}:15: no 'messages' (its keys: 'words'); row skipped"),
         (5, "{file}: has no row 5: --row takes the number of a row that is not blank"),
         (99, "{file}: has no row 99: --row takes the number of a row that is not blank"),

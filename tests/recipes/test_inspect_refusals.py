@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
     "no good row": ([{"messages": []}], as_it_is, [], "{file}: none of its 1 rows can be trained"),
     "all rows cut": (
         sums(3),
-        *(as_it_is, ["--max-seq-len", 4], "the answer begins at token "),
+        *(as_it_is, ["--max-seq-len", 4], "the answer starts at token "),
     ),
     "missing": (sums(3), as_it_is, ["--data", "no.jsonl"], "no.jsonl: no such file: check --data"),
     "missing validation": (

@@ -63,5 +63,5 @@ class SkippedRows(RowTally):
 
 def json_type(value: Any) -> str:
     """Return what a JSON value is, such as "a list", for a message."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")

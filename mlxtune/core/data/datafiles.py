@@ -84,7 +84,7 @@ def held_out_file(folder: Path) -> Path:
     found = _file_named("test", folder, names) or _file_named("valid", folder, names)
     if not found:
         raise DataError(
-            f"{folder}: is a folder without test.jsonl and valid.jsonl: name the file to evaluate"
+            f"{folder}: has neither test.jsonl nor valid.jsonl: name the file to evaluate"
         )
     return found[0]
 
@@ -154,11 +154,11 @@ def _files_in(folder: Path, option: str) -> DataFiles:
         names = sorted(f"{path.name}{'/' * path.is_dir()}" for path in folder.iterdir())
     train, validation = (_file_named(stem, folder, names) for stem in ("train", "valid"))
     if not train:
-        looked_for = ", ".join(f"train{ending}" for ending in _ENDINGS)
+        names_read = ", ".join(f"train{ending}" for ending in _ENDINGS)
         holds = ", ".join(map(shorten, names[:8])) + ", …" * (len(names) > 8) or "nothing"
         raise DataError(
-            f"{folder}: is a folder without a file to train on: looked for {looked_for}; "
-            f"it holds {holds}"
+            f"{folder}: has no file to train on (it holds {holds}): name a file in it, "
+            f"or rename one to any of {names_read}"
         )
     return DataFiles(train, validation)
 
@@ -168,8 +168,7 @@ def _file_named(stem: str, folder: Path, names: Sequence[str]) -> tuple[Path, ..
     found = [name for ending in _ENDINGS if (name := stem + ending) in names]
     if len(found) > 1:
         raise DataError(
-            f"{folder}: is a folder with {' and '.join(found)}: keep one of them in it, "
-            "or name the files to train on"
+            f"{folder}: holds {' and '.join(found)}: keep one, or name the files to train on"
         )
     return tuple(folder / name for name in found)
 

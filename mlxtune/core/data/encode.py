@@ -66,7 +66,7 @@ class Encoding(Protocol):
         """Return how many tokens end before a character, or None if one crosses it."""
 
     def start(self, token: int) -> int:
-        """Return the character at which a token begins."""
+        """Return the character at which a token starts."""
 
 
 class Tokenizer(Protocol):
@@ -105,7 +105,7 @@ class OffsetEncoding:
         return None if end > character else tokens
 
     def start(self, token: int) -> int:
-        """Return the character at which a token begins."""
+        """Return the character at which a token starts."""
         return self.offsets[token][0]
 
 

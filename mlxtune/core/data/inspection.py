@@ -30,7 +30,7 @@ class SpellingTokenizer(Protocol):
     def control_ids(self) -> frozenset[int]: ...
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for."""
+        """Return the bytes of each token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,6 @@ class EncodedFile:
         first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
         problem = BadRow(
             f"no supervised token within --max-seq-len {max_seq_len}",
-            f"the answer begins at token {first}: raise it",
+            f"the answer starts at token {first}: raise it",
         )
         self.skipped.add(int(self.arrays.rows[example]), problem)

@@ -37,7 +37,7 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("no_content", [{"role": "user"}, ANSWER], {}, "content is not text", "message 1 is null"),
     ("number", [USER | {"content": 5}, ANSWER], {}, "content is not text", "a number"),
     ("nan", [USER, ANSWER | {"content": float("nan")}], {}, "content is not text", "a number"),
-    ("bool", [USER, ANSWER | {"content": True}], {}, "content is not text", "truth value"),
+    ("bool", [USER, ANSWER | {"content": True}], {}, "content is not text", "boolean"),
     ("object", [USER, ANSWER | {"content": {}}], {}, "content is not text", "an object"),
     ("empty_answer", [USER, ANSWER | {"content": ""}], {}, "empty answer", "message 2"),
     ("blank_answer", [USER, ANSWER | {"content": " \n"}], {}, "empty answer", "message 2"),

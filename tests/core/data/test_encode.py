@@ -160,7 +160,7 @@ def test_row_is_skipped_only_when_none_of_its_examples_has_a_supervised_token() 
             tokens_truncated=truncated,
             notes=Counter({notes.TRUNCATED_ANSWER: 1} if kept and limit < 24 else {}),
         )
-    assert "the answer begins at token 10" in skipped.first()
+    assert "the answer starts at token 10" in skipped.first()
 
 
 def test_token_that_crosses_the_end_of_a_turn_is_split_there() -> None:
@@ -216,7 +216,7 @@ def test_row_cut_before_its_first_supervised_token_is_skipped_and_counted() -> N
     assert examples == []
     (warning,) = skipped.warnings()
     assert warning.startswith("chat.jsonl:7: no supervised token within --max-seq-len 9 ")
-    assert "the answer begins at token 10" in warning
+    assert "the answer starts at token 10" in warning
     assert ledger.as_dict() == {
         "path": "chat.jsonl",
         "rows_read": 1,

@@ -132,7 +132,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     assert [row for row, _ in file.notes.places.get(notes.TRUNCATED_ANSWER, [])] == cut_answers[:5]
     assert (
         file.skipped.places.get(reason, [])
-        == [(row, f"the answer begins at token {first}: raise it") for row, first in lost.items()][
+        == [(row, f"the answer starts at token {first}: raise it") for row, first in lost.items()][
             :5
         ]
     )
