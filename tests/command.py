@@ -49,7 +49,11 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 60) -> Outcome:
     """Wait for the end; `read` is what has been read of stderr."""
-    out, err = process.communicate(timeout=timeout)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return Outcome(process.returncode, out, read + err)
 
 

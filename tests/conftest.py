@@ -34,10 +34,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_old_garbage() -> None:
+    """Have collections look at nothing older than the module: libraries are imported by and by."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def heed_interrupts() -> None:
-    """Undo the ignoring of SIGINT that a test run started in the background inherits."""
+    """Undo the ignoring of signals that a test run started in the background inherits."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,20 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+# isort: off
+import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+
+# isort: on
 import pytest
 from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.text.tokenizer import load_tokenizer
 from tests.paths import DATA
+from tests.slow import slow
 
 MODELS = ("demo-qwen3", "demo-gemma3")
 ROWS = (DATA / "bookings.jsonl").read_text(encoding="utf-8").splitlines()
 TEST_ROWS = (DATA / "bookings_test.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_demo_model_learns_in_a_few_steps(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"), [("demo-qwen3", 20), *(slow(name, 40) for name in MODELS)]
+)
+def test_demo_model_learns_in_a_few_steps(name: str, steps: int, tmp_path: Path) -> None:
     result = train(
         TrainConfig(
             model_path=str(DATA / name),
@@ -28,8 +35,9 @@ def test_demo_model_learns_in_a_few_steps(name: str, tmp_path: Path) -> None:
             output=str(tmp_path / "adapters.safetensors"),
             targets=("all",),
             lr=5e-3,
-            max_steps=40,
-            val_rows=40,
+            max_steps=steps,
+            val_rows=steps,
+            samples=0 if steps < 40 else 3,
             quiet=True,
         )
     )

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import mlxtune
+from tests.slow import slow
 
 
 def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
@@ -29,7 +30,7 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
         "from mlxtune import *",
     ],
 )
-@pytest.mark.parametrize("name", ["train", "inspect"])
+@pytest.mark.parametrize("name", ["train", slow("inspect")])
 def test_recipe_is_the_function_however_it_is_imported(imports: str, name: str) -> None:
     imports = imports.replace("train", name).replace(f"{name.title()}Config", "TrainConfig")
     code = f"{imports}; from types import FunctionType; assert type({name}) is FunctionType, {name}"

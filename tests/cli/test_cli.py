@@ -17,6 +17,7 @@ from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
 from tests.command import Cli, Outcome, files_in, finish, read_terminal, start
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -308,12 +309,23 @@ def test_dry_run_makes_no_folder(train: Cli, output: Path) -> None:
     assert not output.parent.exists()
 
 
-@pytest.mark.parametrize("columns", [100, 60])
+@pytest.mark.parametrize("columns", [100, slow(60)])
 def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path, columns: int) -> None:
     terminal, end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
-    arguments = ["--model-path", model, "--data", chat, "--output", output, "--epochs", 3]
-    with start("train", *arguments, stderr=end, env=environment) as process:
+    arguments = [
+        "--model-path",
+        model,
+        "--data",
+        chat,
+        "--output",
+        output,
+        "--epochs",
+        3,
+        "--samples",
+        0,
+    ]
+    with start("train", *arguments, "--samples", 0, stderr=end, env=environment) as process:
         os.close(end)
         shown = "".join(read_terminal(terminal))
         os.close(terminal)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.command import Cli, Outcome, files_in, finish, read_until, start
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[obje
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+    ("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGHUP, 129), slow(signal.SIGINT, 130)]
 )
 def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     long_run: list[object], output: Path, number: signal.Signals, code: int
@@ -142,6 +143,7 @@ def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     assert not (output.parent / "checkpoints" / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_second_signal_to_terminate_ends_at_once(model: Path, output: Path) -> None:
     outcome = signalled_twice(model, output, signal.SIGTERM)
     assert outcome.code in (143, -signal.SIGTERM)

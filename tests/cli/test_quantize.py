@@ -111,6 +111,7 @@ def test_number_in_a_config_file_is_a_format(cli: Cli, model: Path, tmp_path: Pa
     assert found["memory"]["weights"] < before["memory"]["weights"]
 
 
+@pytest.mark.slow
 def test_bench_measures_both_sides_on_the_same_quantised_base(
     cli: Cli, model: Path, chat: Path
 ) -> None:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,9 @@ def bury(folder: Path) -> None:
                 os.close(int(name))
 
 
-def check(every: int, scratch: Path, *, whole: bool) -> tuple[Counter[str], list[str]]:
+def check(
+    every: int, scratch: Path, *, whole: bool, kinds: Iterable[str] = KINDS
+) -> tuple[Counter[str], list[str]]:
     """Fail each operation, or one of so many; return how runs ended and what went wrong."""
     go, agree = (run_whole, operator.eq) if whole else (run, same_except_measurements)
     model = write_model(scratch / "model", "qwen3")
@@ -107,11 +110,11 @@ def check(every: int, scratch: Path, *, whole: bool) -> tuple[Counter[str], list
     adapter, records = go(model, scratch / "whole")
     ended: Counter[str] = Counter()
     failures: list[str] = []
-    for kind, code in KINDS.items():
+    for kind in kinds:
         for fails_at in range(1, 10_000, every):
             folder = scratch / f"{kind}-{fails_at}"
             with pytest.MonkeyPatch.context() as monkeypatch:
-                disk = FaultyDisk(monkeypatch, fails_at, code, within=folder)
+                disk = FaultyDisk(monkeypatch, fails_at, KINDS[kind], within=folder)
                 try:
                     go(model, folder)
                     ended[f"{kind}: went on to the end"] += 1

@@ -28,6 +28,7 @@ from tests.command import Cli, Outcome, finish, read_terminal, read_until, start
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat
 from tests.paths import DOCS
+from tests.slow import slow
 
 PAGE = DOCS / "bench.md"
 
@@ -118,6 +119,7 @@ def test_table_and_stages_are_said(compared: tuple[Outcome, dict[str, Any]]) -> 
     assert "\x1b" not in outcome.out + outcome.err
 
 
+@pytest.mark.slow
 def test_terminal_shows_the_step_under_way(model: Path, chat: Path) -> None:
     terminal, end = pty.openpty()
     work = ["--model-path", model, "--data", chat, "--steps", 2, "--repeats", 1]
@@ -176,6 +178,7 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else kinds.get(type(value), "object")
 
 
+@pytest.mark.slow
 def test_rows_of_several_turns_are_trained_on_alike(bench: Cli, tmp_path: Path) -> None:
     rows = [
         [("user", "Hi"), ("assistant", "Ho" * (i + 1)), ("user", "And?"), ("assistant", "So.")]
@@ -260,13 +263,15 @@ def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None
     assert "cannot be read" in bench("--quiet", "--model-path", broken).error
 
 
-def command_of_peer(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Have the peer's process run some code instead."""
+def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str) -> None:
+    """Have the peer's process run some code, and ours say what it said once."""
+    run = dict(found["ours"]["runs"][0])
+    (step, *_) = run.pop("steps")
+    told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
     def command(job: Path) -> list[str]:
-        if json.loads(job.read_text())["side"] == bench_worker.OURS:
-            return [sys.executable, "-m", "mlxtune.setup.bench_worker", str(job)]
-        return [sys.executable, "-c", code]
+        ours = json.loads(job.read_text())["side"] == bench_worker.OURS
+        return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
     monkeypatch.setattr("mlxtune.recipes.bench._command", command)
 
@@ -283,9 +288,13 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     ],
 )
 def test_peer_that_dies_leaves_our_numbers_and_its_reason(
-    bench: Cli, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+    bench: Cli,
+    compared: tuple[Outcome, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    said: str,
 ) -> None:
-    command_of_peer(monkeypatch, code)
+    command_of_peer(monkeypatch, compared[1], code)
     outcome = bench("--against", "mlx-lm", "--json", "-", "--repeats", 2, "--steps", 1)
     assert outcome.code == 0
     found = json.loads(outcome.out)
@@ -366,7 +375,9 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [slow(signal.SIGINT), slow(signal.SIGTERM), signal.SIGKILL], ids=int
+)
 def test_no_process_outlives_the_command(long_bench: Any, number: signal.Signals) -> None:
     read_until(long_bench, "Run ")
     wait_for(lambda: bool(workers(long_bench.scratch)))

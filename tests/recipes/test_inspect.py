@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from mlxtune.config import InspectConfig
 from mlxtune.recipes.inspect import inspect as run_inspect
 from tests.command import ROWS, Cli, files_in, finish, start
 from tests.models import CHATML, THINKING, sums, write_chat, write_tokenizer
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -78,6 +80,15 @@ def test_folder_without_weights_and_config_is_enough(cli: Cli, light: Path, chat
     assert "⟦It is 0<|im_end|>⟧" in outcome.out
 
 
+@pytest.fixture
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a tokenizer loaded once, which takes more than a second."""
+    from mlxtune.backend.text import tokenizer
+
+    monkeypatch.setattr(tokenizer, "load_tokenizer", functools.cache(tokenizer.load_tokenizer))
+
+
+@pytest.mark.usefixtures("one_tokenizer")
 def test_real_tokenizer_folder_is_enough(cli: Cli, shared: Path) -> None:
     folder, data = shared / "tokenizers" / "qwen3", shared / "chat" / "lf_glaive_toolcall_en.jsonl"
     outcome = cli("inspect", "--model-path", folder, "--data", data)
@@ -89,16 +100,16 @@ def test_real_tokenizer_folder_is_enough(cli: Cli, shared: Path) -> None:
     assert "<|im_end|>⟧" in shown
 
 
-def test_output_that_nobody_reads_on_is_no_crash(light: Path, chat: Path) -> None:
-    for extra in ([], ["--json"]):
-        process = start("inspect", "--model-path", light, "--data", chat, *extra)
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        said = process.stderr.read()
-        process.stderr.close()
-        assert process.wait() == 1
-        assert said == ""
+@pytest.mark.parametrize("extra", [[], slow(["--json"])], ids=str)
+def test_output_that_nobody_reads_on_is_no_crash(light: Path, chat: Path, extra: list[str]) -> None:
+    process = start("inspect", "--model-path", light, "--data", chat, *extra)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 1
+    assert said == ""
 
 
 # --row
@@ -276,7 +287,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
 # Without what is not needed
 
 
-@pytest.mark.parametrize("extra", [[], ["--json"], ["--html", "page.html"]])
+@pytest.mark.parametrize("extra", [slow([]), slow(["--json"]), ["--html", "page.html"]], ids=str)
 def test_no_model_is_loaded(light: Path, chat: Path, tmp_path: Path, extra: list[str]) -> None:
     code = (
         "import sys\n"

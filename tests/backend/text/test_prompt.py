@@ -14,6 +14,7 @@ from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Reader, load_dataset
 from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
+from tests.slow import slow_except
 
 ROWS = 12
 
@@ -55,7 +56,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
 
 
 @pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "lf_glaive_toolcall_en.jsonl"])
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", slow_except(TEMPLATES, "qwen3.jinja", "diffusion_gemma.jinja"))
 def test_models_own_templates_on_real_chats(
     shared: Path, folders: dict[str, Folder], tmp_path: Path, name: str, file: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import unicodedata
@@ -26,7 +27,7 @@ TEXTS = ["Hello world", "  two  spaces\n\ttab ", "héllo 🙂\nSELECT * FROM t",
 
 
 def test_qwen3_vocabulary_gives_the_published_ids(shared: Path) -> None:
-    tokenizer = load_tokenizer(shared / "tokenizers" / "qwen3")
+    tokenizer = load_once(shared / "tokenizers" / "qwen3")
     vectors = shared / "tokenizers" / "vectors" / "ggml-vocab-qwen2.gguf"
     texts = vectors.with_suffix(".gguf.inp").read_text(encoding="utf-8")
     texts_list = texts.split("\n__ggml_vocab_test__\n")
@@ -94,6 +95,10 @@ def hard_texts() -> list[str]:
     return [unicodedata.normalize("NFC", text) for text in (*TEXTS, *several)]
 
 
+# The real vocabulary takes more than a second.
+load_once = functools.cache(load_tokenizer)
+
+
 @pytest.fixture(params=["qwen3", "stories260k", "tok512", "demo-gemma3", "demo-qwen3", "tiny"])
 def every_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> ModelTokenizer:
     if request.param == "tiny":
@@ -107,7 +112,7 @@ def every_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> ModelToke
         shutil.copy(model, tmp_path / "tokenizer.model")
         return load_tokenizer(tmp_path)
     kind = "tokenizers" if request.param == "qwen3" else "models"
-    return load_tokenizer(shared / kind / request.param)
+    return load_once(shared / kind / request.param)
 
 
 def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenizer) -> None:
@@ -228,7 +233,7 @@ def test_special_tokens_are_those_that_a_template_may_name(shared: Path, tmp_pat
         "bos_token": "<bos>",
         "eos_token": "<eos>",
     }
-    assert "bos_token" not in load_tokenizer(shared / "tokenizers" / "qwen3").special_tokens
+    assert "bos_token" not in load_once(shared / "tokenizers" / "qwen3").special_tokens
 
 
 def test_control_ids_are_those_of_the_control_tokens(every_tokenizer: ModelTokenizer) -> None:

@@ -5,6 +5,8 @@ Shared by test_chat_template.py and check_templates.py.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import shutil
 from collections import Counter
@@ -109,13 +111,21 @@ def special_tokens(template: Template) -> dict[str, str]:
 class Folder:
     """A model folder without a model: the real vocabulary, and one of the templates.
 
-    `ours` is its tokenizer as mlxtune reads it, `theirs` as transformers does.
+    `ours` is its tokenizer as mlxtune reads it, `theirs` as transformers does; both are loaded from
+    `source`, once for all folders that have them in common.
     """
 
     path: Path
     template: Template
-    ours: ModelTokenizer
-    theirs: Any
+    source: Path
+
+    @property
+    def ours(self) -> ModelTokenizer:
+        return _load(self.source)
+
+    @property
+    def theirs(self) -> Any:
+        return _load_theirs(self.source)
 
     def encode(self, data: Path, **options: Any) -> Dataset:
         """Encode a file as `train` and `inspect` do, nothing cut and nothing held out."""
@@ -138,25 +148,25 @@ class Folder:
         return list(ids)
 
 
+_load = functools.cache(load_tokenizer)
+_load_theirs = functools.cache(AutoTokenizer.from_pretrained)
+
+
 def write_folders(shared: Path, parent: Path) -> dict[str, Folder]:
     """Write a folder for each template, below `parent`."""
     qwen, gemma = shared / "tokenizers" / "qwen3", parent / "gemma-tokenizer"
     _write_gemma_tokenizer(qwen, gemma)
-    tokenizers = {
-        source: (load_tokenizer(source), AutoTokenizer.from_pretrained(source))
-        for source in (qwen, gemma)
-    }
     folders = {}
     for template in TEMPLATES.values():
         source, path = gemma if template.is_gemma else qwen, parent / template.file
         shutil.copytree(source, path)
         shutil.copy(shared / "templates" / template.file, path / "chat_template.jinja")
-        folders[template.file] = Folder(path, template, *tokenizers[source])
+        folders[template.file] = Folder(path, template, source)
     return folders
 
 
 def _write_gemma_tokenizer(qwen: Path, folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    tokenizer = copy.deepcopy(_load_theirs(qwen))
     tokenizer.add_special_tokens({"additional_special_tokens": list(GEMMA_TOKENS)})
     tokenizer.bos_token, tokenizer.eos_token = "<bos>", "<eos>"
     tokenizer.chat_template = None
