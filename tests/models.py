@@ -5,6 +5,7 @@ mlx is imported in functions only, through mlxtune.backend, which loads a fast B
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,11 +77,10 @@ def write_model(
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten
-    from mlx_lm.utils import _get_classes
 
     settings = {"model_type": model_type, **_SHAPE, **MODEL_TYPES.get(model_type, {}), **config}
-    model_class, args_class = _get_classes(settings)
-    model = model_class(args_class.from_dict(settings))
+    architecture = importlib.import_module(f"mlx_lm.models.{model_type}")
+    model = architecture.Model(architecture.ModelArgs.from_dict(settings))
     if model_type.startswith("gemma3"):
         model.sanitize({})  # ties the head to the embeddings, as all Gemma 3 models do
     rng = np.random.default_rng(seed)

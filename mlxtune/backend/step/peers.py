@@ -160,9 +160,8 @@ class MlxLm:
             part, gradients = self._step(tokens, supervised, share, gradients, last)
             loss = loss + part
             mx.eval(self._state, loss, gradients)
-            # As its train() does after each step, by default; older versions do not.
-            threshold = getattr(TrainingArgs(), "clear_cache_threshold", None)
-            if threshold is not None and mx.get_cache_memory() > threshold:
+            # As its train() does after each step by default.
+            if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
                 mx.clear_cache()
         return float(loss)
 

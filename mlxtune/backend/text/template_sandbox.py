@@ -142,6 +142,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         forbidden = {"lipsum"}
         self.functions = {id(f): name for name, f in self.globals.items() if name not in forbidden}
 
+    # Jinja's documented hook for another code generator, in spite of its name.
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
         hooked = _Hooks().visit(source).set_environment(self)
         return super()._generate(hooked, *args, **options)

@@ -151,3 +151,33 @@ def test_unpacked_matrices_are_not_kept() -> None:
     mx.eval(mx.value_and_grad(run)(x))
     # Of 16 matrices, few at a time.
     assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
+
+
+def test_replaced_layers_keep_their_parameters_and_are_still_shared() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.QuantizedEmbedding(64, 64)
+            self.first = nn.QuantizedLinear(64, 64)
+            self.parts = [self.first, nn.QuantizedLinear(64, 64, mode="mxfp4", bias=False)]
+
+    model = Tied()
+    before = dict(tree_flatten(model.parameters()))
+
+    assert layers.compute_quantized(model, mx.float32, "dequantized") == "dequantized"
+
+    after = dict(tree_flatten(model.parameters()))
+    assert list(after) == list(before)
+    assert all(mx.array_equal(after[name], value) for name, value in before.items())
+    assert type(model.first) is DequantizedLinear
+    assert model.first is model.parts[0]
+    assert not model.trainable_parameters()["embed"]
+
+
+def test_stored_embedding_gives_float32_of_what_mlx_gives() -> None:
+    plain = nn.Embedding(10, 4)
+    plain.weight = plain.weight.astype(mx.bfloat16)
+    tokens = mx.array([[1, 7, 3]])
+    found = layers.StoredEmbedding(plain)(tokens)
+    assert found.dtype == mx.float32
+    assert mx.array_equal(found, plain(tokens).astype(mx.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -75,6 +76,24 @@ def test_size_of_the_vocabulary_is_read_without_the_model(
     assert model_folder.vocab_size(tmp_path) == 0
     (tmp_path / "config.json").write_text(text)
     assert model_folder.vocab_size(tmp_path) == size
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"model_type": name} for name in ("llama", *mlx_lm_utils.MODEL_REMAPPING)),
+        *(
+            {"model_type": name, "architectures": [architecture]}
+            for name, architecture in mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING
+        ),
+    ],
+    ids=str,
+)
+def test_model_types_of_mlx_lm_are_supported_under_all_their_names(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_folder.read_config(tmp_path) == config
 
 
 def test_repository_name_is_downloaded_with_or_without_weights(
