@@ -1,4 +1,7 @@
-"""The recipe of `mlxtune bench`: the same steps by each side, each in processes of its own."""
+"""The recipe of `mlxtune bench`: the same steps by each side, every run in its own process.
+
+Imports stand in the functions for the reason given in train.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -29,14 +31,12 @@ from mlxtune.setup.dataset import (
 from mlxtune.setup.memory import choose_plan, first_epoch, work_of
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions
+from mlxtune.terminal.output import print_json
 
 if TYPE_CHECKING:
     from mlxtune.core.data.encode import Example
     from mlxtune.core.runs.benchmark import Benchmark, Run, Side, TimedStep
     from mlxtune.terminal.console import RunConsole
-
-# Hears of a side, the number of its run, and the steps that it has taken.
-OnStep = Callable[[str, int, int], None]
 
 
 def bench(config: BenchConfig) -> Benchmark:
@@ -47,31 +47,24 @@ def bench(config: BenchConfig) -> Benchmark:
     Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
     when our own process is killed.
     """
-    from rich.console import Console
-
     from mlxtune.backend.model import device, model_folder
     from mlxtune.core.machine import files
     from mlxtune.core.runs import benchmark
-    from mlxtune.terminal.bench_console import Progress
     from mlxtune.terminal.console import RunConsole
 
     folder = model_folder.find_folder(config.model_path)
     if config.json_path is not None:
         read = [*data_files(config), *folder.iterdir()]
         check_outputs([config.json_path], read, "--json")
-    terminal = Console(stderr=True, highlight=False)
-    console = RunConsole(quiet=config.quiet, console=terminal)
-    with closing(console):
+    with closing(RunConsole(quiet=config.quiet)) as console:
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
-    say_findings(dataset, console)
-    rows = first_steps(config, dataset)
-    steps = [[example for row in step for example in row] for step in rows]
-    say_work(config, rows, console)
-
-    with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as name:
-        job = prepare(config, folder, steps, Path(name), console)
-        with Progress(len(steps), terminal, quiet=config.quiet) as progress:
-            ours, theirs = alternate(config, job, Path(name), console, progress.on_step)
+        say_findings(dataset, console)
+        rows = first_steps(config, dataset)
+        steps = [[example for row in step for example in row] for step in rows]
+        _report_work(config, rows, console)
+        with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as scratch:
+            job = _prepare(config, folder, steps, Path(scratch), console)
+            ours, theirs = _alternate(config, job, len(steps), Path(scratch), console)
     result = benchmark.Benchmark(
         model=config.model_path,
         device=device.device_name(),
@@ -91,7 +84,7 @@ def bench(config: BenchConfig) -> Benchmark:
 
 
 def show(config: BenchConfig) -> None:
-    """Print what `bench` measures: a table, or JSON where --json is `-`."""
+    """Run the benchmark and print its table, or JSON if --json is `-`."""
     from rich.console import Console
 
     from mlxtune.terminal.bench_console import show_benchmark
@@ -99,29 +92,28 @@ def show(config: BenchConfig) -> None:
     result = bench(config)
     as_json = config.json == "-"
     if as_json:
-        json.dump(result.as_dict(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(result.as_dict())
     if not config.quiet:
         show_benchmark(result, Console(stderr=as_json, highlight=False))
 
 
 def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
-    """Return the rows of each step, as the first epoch of `train` has them."""
+    """Return the rows of the first steps of `train`'s first epoch."""
     epoch = first_epoch(config.training(config.dtype).training(), dataset)
     return list(islice(epoch, config.steps))
 
 
-def prepare(
+def _prepare(
     config: BenchConfig,
     folder: Path,
     steps: Sequence[Sequence[Example]],
     scratch: Path,
     console: RunConsole,
 ) -> Job:
-    """Write what all processes read: the steps, and the adapter to start from.
+    """Write what every process reads: the steps, and the adapter to start from.
 
-    Returns our job; that of a peer differs in its name alone. Raises ModelError, and
-    MemoryLimitError when even one example does not fit; no weights are read.
+    Returns our job; a peer's differs only in its name. Reads no weights. Raises ModelError, and
+    MemoryLimitError when even one example does not fit.
     """
     from mlxtune.backend.step import peers
     from mlxtune.core.runs import benchmark
@@ -142,10 +134,10 @@ def prepare(
     )
 
 
-def say_work(
+def _report_work(
     config: BenchConfig, steps: Sequence[Sequence[Sequence[Example]]], console: RunConsole
 ) -> None:
-    """Say what will be measured; warn when the data has fewer steps than were asked for."""
+    """Report what will be measured; warn if the data has fewer steps than asked for."""
     from mlxtune.core.text import count
 
     rows = sum(map(len, steps))
@@ -164,10 +156,10 @@ def say_work(
         )
 
 
-def alternate(
-    config: BenchConfig, job: Job, scratch: Path, console: RunConsole, on_step: OnStep
+def _alternate(
+    config: BenchConfig, job: Job, steps: int, scratch: Path, console: RunConsole
 ) -> tuple[Side, Side | None]:
-    """Run ours and theirs in turn, one process at a time, as often as the options say.
+    """Run ours and theirs in turn, one process at a time, as often as the options ask.
 
     A peer that fails is not run again. Raises MlxTuneError when ours does.
     """
@@ -180,10 +172,15 @@ def alternate(
     for repeat, side in product(range(1, config.repeats + 1), sides):
         if side.failed:
             continue
-        on_step(side.name, repeat, 0)
+
+        def show_step(done: int, run: str = f"{side.name}, run {repeat}") -> None:
+            console.show(f"{run}: step {done}/{steps}")
+
+        show_step(0)
         try:
-            mine = replace(job, side=side.name, started=time.time())
-            run = run_process(mine, scratch, partial(on_step, side.name, repeat))
+            run = _run_process(
+                replace(job, side=side.name, started=time.time()), scratch, show_step
+            )
         except MlxTuneError as error:
             if side is ours:
                 raise
@@ -196,11 +193,11 @@ def alternate(
     return ours, theirs
 
 
-def run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Run:
-    """Do a job in a new process; `on_step` hears how many steps it has taken.
+def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Run:
+    """Do a job in a new process; `on_step` gets the number of steps taken.
 
-    Raises MlxTuneError when it ends before its work does, and then as our own error says, or with
-    the last line that it wrote.
+    Raises MlxTuneError with the error that the process reports or, if it ends early without one,
+    with how it ended.
     """
     from mlxtune.core.runs.benchmark import Run, TimedStep
 
@@ -220,15 +217,15 @@ def run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Run:
                 steps.append(TimedStep(**record["step"]))
                 on_step(len(steps))
             else:
-                raise MlxTuneError(_how_it_ended(job, record["ended"], len(steps), errors))
-    raise AssertionError("a process ends in a record of its end")
+                raise MlxTuneError(_describe_end(job, record["ended"], len(steps), errors))
+    raise AssertionError("the last record of a process is its end")
 
 
 def _records(job: Path, errors: IO[bytes]) -> Generator[dict[str, Any], None, None]:
-    """Yield what a process writes, and in the end its exit status; it does not outlive this."""
+    """Yield the records of a process and then its exit status; kill it when closed early."""
     process = subprocess.Popen(
         _command(job),
-        # Never written to: the process ends when it closes.
+        # Never written to: the worker ends when it closes.
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -247,15 +244,15 @@ def _command(job: Path) -> list[str]:
     return [sys.executable, "-m", "mlxtune.setup.bench_worker", str(job)]
 
 
-def _how_it_ended(job: Job, status: int, steps: int, errors: IO[bytes]) -> str:
+def _describe_end(job: Job, status: int, steps: int, errors: IO[bytes]) -> str:
     where = f"after {steps} steps" if steps else "before its first step"
     if status < 0:
-        likely = ", probably for want of memory" if status == -9 else ""
+        likely = ", probably for lack of memory" if status == -9 else ""
         remedy = ": lower --batch-size or --max-seq-len" if job.side == OURS else ""
         return f"killed (signal {-status}) {where}{likely}{remedy}"
     errors.seek(0)
-    said = errors.read().decode(errors="replace")
+    output = errors.read().decode(errors="replace")
     if job.side == OURS:
-        raise RuntimeError(f"the process that measures us ended {where}:\n{said}")
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+        raise RuntimeError(f"the process that measures mlxtune ended {where}:\n{output}")
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     return f"exit {status} {where}: {last.strip()}"

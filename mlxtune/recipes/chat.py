@@ -1,7 +1,8 @@
 """The recipe of `mlxtune chat`: a conversation in the terminal, or line by line through a pipe.
 
-Answers go to stdout, all else to stderr. What it needs is imported in the functions, as in train.py.
-"""  # noqa: E501
+Answers go to stdout, everything else to stderr. Imports stand in the functions for the reason
+given in train.py.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +11,42 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import ChatConfig, as_path
-from mlxtune.errors import DataError, MemoryLimitError, OutputError, printable
+from mlxtune.errors import DataError, MemoryLimitError, OutputError
 from mlxtune.setup.model import (
     LoadedModel,
-    asking_reader,
-    check_fits,
+    check_prompt_length,
     find_model,
     load_model,
-    print_text,
+    prompt_reader,
     start_generator,
 )
+from mlxtune.terminal.output import print_answer, print_line
 
 if TYPE_CHECKING:
-    from mlxtune.backend.text.generate import Answer, Generator, Sampling
+    from mlxtune.backend.text.generate import Generator, Sampling
     from mlxtune.core.data.encode import Encoder
 
 HELP = """\
 /base          answer with the base model
 /adapter       answer with the adapter
-/reset         begin a new conversation
-/save [FILE]   append the conversation to a file that train reads (conversations.jsonl)
-/help          show this
-/quit          end; so does Ctrl-D
-Ctrl-C stops an answer. A line that begins with // is said with one of them."""
-# Of a pipe, which may have no line's end at all.
+/reset         start a new conversation
+/save [FILE]   append the conversation to a file for train (conversations.jsonl)
+/help          show this help
+/quit          quit; Ctrl-D does too
+Ctrl-C stops an answer. Start a line with // to send a message that starts with /."""
+# A pipe may never end a line.
 _LONGEST_LINE = 2**20
-_SAVED = "conversations.jsonl"
+_SAVE_FILE = "conversations.jsonl"
+
+_note = partial(print_line, stderr=True)
 
 
 def chat(config: ChatConfig) -> None:
-    """Talk with a model until standard input or the person ends it.
+    """Chat with a model until the person quits or standard input ends.
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
@@ -50,136 +54,133 @@ def chat(config: ChatConfig) -> None:
 
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = asking_reader(config, folder)
-        used = load_model(config, folder, console)
-        console.say("Chat", "/help lists the commands, Ctrl-D ends")
-    generator, sampling = start_generator(config, used, reader)
-    conversation = _Conversation(used, generator, sampling, reader.encoder, config.system)
+        reader = prompt_reader(config, folder)
+        loaded = load_model(config, folder, console)
+        console.say("Chat", "/help lists the commands, Ctrl-D quits")
+    generator, sampling = start_generator(config, loaded, reader)
+    conversation = _Conversation(loaded, generator, sampling, reader.encoder, config.system)
     for line in _lines():
         if line.startswith("/") and not line.startswith("//"):
-            if not conversation.obey(line):
+            if not conversation.run_command(line):
                 return
         elif line.strip():
-            conversation.say(line[1:] if line.startswith("//") else line)
+            conversation.send(line.removeprefix("/"))
 
 
 @dataclass
 class _Conversation:
-    """What has been said, and what answers it."""
+    """The messages so far, and what answers them."""
 
-    used: LoadedModel
+    loaded: LoadedModel
     generator: Generator
     sampling: Sampling
     encoder: Encoder
     system: str | None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    saved_to: str = _SAVED
+    save_file: str = _SAVE_FILE
 
-    def say(self, text: str) -> None:
-        """Say something, and print the answer as it comes."""
+    def send(self, text: str) -> None:
+        """Send a message and print the answer; without an answer, the message is dropped."""
         from mlxtune.core.data.prompt import prompt_of
 
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
-            prompt = prompt_of(self.encoder, {"messages": [*self._system(), *asked]}, "this")
-            check_fits(prompt, self.used, "this")
+            prompt = prompt_of(self.encoder, {"messages": [*self._system(), *asked]}, "message")
+            check_prompt_length(prompt, self.loaded.base, "message")
         except DataError as problem:
-            _tell(f"{problem}; it was not said")
+            _note(f"{problem}; the message was dropped")
             return
         try:
-            with _stopping() as should_stop:
-                answer = self.generator.answer(prompt, self.sampling, print_text, should_stop)
+            with _stop_on_interrupt() as should_stop:
+                answer = self.generator.answer(prompt, self.sampling, print_answer, should_stop)
         except KeyboardInterrupt:
             print()
-            _tell("stopped; it was not said")
+            _note("stopped; the message was dropped")
             return
         except MemoryLimitError as problem:
             print()
-            _tell(f"{problem}; it was not said, and /reset begins anew")
+            _note(f"{problem}; the message was dropped; /reset starts a new conversation")
             return
         print()
-        self._take(asked, answer)
-
-    def _take(self, asked: list[dict[str, Any]], answer: Answer) -> None:
         if not answer.text.strip():
-            _tell("no answer; it was not said")
+            _note("the answer is empty; the message was dropped")
             return
         if answer.finish_reason == "length":
-            _tell("cut at --max-new-tokens")
+            _note("cut at --max-new-tokens")
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
-    def obey(self, line: str) -> bool:
-        """Do what a command says; tell whether the conversation goes on."""
-        name, _, rest = line[1:].strip().partition(" ")
+    def run_command(self, line: str) -> bool:
+        """Run a command; return False if it ends the conversation."""
+        name, _, argument = line[1:].strip().partition(" ")
         commands: dict[str, Callable[[], None]] = {
             "base": lambda: self._switch(on=False),
             "adapter": lambda: self._switch(on=True),
             "reset": self._reset,
-            "help": lambda: _tell(HELP),
+            "help": lambda: _note(HELP),
         }
         if name in ("quit", "exit"):
             return False
         if name == "save":
-            self._save(rest.strip())
-        elif name in commands and not rest:
+            self._save(argument.strip())
+        elif name in commands and not argument:
             commands[name]()
         else:
-            _tell(f"no such command: {line}; /help lists them")
+            _note(f"unknown command: {line}; /help lists the commands")
         return True
 
     def _switch(self, *, on: bool) -> None:
-        if self.used.adapted is None:
-            _tell("there is no adapter: name one with --adapter")
+        if self.loaded.adapted is None:
+            _note("there is no adapter: start chat with --adapter")
             return
-        self.used.use_adapter(on)
-        # What was run of the conversation was run by the other.
+        self.loaded.use_adapter(on)
+        # The generator's cache holds keys and values of the other model.
         self.generator.forget()
-        _tell(f"answers come from {'the adapter' if on else 'the base model'} from here on")
+        _note(f"the {'adapter' if on else 'base model'} answers from here on")
 
     def _reset(self) -> None:
         self.messages = []
-        _tell("a new conversation")
+        _note("new conversation")
 
     def _save(self, name: str) -> None:
         from mlxtune.core.data.conversation import to_json
         from mlxtune.core.machine.files import append_line
 
         if not self.messages:
-            _tell("nothing has been said")
+            _note("nothing to save yet")
             return
-        path = as_path(name or self.saved_to)
+        path = as_path(name or self.save_file)
         try:
             append_line(path, to_json({"messages": [*self._system(), *self.messages]}))
         except OutputError as problem:
-            _tell(str(problem))
+            _note(str(problem))
             return
-        self.saved_to = name or self.saved_to
-        _tell(f"appended to {path}")
+        self.save_file = name or self.save_file
+        _note(f"appended to {path}")
 
     def _system(self) -> list[dict[str, Any]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is said, line by line, asked for where there is a terminal."""
+    """Yield each line of standard input, with a prompt if it is a terminal."""
     if sys.stdin is None:
         return
-    asks = sys.stdin.isatty()
-    if asks:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  editing and history of lines
+            import readline  # noqa: F401  line editing and history
     while True:
         try:
-            yield input("> ") if asks else _read_line()
+            yield input("> ") if is_terminal else _read_line()
         except EOFError:
-            if asks:
+            if is_terminal:
                 print()
             return
         except KeyboardInterrupt:
-            if not asks:
+            if not is_terminal:
                 raise
             print()
-            _tell("Ctrl-D or /quit ends")
+            _note("Ctrl-D or /quit quits")
         except UnicodeDecodeError as error:
             raise DataError(f"standard input: is not text in UTF-8: {error.reason}") from error
 
@@ -194,21 +195,17 @@ def _read_line() -> str:
 
 
 @contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """Within it, a first Ctrl-C makes the yielded function return True; a second one interrupts."""
-    asked: list[int] = []
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after a first Ctrl-C; a second one interrupts."""
+    received: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 
-    def handle(number: int, frame: Any) -> None:
-        asked.append(number)
+    def handle(number: int, _: Any) -> None:
+        received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, handle)
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _tell(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

@@ -1,22 +1,20 @@
-"""The recipe of `mlxtune eval`, and of the end of `train`: whether the adapter helped.
+"""The recipe of `mlxtune eval`: whether an adapter helps on rows of data.
 
-What it needs is imported in the functions, as in train.py.
+Imports stand in the functions for the reason given in train.py.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxtune.config import EvalConfig
-from mlxtune.errors import printable
 from mlxtune.setup.dataset import Reader, load_dataset, say_findings
 from mlxtune.setup.judge import answer_rows, compare_losses
 from mlxtune.setup.model import find_model, load_model
+from mlxtune.terminal.output import print_json, print_line
 
 if TYPE_CHECKING:
     from mlxtune.core.data.corpus import Corpus
@@ -42,32 +40,31 @@ def evaluate(config: EvalConfig) -> Evaluation:
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
         if _was_trained_on(config, dataset.corpus):
-            console.warn("the adapter was trained on these rows: new ones show what it is worth")
-        used = load_model(config, folder, console)
+            console.warn("the adapter was trained on these rows: evaluate it on new ones")
+        loaded = load_model(config, folder, console)
         rows, paths = dataset.corpus.select(), [ledger.path for ledger in dataset.ledgers]
-        # Before the losses, for which the model may be made to compute otherwise.
         generated = None
         if config.generate:
             longest = config.max_new_tokens
-            generated = answer_rows(used, reader.tokenizer, rows, paths, longest, console)
-        return replace(compare_losses(used, rows, paths, config.seed, console), generated=generated)
+            generated = answer_rows(loaded, reader.tokenizer, rows, paths, longest, console)
+        evaluation = compare_losses(loaded, rows, paths, config.seed, console)
+        return replace(evaluation, generated=generated)
 
 
 def show(config: EvalConfig) -> None:
-    """Print what `evaluate` finds: lines, or JSON."""
+    """Evaluate, and print the result as lines or JSON."""
     from mlxtune.core.reports.evaluation_text import evaluation_lines
 
-    found = evaluate(config)
+    evaluation = evaluate(config)
     if config.json:
-        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(evaluation.as_dict())
         return
-    for line in evaluation_lines(found):
-        print(printable(line))
+    for line in evaluation_lines(evaluation):
+        print_line(line)
 
 
 def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
-    """Tell whether the run that gave the adapter, where it is there, had this data."""
+    """Return whether the adapter's run, if its records are there, had this data."""
     from mlxtune.backend.adapters.files import find_adapter
     from mlxtune.core.machine.files import read_json
     from mlxtune.core.training.checkpoint import BEST
@@ -82,7 +79,7 @@ def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
 
 
 def _data_files(config: EvalConfig) -> tuple[str, ...]:
-    """Return the files to evaluate: of a folder, its test file, or else its validation file."""
+    """Return the files to evaluate: for a folder, its test file or else its validation file."""
     from mlxtune.core.data.datafiles import held_out_file
 
     files = (Path(data).expanduser() for data in config.data)

@@ -1,54 +1,53 @@
 """The recipe of `mlxtune export`: an adapter in another tool's format, proved equal.
 
-What it needs is imported in the functions, as in train.py.
+Imports stand in the functions for the reason given in train.py.
 """
 
 from __future__ import annotations
 
 import shlex
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import ExportConfig
-from mlxtune.setup.proof import ExportResult, ask, say_result
+from mlxtune.setup.proof import (
+    ExportResult,
+    Source,
+    certify,
+    find_source,
+    load_base,
+    make_reference,
+    output_folder,
+    print_result,
+    start_console,
+)
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapters.formats.adapter import Adapter
     from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.setup.proof import Source
 
 
 def export(config: ExportConfig) -> ExportResult:
     """Write an adapter in a format, load it again, and compare it with what was trained.
 
-    Raises a child of MlxTuneError; nothing is left at the output then.
+    Raises a child of MlxTuneError; the output folder is then not written.
     """
-    from mlxtune.core.machine.output_folder import check_apart, new_folder
-    from mlxtune.core.runs.certificate import CERTIFICATE
-    from mlxtune.setup.proof import certify, find_source, reference_of, say_base
-
-    console = ask(config)
+    console = start_console(config)
     source = find_source(config)
-    say_base(source, console)
-    target = config.output_path
-    check_apart(target, [source.folder, source.weights, source.weights.parent])
-    with new_folder(target, marker=CERTIFICATE, overwrite=config.overwrite) as folder:
-        # First, as it fails at once where the format has no place for the adapter.
+    with output_folder(config, source, console) as folder:
+        # Written first: it fails at once if the format has no place for the adapter.
         _write(config, source, folder)
-        reference, dtype = reference_of(
-            config, source, lambda prompts: console.say("Prompts", prompts)
-        )
+        reference, dtype = make_reference(config, source, console)
         console.say("Proving", "loading what was written")
         load = partial(_load, config, source, folder)
         certificate = certify(config, config.format, folder, reference, dtype, load)
-    return ExportResult(target, certificate)
+    return ExportResult(config.output_path, certificate)
 
 
 def show(config: ExportConfig) -> None:
-    """Export, and print what the certificate says and how the result is used."""
-    from mlxtune.setup.proof import find_source
-
+    """Export, and print the certificate and how to use what was written."""
     result = export(config)
     base = shlex.quote(str(config.model_path or find_source(config).adapter.model))
     output = shlex.quote(str(result.output))
@@ -59,13 +58,13 @@ def show(config: ExportConfig) -> None:
         ],
         "gguf": [
             f"llama-cli -m BASE.gguf --lora {output}/adapter.gguf",
-            "or in Ollama's Modelfile, where BASE is the same model:",
+            "or in Ollama's Modelfile, with the same model as BASE:",
             "FROM BASE",
             f"ADAPTER {result.output.absolute()}/adapter.gguf",
         ],
         "flat": [],
     }
-    say_result(result, config, usage[config.format])
+    print_result(result, config, usage[config.format])
 
 
 def _write(config: ExportConfig, source: Source, folder: Path) -> None:
@@ -77,28 +76,26 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
     elif config.format == "peft":
         peft.write_peft(source.adapter, source.folder, folder)
     elif config.format == "flat":
-        said = {name: source.metadata.get(name) for name in ("epoch", "val_loss")}
-        flat.write_flat(source.adapter, folder, said)
+        metadata = {name: source.metadata.get(name) for name in ("epoch", "val_loss")}
+        flat.write_flat(source.adapter, folder, metadata)
     else:
         trust = config.trust_remote_code
-        how = source.quantization
-        base = open_base(source.folder, config.dtype, trust_remote_code=trust, **how)
-        of = (base.model_type, base.text_config, base.num_layers)
-        gguf.write_gguf(source.adapter, *of, folder)
+        base = open_base(
+            source.folder, config.dtype, trust_remote_code=trust, **source.quantization
+        )
+        shape = (base.model_type, base.text_config, base.num_layers)
+        gguf.write_gguf(source.adapter, *shape, folder)
 
 
 def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
-    """Return a fresh base model with the adapter that a folder holds, in any of the formats."""
-    import tempfile
-
+    """Return a fresh base model with the adapter of a folder, in any of the formats."""
     from mlxtune.backend.adapters.attach import load_adapted
     from mlxtune.backend.adapters.formats import mlx_lm, names
     from mlxtune.backend.adapters.formats.adapter import completed
-    from mlxtune.setup.proof import load_base_of
 
-    base = load_base_of(config, source)
+    base = load_base(config, source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
-        # mlx-lm's DoRA unpacks a base by MLX's functions, which know no nf4.
+        # mlx-lm's DoRA unpacks the base by MLX's functions, which do not support nf4.
         return load_adapted(base, str(folder)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)

@@ -1,6 +1,6 @@
 """The recipe of `mlxtune fuse`: a model folder with the adapter in its weights, proved equal.
 
-What it needs is imported in the functions, as in train.py.
+Imports stand in the functions for the reason given in train.py.
 """
 
 from __future__ import annotations
@@ -8,47 +8,46 @@ from __future__ import annotations
 from typing import Any
 
 from mlxtune.config import FuseConfig
-from mlxtune.setup.proof import ExportResult, ask, say_result
+from mlxtune.setup.proof import (
+    ExportResult,
+    certify,
+    find_source,
+    make_reference,
+    output_folder,
+    print_result,
+    start_console,
+)
 
 
 def fuse(config: FuseConfig) -> ExportResult:
     """Write a model folder with an adapter in its weights, and compare it with what was trained.
 
-    Raises a child of MlxTuneError; nothing is left at the output then.
+    Raises a child of MlxTuneError; the output folder is then not written.
     """
+    console = start_console(config)
+
     from mlxtune.backend.adapters import fuse as fusing
     from mlxtune.backend.model import memory
+    from mlxtune.backend.model.loading import load_base
     from mlxtune.backend.model.quantize import NF4
-    from mlxtune.core.machine.output_folder import check_apart, new_folder
-    from mlxtune.core.runs.certificate import CERTIFICATE
-    from mlxtune.setup.proof import certify, find_source, load_model, reference_of, say_base
 
-    console = ask(config)
     source = find_source(config)
-    say_base(source, console)
-    plain = config.dequantize
-    if source.quantization.get("quantize") == NF4 and not plain:
-        plain = True
-        console.say("", "mlx-lm knows no nf4: the weights written are plain, as by --dequantize")
-    target, trust = config.output_path, config.trust_remote_code
-    check_apart(target, [source.folder, source.weights, source.weights.parent])
-    with new_folder(target, marker=CERTIFICATE, overwrite=config.overwrite) as folder:
-        how: dict[str, Any] = {
-            "dequantize": plain,
+    trust = config.trust_remote_code
+    with output_folder(config, source, console) as folder:
+        dequantize = config.dequantize
+        if source.quantization.get("quantize") == NF4 and not dequantize:
+            dequantize = True
+            console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
+        options: dict[str, Any] = {
+            "dequantize": dequantize,
             "trust_remote_code": trust,
             "quantization": source.quantization,
         }
-        model, model_config = fusing.fused_model(source.folder, source.adapter, **how)
+        model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
         exact = not fusing.is_quantized(model, source.adapter)
         stored = fusing.stored_dtype(model)
-        reference, dtype = reference_of(
-            config,
-            source,
-            lambda prompts: console.say("Prompts", prompts),
-            stored,
-            everywhere=plain,
-        )
-        console.say("Writing", str(target))
+        reference, dtype = make_reference(config, source, console, stored, everywhere=dequantize)
+        console.say("Writing", str(config.output_path))
         fusing.write_model(model, model_config, source.folder, folder)
         del model
         memory.release()
@@ -59,14 +58,14 @@ def fuse(config: FuseConfig) -> ExportResult:
             folder,
             reference,
             dtype,
-            lambda: load_model(config, folder).model,
-            weights=fusing.check_fused(source.folder, folder, source.adapter, **how),
+            lambda: load_base(folder, config.dtype, trust_remote_code=trust).model,
+            weights=fusing.check_fused(source.folder, folder, source.adapter, **options),
             exact=exact,
         )
-    return ExportResult(target, certificate)
+    return ExportResult(config.output_path, certificate)
 
 
 def show(config: FuseConfig) -> None:
-    """Fuse, and print what the certificate says."""
+    """Fuse, and print the certificate."""
     result = fuse(config)
-    say_result(result, config, [f"mlx_lm.generate --model {result.output} --prompt 'Hello'"])
+    print_result(result, config, [f"mlx_lm.generate --model {result.output} --prompt 'Hello'"])

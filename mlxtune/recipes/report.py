@@ -1,18 +1,17 @@
-"""The recipe of `mlxtune report`: what a run's folder says, as a page, as lines, as JSON.
+"""The recipe of `mlxtune report`: a run's folder as a page, as lines, as JSON.
 
-What it needs is imported in the functions, as in train.py.
+Imports stand in the functions for the reason given in train.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.errors import ConfigError, printable
+from mlxtune.errors import ConfigError
+from mlxtune.terminal.output import can_print, print_json, print_line
 
 if TYPE_CHECKING:
     from mlxtune.core.runs.run import Run
@@ -22,53 +21,50 @@ COMPARISON = "comparison.html"
 
 
 def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary]:
-    """Return runs in few numbers, in the order given; with `html`, write the page of them there.
+    """Return summaries of runs, in the order given; with `html`, also write their page there.
 
-    Each is named by its folder, that of its adapter, or its adapter.
+    Each run is named by its folder, its adapter, or the adapter's folder.
 
-    Raises OutputError where there is no run, or the page cannot be written.
+    Raises OutputError if there is no such run, or the page cannot be written.
     """
     from mlxtune.core.runs.summary import summarize
 
-    found = read_runs(runs)
+    found = _read_runs(runs)
     if html is not None:
         _write(found, _path(html))
     return [summarize(run) for run in found]
 
 
 def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
-    """Write the page of runs and print what it says in short, or print JSON.
+    """Write the page of runs and print a summary of it, or print JSON.
 
-    Without `html`, that of one run is written into its folder, that of several here. With
-    `as_json`, one is only written where `html` says so. Raises as `report` does.
+    Without `html`, the page of one run goes into its folder, that of several into this one; but
+    with `as_json` none is written. Raises as `report` does.
     """
+    from mlxtune.core.training.run_folder import REPORT
+
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])
-    found = read_runs(runs)
-    target = None
+    found = _read_runs(runs)
+    target = found[0].folder / REPORT if len(found) == 1 else Path(COMPARISON)
     if html is not None:
         target = _path(html)
-        _write(found, target)
-    elif not as_json:
-        target = _default_target(found)
+    if html is not None or not as_json:
         _write(found, target)
     if as_json:
-        json.dump(as_dict(found), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(_as_dict(found))
         return
-    for line in _lines(found):
-        print(_fit(line))
-    print(_fit(f"page: {target}"))
+    for line in (*_lines(found), f"page: {target}"):
+        _print(line)
 
 
-def read_runs(runs: Sequence[str | Path]) -> list[Run]:
-    """Return the runs that are named. Raises OutputError where one is none."""
+def _read_runs(runs: Sequence[str | Path]) -> list[Run]:
     from mlxtune.core.runs.run import read_run, run_folder_at
 
     return [read_run(run_folder_at(_path(run))) for run in runs]
 
 
-def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
+def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
     """Return runs as docs/report.md describes them."""
     from mlxtune.core.runs.summary import (
         differing_options,
@@ -118,30 +114,19 @@ def _lines(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _fit(line: str) -> str:
-    from mlxtune.core.reports.visible import escape_unencodable
-
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    plain = line
+def _print(line: str) -> None:
     for fancy, simple in (("−", "-"), ("’", "'"), ("–", "-"), ("✓ ", ""), ("✕ ", "")):
-        if escape_unencodable(fancy, encoding) != fancy:
-            plain = plain.replace(fancy, simple)
-    return escape_unencodable(printable(plain), encoding)
+        if not can_print(fancy):
+            line = line.replace(fancy, simple)
+    print_line(line)
 
 
 def _path(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111
 
 
-def _default_target(runs: Sequence[Run]) -> Path:
-    """Return where a page goes that nobody named."""
-    from mlxtune.core.training.run_folder import REPORT
-
-    return runs[0].folder / REPORT if len(runs) == 1 else Path(COMPARISON)
-
-
 def _write(runs: Sequence[Run], target: Path) -> None:
-    """Write the page; it replaces none but one of its own kind, least of all an adapter."""
+    """Write the page; it replaces no file but an earlier page, least of all an adapter."""
     from mlxtune.core.machine.files import make_folder, write_file
     from mlxtune.core.reports.run_page import PAGE, render_runs
     from mlxtune.setup.dataset import check_outputs

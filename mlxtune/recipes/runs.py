@@ -1,11 +1,10 @@
 """The recipe of `mlxtune runs`: the runs under a folder, with their results.
 
-What it needs is imported in the functions, as in train.py.
+Imports stand in the functions for the reason given in train.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -13,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxtune.errors import OutputError, printable
+from mlxtune.errors import OutputError
+from mlxtune.terminal.output import can_print, print_json, print_line
 
 if TYPE_CHECKING:
     from mlxtune.core.runs.run_list import ListedRun, Search
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
-    """Return the runs below folders, by default below this one, in few numbers.
+    """Return summaries of the runs below folders, by default below this one.
 
-    `sort` is one of when, name, val, train, speed and steps. Raises OutputError where a folder is
+    `sort` is one of when, name, val, train, speed and steps. Raises OutputError if a folder is
     missing.
     """
     from mlxtune.core.runs.run_list import Search, in_order
@@ -39,19 +39,18 @@ def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
     search = Search()
     found = in_order(_find(folders, search), sort)
     for folder in search.cut_short:
-        message = f"{folder}: too many files to look through all: name the folder of your runs"
-        print(printable(f"warning: {message}"), file=sys.stderr)
+        message = f"{folder}: too many files to search: name the folder of your runs"
+        print_line(f"warning: {message}", stderr=True)
     if as_json:
-        json.dump([each.as_dict() for each in found], sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json([each.as_dict() for each in found])
         return
     if not found:
         where = ", ".join(folders) or "this folder"
-        print(printable(f"no run below {where}: mlxtune train makes one"), file=sys.stderr)
+        print_line(f"no run below {where}: start one with mlxtune train", stderr=True)
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in table_lines(found, width, unicode=_is_unicode()):
-        print(_fit(line))
+    for line in table_lines(found, width, unicode=can_print("▁█→…")):
+        print_line(line)
 
 
 def _find(folders: Sequence[str | Path], search: Search) -> list[ListedRun]:
@@ -66,16 +65,3 @@ def _find(folders: Sequence[str | Path], search: Search) -> list[ListedRun]:
         for run in search.runs(folder):
             found.setdefault(run.resolve(), ListedRun.of(read_run(run)))
     return list(found.values())
-
-
-def _is_unicode() -> bool:
-    from mlxtune.core.reports.visible import escape_unencodable
-
-    signs = "▁█→…"
-    return escape_unencodable(signs, sys.stdout.encoding or "ascii") == signs
-
-
-def _fit(line: str) -> str:
-    from mlxtune.core.reports.visible import escape_unencodable
-
-    return escape_unencodable(line, sys.stdout.encoding or "ascii")

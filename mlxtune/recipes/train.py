@@ -11,13 +11,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import RunParts, TrainConfig, user_cache
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
 from mlxtune.setup.judge import judge
 from mlxtune.setup.memory import choose_plan, first_steps, keep_speed_of, work_of
-from mlxtune.setup.model import build_pipeline, open_model, read_weights, say_other_base
+from mlxtune.setup.model import build_pipeline, open_model, read_weights, warn_of_other_base
 from mlxtune.setup.preflight import check_paths, lock_folder, reserve_memory
 from mlxtune.setup.resuming import check_resumed
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
@@ -104,14 +104,16 @@ def train(
                 if not run.checkpoint_path.is_dir():
                     lock_folder(run, resume, held)
                 ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
-                made = (setup.base, setup.pipeline, setup.plan, trainer, dataset)
-                about = about_run(parts, *made, resumed=resume is not None)
-                result = trainer.train({LEDGER: ledgers}, beside={ABOUT: about}, resume=resume)
+                result = trainer.train(
+                    {LEDGER: ledgers},
+                    beside={ABOUT: setup.about(parts, trainer, resume)},
+                    resume=resume,
+                )
         peak_gb = memory.peak_gb()
         if result is not None:
             finish(parts, setup, trainer, result, console)
             peak_gb, rows = memory.peak_gb(), trainer.val_rows
-            # The written adapter is judged on a model loaded anew: only one is ever in memory.
+            # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
             evaluation = conclude(parts, folder, rows, dataset.paths_of(rows), console)
@@ -136,6 +138,13 @@ class Setup:
     pipeline: InstructPipeline
     planned: MemoryPlan
     plan: MemoryPlan
+
+    def about(
+        self, parts: RunParts, trainer: InstructTrainer, resume: ResumePoint | None
+    ) -> dict[str, Any]:
+        """Return what the run records about itself."""
+        made = (self.base, self.pipeline, self.plan, trainer, self.dataset)
+        return about_run(parts, *made, resumed=resume is not None)
 
 
 def prepare(
@@ -162,7 +171,8 @@ def prepare(
     # Then the memory: a run that does not fit ends before its weights are read.
     base = open_model(step, folder, console)
     if lora.init_adapter is not None and resume is None:
-        say_other_base(lora.init_adapter, base, console, trust_remote_code=step.trust_remote_code)
+        trust = step.trust_remote_code
+        warn_of_other_base(lora.init_adapter, base, console, trust_remote_code=trust)
     work = work_of(lora, first_steps(parts.training, dataset), dataset)
     planned = choose_plan(step, lora, base, work)
     if held is not None:

@@ -1,6 +1,6 @@
 """One process of a benchmark: takes the steps of one side, and writes what it measures.
 
-    python -m mlxtune.bench_worker job.json
+    python -m mlxtune.setup.bench_worker job.json
 
 Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
 """
@@ -30,7 +30,7 @@ OURS = "mlxtune"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to do. `options` are those of a TrainConfig, `started` a time.time()."""
+    """The work of a process: `options` of a TrainConfig, and when it was started (time.time())."""
 
     side: str
     folder: str
@@ -41,7 +41,7 @@ class Job:
 
 
 class OurSide:
-    """What `train` does, through its own recipe."""
+    """The steps of `train`, set up as its recipe does."""
 
     loss_function = "own"
 
@@ -57,7 +57,7 @@ class OurSide:
         read_weights(self._base, self._console)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Build the pipeline as `train` does."""
+        """Build the pipeline and load the adapter that both sides start from."""
         from mlxtune.setup.memory import choose_plan, work_of
         from mlxtune.setup.model import build_pipeline
 
@@ -83,7 +83,7 @@ class OurSide:
         return run, run - sum(tokens for tokens, _ in self._stretches(examples))
 
     def _stretches(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
-        """Return the real tokens of what a step runs, each with those of its prefix."""
+        """Return the real tokens of each stretch that a step runs, and those of its prefix."""
         batches = self._pipeline.micro_batches(examples)
         return [stretch for _, batch in batches for stretch in batch.stretches]
 
@@ -95,7 +95,7 @@ class OurSide:
         for examples in steps:
             products = step_products(
                 self._pipeline.model,
-                StepTokens(self._stretches(examples), supervised_tokens(examples)),
+                StepTokens(self._stretches(examples), _supervised_tokens(examples)),
                 vocab_size=self._base.vocab_size,
                 hidden_size=self._base.hidden_size,
             )
@@ -104,41 +104,41 @@ class OurSide:
 
 def measure(job: Job) -> Iterator[dict[str, Any]]:
     """Do a job; yield each step, then the run, as the fields of TimedStep and Run."""
-    import mlxtune.backend  # noqa: F401  loads a fast BLAS, before a peer loads mlx
+    import mlxtune.backend  # noqa: F401  loads a fast BLAS before a peer loads mlx
     from mlxtune.backend.step import measure, peers
     from mlxtune.core.runs.benchmark import read_steps
 
     steps = read_steps(Path(job.steps))
     kinds = {OURS: OurSide, **peers.PEERS}
-    began = time.perf_counter()
+    started = time.perf_counter()
     side: Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options).split())
     measure.finish()
     loaded = time.perf_counter()
     side.start(Path(job.adapter), steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
-    beyond = side.warm_up(steps[0])
+    with_pads = side.warm_up(steps[0])
     measure.finish()
     warm = time.perf_counter()
     for number, examples in enumerate(steps, 1):
-        yield {"step": asdict(time_step(side, number, examples))}
+        yield {"step": asdict(_time_step(side, number, examples))}
     peak_rss = measure.peak_rss()
     products = list(side.products(steps)) if isinstance(side, OurSide) else []
     yield {
         "run": {
             "process_s": process_s,
-            "weights_s": loaded - began,
+            "weights_s": loaded - started,
             "startup_s": ready - loaded,
             "warm_up_s": warm - ready,
             "peak_rss": peak_rss,
             "loss_function": side.loss_function,
-            "loss_with_pad_targets": beyond,
+            "loss_with_pad_targets": with_pads,
             "products": products,
         }
     }
 
 
-def time_step(side: Side, number: int, examples: Sequence[Example]) -> TimedStep:
-    """Take a step; what it took is counted until the device has ended it."""
+def _time_step(side: Side, number: int, examples: Sequence[Example]) -> TimedStep:
+    """Take a step and time it until the device has finished."""
     from mlxtune.backend.step import measure
     from mlxtune.core.runs.benchmark import TimedStep
 
@@ -152,7 +152,7 @@ def time_step(side: Side, number: int, examples: Sequence[Example]) -> TimedStep
     return TimedStep(
         seconds=seconds,
         tokens=sum(map(len, examples)),
-        supervised_tokens=supervised_tokens(examples),
+        supervised_tokens=_supervised_tokens(examples),
         tokens_run=run,
         padding=padding,
         loss=loss,
@@ -160,8 +160,8 @@ def time_step(side: Side, number: int, examples: Sequence[Example]) -> TimedStep
     )
 
 
-def supervised_tokens(examples: Sequence[Example]) -> int:
-    """Return how many tokens carry loss; the first of an example is never predicted."""
+def _supervised_tokens(examples: Sequence[Example]) -> int:
+    # The first token of an example is never predicted.
     return sum(int(example.assistant_mask[1:].sum()) for example in examples)
 
 
@@ -179,14 +179,14 @@ def main() -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Return stdout for records alone; what a library prints goes to stderr."""
+    """Return stdout for records alone; what libraries print goes to stderr."""
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return records
 
 
 def _end_with_parent() -> None:
-    # Its end of the pipe closes however it ends, killed or not.
+    # The pipe closes when the parent ends, even if it is killed.
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and its like during training: the first asks the run to stop after its step."""
+"""Ctrl-C and other signals during training: the first one stops the run after its step."""
 
 from __future__ import annotations
 
@@ -11,55 +11,51 @@ from types import FrameType
 
 from mlxtune.errors import TrainingInterrupted
 
-# What ends a process: Ctrl-C, `kill` or a shutdown, a terminal that is closed.
+# Ctrl-C; `kill` or a shutdown; a closed terminal.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class Stop:
-    """Whether a run was asked to stop, and by which signal."""
+    """The signal that asked the run to stop, if any; called, it returns whether one did."""
 
     signal: int | None = None
 
     def __call__(self) -> bool:
-        """Tell whether it was."""
         return self.signal is not None
 
 
 @contextmanager
-def stop_on_interrupt(tell: Callable[[], None]) -> Iterator[Stop]:
-    """Within it, a first signal calls `tell` and makes the yielded function return True.
+def stop_on_interrupt(notify: Callable[[], None]) -> Iterator[Stop]:
+    """Yield a function that returns True after a first signal, which also calls `notify`.
 
-    A second one ends the process as usual, SIGINT with KeyboardInterrupt. Outside the main thread,
-    where Python cannot handle signals, nothing is changed.
+    A second signal ends the process as usual, SIGINT with KeyboardInterrupt. Outside the main
+    thread, where Python cannot handle signals, nothing changes.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    # None is what Python says of a handler that is not its own.
+    # getsignal returns None for a handler that Python did not install.
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
-    # In a thread: the handler may interrupt a line that is being printed, and whoever prints lines
-    # is safe between threads but not within one.
-    teller = threading.Thread(target=tell, daemon=True)
+    # In a thread: the handler may interrupt the printing of a line, and consoles are safe to call
+    # from another thread but not from within themselves.
+    notifier = threading.Thread(target=notify, daemon=True)
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         stop.signal = number
-        # A process started in the background ignores SIGINT; the second is meant all the same.
-        interrupt = before[signal.SIGINT]
-        signal.signal(
-            signal.SIGINT, interrupt if callable(interrupt) else signal.default_int_handler
-        )
-        for other in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(other, before[other] if callable(before[other]) else signal.SIG_DFL)
+        for other in _SIGNALS:
+            # A process started in the background ignores SIGINT, but a second one is meant.
+            default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
+            signal.signal(other, before[other] if callable(before[other]) else default)
         if number == signal.SIGHUP:
-            # Nobody is there to be told, and none to hang up again.
+            # The terminal is gone: nobody reads the notice, and none can hang up again.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         else:
-            teller.start()
+            notifier.start()
 
     for number in _SIGNALS:
-        # What was started with nohup is meant to live on.
+        # A process started with nohup outlives its terminal.
         if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
             signal.signal(number, handle)
     try:
@@ -70,5 +66,5 @@ def stop_on_interrupt(tell: Callable[[], None]) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if stop() and teller.ident is not None:
-            teller.join()
+        if stop() and notifier.ident is not None:
+            notifier.join()

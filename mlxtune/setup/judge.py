@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mlxtune.config import RunParts, UseConfig
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.dataset import Reader
-from mlxtune.setup.model import LoadedModel, load_adapted_model
+from mlxtune.setup.model import LoadedModel, load_model
 
 if TYPE_CHECKING:
     from mlxtune.backend.text.tokenizer import ModelTokenizer
@@ -112,7 +112,7 @@ def judge(
     )
     target = parts.run.checkpoint_path / EVALUATION
     try:
-        loaded = load_adapted_model(use, folder)
+        loaded = load_model(use, folder)
         evaluation = compare_losses(loaded, rows, paths, parts.data.seed, console)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:

@@ -1,38 +1,33 @@
-"""A model opened, loaded and given LoRA to train, or loaded with its adapter to run."""
+"""The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
-from mlxtune.errors import DataError, ModelError
+from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Reader
+from mlxtune.setup.memory import confirm, execution
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapters.attach import Adapted
     from mlxtune.backend.model.loading import BaseModel
+    from mlxtune.backend.step.pipeline import InstructPipeline
     from mlxtune.backend.text.generate import Generator, Sampling
     from mlxtune.core.data.prompt import Prompt
+    from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+    from mlxtune.core.training.run_folder import ResumePoint
     from mlxtune.terminal.console import RunConsole
 
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
-
-from mlxtune.setup.memory import confirm, execution
-
-if TYPE_CHECKING:
-    from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.core.steps.memory_plan import MemoryPlan, Work
-    from mlxtune.core.training.run_folder import ResumePoint
+# Training
 
 
 def open_model(step: StepConfig, folder: Path, console: RunConsole) -> BaseModel:
-    """Set the memory limits, then open the model, whose weights are not read yet."""
+    """Set the memory limits and open the model to train; its weights are not read yet."""
     from mlxtune.backend.model import loading, memory
 
     console.say("Memory", memory.set_limits(step.memory_limit).describe())
@@ -42,10 +37,10 @@ def open_model(step: StepConfig, folder: Path, console: RunConsole) -> BaseModel
     return base
 
 
-def say_other_base(
+def warn_of_other_base(
     adapter: str, base: BaseModel, console: RunConsole, *, trust_remote_code: bool
 ) -> None:
-    """Warn where the adapter to go on from was trained on another base. Raises ModelError."""
+    """Warn if the adapter of --init-adapter was trained on another base. Raises ModelError."""
     from mlxtune.backend.adapters.attach import base_mismatch
     from mlxtune.backend.adapters.files import find_adapter
 
@@ -55,7 +50,7 @@ def say_other_base(
 
 
 def read_weights(base: BaseModel, console: RunConsole) -> None:
-    """Read the weights."""
+    """Read the weights of an open model and report what was loaded."""
     from mlxtune.backend.model import loading
 
     loading.read_weights(base)
@@ -74,8 +69,8 @@ def build_pipeline(
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
-    `provenance` is asked for what checkpoints are to say of the model. Returns the plan too, made
-    again if the model is run otherwise than its shapes say.
+    `provenance` returns what checkpoints record about the model. The plan is returned too, as
+    loading the weights may have changed it.
     """
     from mlxtune.backend.model import loading
     from mlxtune.backend.step.pipeline import InstructPipeline
@@ -99,26 +94,29 @@ def build_pipeline(
     return pipeline, confirmed
 
 
+# Running a model with its adapter
+
+
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and the adapter on it, if there is one, which can be taken off and put back."""
+    """A base model and, if there is one, the adapter on it, which can be switched off and on."""
 
     base: BaseModel
     adapted: Adapted | None
 
     @property
     def model(self) -> Any:
-        """The model as it stands."""
+        """The model as it stands, with or without the adapter."""
         return self.base.model
 
     def use_adapter(self, on: bool) -> None:
-        """Have the model run with its adapter, or as the base model."""
+        """Run the model with its adapter or as the base model."""
         if self.adapted is not None:
             self.adapted.use_adapter(on)
 
 
 def find_model(config: UseConfig) -> Path:
-    """Return the model's folder; what is missing of it or the adapter is known before any work.
+    """Return the model's folder, having checked model and adapter as far as needs no weights.
 
     Raises ModelError.
     """
@@ -129,103 +127,88 @@ def find_model(config: UseConfig) -> Path:
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     if config.adapter is not None:
         files.read_adapter_config(files.find_adapter(config.adapter))
-    how_to_load(config, folder)
+    _base_options(config, folder)
     return folder
 
 
-def how_to_load(config: UseConfig, folder: Path) -> dict[str, Any]:
-    """Return the keywords of `load_base` that say how the base is quantised while loading.
+def load_model(config: UseConfig, folder: Path, console: RunConsole | None = None) -> LoadedModel:
+    """Load the model and put its adapter on it, within the limits of the options.
 
-    It is as the options say, or else as the adapter was trained. Raises ModelError.
+    Each stage is reported on the console. Without one, as at the end of a run, the memory limits
+    stay as they are. Raises ModelError.
     """
-    if config.quantize == "none":
-        return {}
-    if config.quantize is not None:
-        return {"quantize": config.quantize, "double_quant": config.double_quant}
-    return _trained_on(config, folder)
+    from mlxtune.backend.adapters.attach import load_adapted
+    from mlxtune.backend.model import loading, memory
+
+    if console is not None:
+        console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    base = loading.load_base(folder, config.dtype, **_base_options(config, folder))
+    adapter = None if config.adapter is None else load_adapted(base, config.adapter)
+    if console is not None:
+        console.say("Model", base.describe())
+        if adapter is not None:
+            console.say("Adapter", f"{adapter.weights}: {adapter.lora.describe()}")
+            _report_base(config, adapter.weights, base, console)
+    return LoadedModel(base, adapter)
 
 
-def _trained_on(config: UseConfig, folder: Path) -> dict[str, Any]:
+def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
+    """Return the keywords of `load_base`: quantised as the options say, or as in training."""
     from mlxtune.backend.adapters.attach import base_options
     from mlxtune.backend.adapters.files import find_adapter
 
-    if config.adapter is None:
-        return {}
-    trust = config.trust_remote_code
-    return base_options(find_adapter(config.adapter), folder, trust_remote_code=trust)
+    trust = {"trust_remote_code": config.trust_remote_code}
+    if config.quantize is None and config.adapter is not None:
+        return trust | base_options(find_adapter(config.adapter), folder, **trust)
+    if config.quantize in (None, "none"):
+        return trust
+    return trust | {"quantize": config.quantize, "double_quant": config.double_quant}
 
 
-def load_model(config: UseConfig, folder: Path, console: RunConsole) -> LoadedModel:
-    """Set the memory limits, load the model and report each stage. Raises ModelError."""
-    from mlxtune.backend.model import memory
-
-    console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    used = load_adapted_model(config, folder)
-    console.say("Model", used.base.describe())
-    if used.adapted is not None:
-        console.say("Adapter", f"{used.adapted.weights}: {used.adapted.lora.describe()}")
-        _say_base(config, folder, console)
-    return used
-
-
-def _say_base(config: UseConfig, folder: Path, console: RunConsole) -> None:
-    """Say on what the adapter is put, where that is not the folder as it is."""
+def _report_base(config: UseConfig, weights: Path, base: BaseModel, console: RunConsole) -> None:
+    """Report the base that the adapter is on, if it is not the folder as it is."""
+    from mlxtune.backend.adapters.attach import base_mismatch
     from mlxtune.backend.model.quantize import format_name
 
-    how = how_to_load(config, folder)
     if config.quantize is None:
-        if how:
-            console.say("Base", f"quantised to {format_name(**how)}, as the adapter was trained on")
-        return
-    try:
-        trained = _trained_on(config, folder)
-    except ModelError:  # an option was given that does without what the adapter says
-        trained = None
-    if trained != how:
+        if base.quantize is not None:
+            name = format_name(base.quantize, base.double_quant)
+            console.say("Base", f"quantised to {name}, as in training")
+    elif base_mismatch(weights, base, trust_remote_code=config.trust_remote_code):
         console.warn(
-            "the adapter is on another base than it was trained on: --quantize says otherwise than "
-            "its adapter_config.json"
+            "the adapter was trained on another base: --quantize disagrees with its "
+            "adapter_config.json"
         )
 
 
-def load_adapted_model(config: UseConfig, folder: Path) -> LoadedModel:
-    """Load the model, and put the adapter on it. Raises ModelError."""
-    from mlxtune.backend.adapters import attach
-    from mlxtune.backend.model import loading
-
-    trust = config.trust_remote_code
-    how = how_to_load(config, folder)
-    base = loading.load_base(folder, config.dtype, trust_remote_code=trust, **how)
-    if config.adapter is None:
-        return LoadedModel(base, None)
-    return LoadedModel(base, attach.load_adapted(base, config.adapter))
+# Answering prompts
 
 
-def asking_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:
-    """Return what writes prompts as training has them. Raises ModelError."""
+def prompt_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:
+    """Return a reader that encodes prompts as training does. Raises ModelError."""
     reader = Reader(config.reading(turns="last"), folder)
-    # What is wrong with tokenizer or template is known before minutes of loading.
+    # Problems with the tokenizer or template show here, before minutes of loading.
     _ = reader.encoder
     return reader
 
 
-def check_fits(prompt: Prompt, used: LoadedModel, where: str) -> None:
-    """Raise DataError for a prompt that is longer than what the model reads.
+def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
+    """Raise DataError for a prompt that is longer than the model reads.
 
-    Its answer would be none, and take hours of a prompt of a few hundred thousand tokens.
+    Its answer would be empty, after hours for a prompt of a few hundred thousand tokens.
     """
-    longest = used.base.text_config.get("max_position_embeddings")
+    longest = base.text_config.get("max_position_embeddings")
     if isinstance(longest, int) and 0 < longest < len(prompt.ids):
         raise DataError(
-            f"{where}: has {len(prompt.ids):,} tokens, of which the model reads {longest:,} at "
-            "most: shorten it"
+            f"{where}: has {len(prompt.ids):,} tokens, but the model reads at most {longest:,}: "
+            "shorten it"
         )
 
 
 def start_generator(
-    config: GenerateConfig | ChatConfig, used: LoadedModel, reader: Reader
+    config: GenerateConfig | ChatConfig, loaded: LoadedModel, reader: Reader
 ) -> tuple[Generator, Sampling]:
-    """Return what answers, seeded, and how."""
+    """Return a generator, seeded, and how it samples."""
     from mlxtune.backend.text.generate import Generator, Sampling, seed
 
     if config.seed is not None:
@@ -237,13 +220,4 @@ def start_generator(
         top_p=config.top_p,
         stop=config.stop,
     )
-    return Generator(used.model, reader.tokenizer, used.base.vocab_size), sampling
-
-
-def print_text(text: str) -> None:
-    """Print what a model says, as it comes: nothing in it reaches a terminal that acts on it."""
-    from mlxtune.core.reports.visible import escape_unencodable, unharmful
-
-    shown = escape_unencodable(unharmful(text), sys.stdout.encoding or "utf-8")
-    sys.stdout.write(shown)
-    sys.stdout.flush()
+    return Generator(loaded.model, reader.tokenizer, loaded.base.vocab_size), sampling

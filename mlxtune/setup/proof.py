@@ -1,14 +1,14 @@
-"""The half of `fuse` and `export` that they share: base and adapter found, prompts, the proof.
+"""What `fuse` and `export` share: finding adapter and base, prompts, the proof and its report.
 
-What it needs is imported in the functions, as in train.py.
+Imports stand in the functions for the reason given in train.py.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.export import ImportConfig, OutgoingConfig
 from mlxtune.config.options import OPTIONS
-from mlxtune.errors import ConfigError, MlxTuneError, ModelError, printable
+from mlxtune.errors import ConfigError, MlxTuneError, ModelError
 from mlxtune.setup.dataset import Reader, data_files
 from mlxtune.setup.run_metadata import versions
+from mlxtune.terminal.output import print_json, print_line
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapters.formats.adapter import Adapter
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mlxtune.terminal.console import RunConsole
 
 _PROMPTS = 4
-# Of the data, how many rows the prompts are taken from, and the longest prompt in tokens.
+# How many rows of the data prompts are taken from, and the longest prompt in tokens.
 _ROWS, _LONGEST = 64, 256
 _BUILT_IN = (
     "Tell me a short story about a fox and a river.",
@@ -42,10 +43,10 @@ _BUILT_IN = (
 
 @dataclass(frozen=True)
 class Source:
-    """A trained adapter and its base model, as they lie on disk.
+    """A trained adapter and its base model on disk.
 
-    `metadata` is what the checkpoint says that the adapter is of; empty where there is none.
-    `quantization` has the keywords of `load_base` that make of the folder what was trained on.
+    `metadata` is the checkpoint's that holds the same adapter, or empty. `quantization` has the
+    keywords with which `load_base` makes the base that the adapter was trained on.
     """
 
     folder: Path
@@ -55,35 +56,51 @@ class Source:
     quantization: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ExportResult:
+    """The file or folder that was written, and how it compares with what was trained."""
+
+    output: Path
+    certificate: Certificate
+
+
+def start_console(config: OutgoingConfig) -> RunConsole:
+    """Return the console that reports the stages."""
+    import mlxtune.backend  # noqa: F401  loads a fast BLAS before anything imports mlx
+    from mlxtune.terminal.console import RunConsole
+
+    return RunConsole(quiet=config.quiet)
+
+
 def find_source(config: OutgoingConfig) -> Source:
-    """Return the adapter and the base model that the options mean. Raises ModelError."""
+    """Return the adapter and base model that the options name. Raises ModelError."""
     from mlxtune.backend.adapters.attach import base_options
     from mlxtune.backend.adapters.files import find_adapter
     from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 
     weights = find_adapter(config.adapter)
     adapter, metadata = read_mlx_lm(weights), _metadata_of(weights)
-    there = str(metadata.get("working_directory") or "")
-    folder = find_base(config, adapter.model, there, str(weights))
-    how = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
-    return Source(folder, weights, adapter, metadata, how)
+    relative_to = str(metadata.get("working_directory") or "")
+    folder = find_base(config, adapter.model, relative_to, str(weights))
+    quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
+    return Source(folder, weights, adapter, metadata, quantization)
 
 
-def find_base(config: OutgoingConfig | ImportConfig, named: str, there: str, adapter: str) -> Path:
-    """Return the base model's folder: the one given, or the one that an adapter names.
+def find_base(
+    config: OutgoingConfig | ImportConfig, named: str, relative_to: str, adapter: str
+) -> Path:
+    """Return the base model's folder: that of --model-path, or the one that the adapter names.
 
-    `there` is the folder that the name may be relative to. Raises ModelError.
+    The adapter's name for it may be relative to the folder `relative_to`. Raises ModelError.
     """
     from mlxtune.backend.model.model_folder import find_folder, read_config
 
     path = config.model_path or named
     if not path:
         raise ModelError(f"{adapter}: names no base model: give --model-path")
-    try:
-        if not config.model_path and there and (Path(there) / path).is_dir():
-            path = str(Path(there) / path)
-    except (OSError, ValueError):  # no name of a folder, or one that is not ours to look into
-        pass
+    with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
+        if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
+            path = str(Path(relative_to) / path)
     try:
         folder = find_folder(path)
     except ModelError as error:
@@ -95,15 +112,14 @@ def find_base(config: OutgoingConfig | ImportConfig, named: str, there: str, ada
 
 
 def _metadata_of(weights: Path) -> Mapping[str, Any]:
-    """Return what the checkpoint says that has the same adapter: beside it, or of its run."""
+    """Return the metadata of the checkpoint with the same adapter: beside it, or of its run."""
     from mlxtune.core.machine.files import file_hash, read_json
     from mlxtune.core.training.checkpoint import ADAPTER, METADATA
 
-    folders = [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]
-    for folder in folders:
+    for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
         try:
             same = folder / ADAPTER == weights or (
-                # Neither a pipe nor a device, which would be read for ever.
+                # A pipe or device could be read forever.
                 (folder / ADAPTER).is_file()
                 and (folder / ADAPTER).stat().st_size == weights.stat().st_size
                 and file_hash(folder / ADAPTER) == file_hash(weights)
@@ -115,25 +131,45 @@ def _metadata_of(weights: Path) -> Mapping[str, Any]:
     return {}
 
 
-def reference_of(
+@contextmanager
+def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -> Iterator[Path]:
+    """Yield a folder to fill, put in place at --output when all went well.
+
+    Reports the base first, if it was quantised while loading. Raises OutputError.
+    """
+    from mlxtune.backend.model.quantize import format_name
+    from mlxtune.core.machine.output_folder import new_folder
+    from mlxtune.core.runs.certificate import CERTIFICATE
+
+    if source.quantization:
+        name = format_name(**source.quantization)
+        console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
+    sources = [source.folder, source.weights, source.weights.parent]
+    with new_folder(
+        config.output_path, sources, marker=CERTIFICATE, overwrite=config.overwrite
+    ) as folder:
+        yield folder
+
+
+def make_reference(
     config: OutgoingConfig,
     source: Source,
-    say: Callable[[str], None],
+    console: RunConsole,
     rounding: str = "float32",
     *,
     everywhere: bool = False,
 ) -> tuple[Reference, str]:
-    """Run the trained model on prompts; return what it gives, and the dtype that rounds most.
+    """Run the trained model on prompts; return its logits, and the coarsest dtype involved.
 
-    `rounding` is a dtype that what is written is rounded to, and `everywhere` whether all weights
-    are. The model is let go before this returns. Raises a child of MlxTuneError.
+    `rounding` is the dtype of what is written; with `everywhere`, all weights are rounded to it.
+    The model is released before this returns. Raises a child of MlxTuneError.
     """
     from mlxtune.backend.adapters import proof
     from mlxtune.backend.adapters.attach import load_adapted
     from mlxtune.backend.model import memory
 
-    prompts = list(prompts_of(config, source, say))
-    adapted = load_adapted(load_base_of(config, source), str(source.weights))
+    prompts = choose_prompts(config, source, console)
+    adapted = load_adapted(load_base(config, source), str(source.weights))
     dtype = proof.coarsest(rounding, adapted.base.dtype)
     reference = proof.reference_of(adapted, prompts, dtype, everywhere=everywhere)
     del adapted
@@ -141,26 +177,13 @@ def reference_of(
     return reference, dtype
 
 
-def load_base_of(config: OutgoingConfig, source: Source) -> BaseModel:
+def load_base(config: OutgoingConfig, source: Source) -> BaseModel:
     """Load the base that an adapter was trained on, as the proof runs it. Raises ModelError."""
-    return load_model(config, source.folder, **source.quantization)
-
-
-def load_model(config: OutgoingConfig, folder: Path, **quantization: Any) -> BaseModel:
-    """Load a model as the proof runs it. Raises ModelError."""
-    from mlxtune.backend.model.loading import load_base
+    from mlxtune.backend.model import loading
 
     trust = config.trust_remote_code
-    return load_base(folder, config.dtype, trust_remote_code=trust, **quantization)
-
-
-def say_base(source: Source, console: RunConsole) -> None:
-    """Say what the adapter was trained on, where that is not the folder as it is."""
-    from mlxtune.backend.model.quantize import format_name
-
-    if source.quantization:
-        name = format_name(**source.quantization)
-        console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
+    options = source.quantization
+    return loading.load_base(source.folder, config.dtype, trust_remote_code=trust, **options)
 
 
 def certify(
@@ -174,10 +197,10 @@ def certify(
     weights: WeightCheck | None = None,
     exact: bool = True,
 ) -> Certificate:
-    """Load what was written into a folder by `load`, compare it, and write its certificate.
+    """Compare the model that `load` returns with the reference; write the folder's certificate.
 
     With `exact` false, the weights were quantised again, which logits cannot judge. Raises
-    OutputError where rounding does not explain the difference.
+    OutputError if rounding does not explain the difference.
     """
     from mlxtune.backend.adapters import proof
     from mlxtune.backend.model import memory
@@ -201,49 +224,47 @@ def certify(
     return certificate
 
 
-def prompts_of(
-    config: OutgoingConfig, source: Source, say: Callable[[str], None]
-) -> Iterator[list[int]]:
-    """Yield the tokens of the prompts to compare on, and `say` where they are from.
+def choose_prompts(config: OutgoingConfig, source: Source, console: RunConsole) -> list[list[int]]:
+    """Return the tokens of the prompts to compare on, and report where they come from.
 
-    They are from --data, else from the data of the run, else built in.
+    They come from --data, else from the run's data, else they are built in.
     """
-    run = _data_of_run(source)
+    run = _run_data(source)
+    rows: list[EncodedExample] = []
     if config.data:
         like = run or DataConfig(model_path=str(source.folder), data=config.data)
         rows = _read(config, source, vars(like) | {"data": config.data})
-        say(f"of {', '.join(config.data)}")
+        console.say("Prompts", f"from {', '.join(config.data)}")
     else:
-        rows = []
         if run is not None:
-            try:
+            with suppress(MlxTuneError):
                 rows = _read(config, source, vars(run))
-                say(f"of the run's data, {', '.join(run.data)}")
-            except MlxTuneError:
-                rows = []
+                console.say("Prompts", f"from the run's data, {', '.join(run.data)}")
         if not rows:
             rows = _read_built_in(config, source)
-            say("built-in ones, as the run's data is not at hand")
+            console.say("Prompts", "built in, as the run's data cannot be read")
     if not rows:
-        raise ModelError(f"{', '.join(config.data)}: has no row that gives a prompt")
-    step = max(len(rows) // _PROMPTS, 1)
-    for row in rows[::step][:_PROMPTS]:
-        start = row.spans[-1][0]
-        # A text has no prompt: the first half of it is one.
-        prompt = list(row.ids[: start if start > 1 else max(len(row.ids) // 2, 1)])
-        yield prompt[:_LONGEST]
+        raise ModelError(f"{', '.join(config.data)}: no row gives a prompt: name other --data")
+    return [_prompt(row) for row in rows[:: max(len(rows) // _PROMPTS, 1)][:_PROMPTS]]
 
 
-def _data_of_run(source: Source) -> DataConfig | None:
-    """Return how and from where the data of the adapter's run is read; None where unknown."""
-    own, there = source.metadata.get("config"), source.metadata.get("working_directory") or "."
-    if not isinstance(own, Mapping) or not isinstance(own.get("data"), list):
+def _prompt(row: EncodedExample) -> list[int]:
+    start = row.spans[-1][0]
+    # A plain text has no prompt; its first half serves as one.
+    return list(row.ids[: start if start > 1 else max(len(row.ids) // 2, 1)])[:_LONGEST]
+
+
+def _run_data(source: Source) -> DataConfig | None:
+    """Return the options with which the adapter's run read its data; None if unknown."""
+    options = source.metadata.get("config")
+    relative_to = str(source.metadata.get("working_directory") or ".")
+    if not isinstance(options, Mapping) or not isinstance(options.get("data"), list):
         return None
-    known = {name: OPTIONS[name] for name in own if name in OPTIONS}
-    like = {name: own[name] for name, each in known.items() if each.encodes and each.inherited}
-    data = tuple(str(Path(str(there)) / as_path(str(path))) for path in own["data"])
+    known = {name: OPTIONS[name] for name in options if name in OPTIONS}
+    reading = {name: options[name] for name, o in known.items() if o.encodes and o.inherited}
+    data = tuple(str(Path(relative_to) / as_path(str(path))) for path in options["data"])
     try:
-        return DataConfig(model_path=str(source.folder), data=data, **like)
+        return DataConfig(model_path=str(source.folder), data=data, **reading)
     except ConfigError:
         return None
 
@@ -251,7 +272,7 @@ def _data_of_run(source: Source) -> DataConfig | None:
 def _read(
     config: OutgoingConfig, source: Source, options: Mapping[str, Any]
 ) -> list[EncodedExample]:
-    """Return the examples of the first rows of data, as training would have them."""
+    """Return the last example of each of the first rows of data, as training encodes them."""
     from mlxtune.config.row_fields import parse_fields
     from mlxtune.core.data.bad_rows import SkippedRows
     from mlxtune.core.data.formats import read_rows
@@ -259,13 +280,13 @@ def _read(
 
     data = DataConfig(**{**options, "trust_remote_code": config.trust_remote_code})
     encoder = Reader(data, source.folder).encoder
-    found: list[EncodedExample] = []
+    examples: list[EncodedExample] = []
     for path in data_files(data):
         skipped = SkippedRows(path)
         rows = read_rows(path, skipped, format=data.format, fields=parse_fields(data.field))
         for chunk in encoder.encode(islice(rows, _ROWS), skipped, Notes()):
-            found += [examples[-1] for _, examples in chunk]
-    return found
+            examples += [of_row[-1] for _, of_row in chunk]
+    return examples
 
 
 def _read_built_in(config: OutgoingConfig, source: Source) -> list[EncodedExample]:
@@ -280,40 +301,23 @@ def _read_built_in(config: OutgoingConfig, source: Source) -> list[EncodedExampl
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             options = {"model_path": str(source.folder), "data": (str(path),)}
             try:
-                if found := _read(config, source, options):
-                    return found
+                if examples := _read(config, source, options):
+                    return examples
             except ModelError:
                 if rows is text:
                     raise
-    raise ModelError(f"{source.folder}: its tokenizer gives no token for plain text: give --data")
+    raise ModelError(f"{source.folder}: its tokenizer gives no tokens for plain text: give --data")
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    """What was written, and how it compares with what was trained."""
-
-    output: Path
-    certificate: Certificate
-
-
-def ask(config: OutgoingConfig) -> RunConsole:
-    """Return what says the stages."""
-    import mlxtune.backend  # noqa: F401  a fast BLAS, before anything imports mlx
-    from mlxtune.terminal.console import RunConsole
-
-    return RunConsole(quiet=config.quiet)
-
-
-def say_result(result: ExportResult, config: OutgoingConfig, usage: Iterable[str]) -> None:
-    """Print a certificate: lines, or JSON."""
+def print_result(result: ExportResult, config: OutgoingConfig, usage: Iterable[str]) -> None:
+    """Print a certificate and how to use what was written, or the certificate as JSON."""
     if config.json:
-        json.dump(result.certificate.as_dict(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(result.certificate.as_dict())
         return
     lines = [("Wrote", f"{result.output}: {', '.join(result.certificate.files)}")]
     lines += [("Proof", line) for line in result.certificate.lines()]
     lines += [("Use it", line) for line in usage]
-    before = ""
+    previous = ""
     for name, line in lines:
-        print(printable(f"{name if name != before else '':<12}{line}"))
-        before = name
+        print_line(f"{name if name != previous else '':<12}{line}")
+        previous = name

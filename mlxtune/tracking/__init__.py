@@ -1,6 +1,6 @@
-"""Where else a run is written than into its own folder: trackers that people compare runs in.
+"""Trackers: where a run is recorded besides its own folder, for people to compare runs.
 
-Each is an extra: its package is imported when training begins, and asked for before any work.
+Each is an extra. Its package is checked before any work and imported when training starts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from mlxtune.errors import ConfigError
 if TYPE_CHECKING:
     from mlxtune.config import RunConfig
     from mlxtune.tracking.observer import TrackingObserver
+    from mlxtune.tracking.tracker import Tracker
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError where the package of a tracker is missing."""
+    """Raise ConfigError if the package of a tracker is missing."""
     problems = [
         f"--track {name} needs a package that is not installed: pip install 'mlxtune[{name}]'"
         for name in names
@@ -30,26 +31,26 @@ def check_trackers(names: Sequence[str]) -> None:
 def trackers_of(
     run: RunConfig, options: Mapping[str, Any], warn: Callable[[str], None]
 ) -> list[TrackingObserver]:
-    """Return an observer for each tracker that a run is to be written to.
+    """Return an observer for each tracker of --track, to which `options` are hyperparameters.
 
-    `warn` hears of one that fails, once.
+    `warn` is called once for one that fails.
     """
     if not run.trackers:
         return []
     from mlxtune.tracking.observer import TrackingObserver
-    from mlxtune.tracking.tracker import Tracker
 
-    def make(name: str) -> Tracker:
-        if name == "tensorboard":
-            from mlxtune.tracking.tensorboard import TensorBoard
+    return [TrackingObserver(name, _tracker(name), run, options, warn) for name in run.trackers]
 
-            return TensorBoard()
-        if name == "wandb":
-            from mlxtune.tracking.wandb import WeightsAndBiases
 
-            return WeightsAndBiases()
-        from mlxtune.tracking.trackio import Trackio
+def _tracker(name: str) -> Tracker:
+    if name == "tensorboard":
+        from mlxtune.tracking.tensorboard import TensorBoard
 
-        return Trackio()
+        return TensorBoard()
+    if name == "wandb":
+        from mlxtune.tracking.wandb import WeightsAndBiases
 
-    return [TrackingObserver(name, make(name), run, options, warn) for name in run.trackers]
+        return WeightsAndBiases()
+    from mlxtune.tracking.trackio import Trackio
+
+    return Trackio()

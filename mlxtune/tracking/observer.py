@@ -1,4 +1,4 @@
-"""Tells a tracker of a run, in the names that are usual there."""
+"""Passes a run on to a tracker, under the names that are usual there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ _IDENTITY = re.compile("[0-9a-f]{8}")
 
 
 class TrackingObserver(TrainingObserver):
-    """Writes what a run says to a tracker, until that fails; `warn` hears of it once."""
+    """Records a run in a tracker until that fails, which calls `warn` once."""
 
     def __init__(
         self,
@@ -53,39 +54,40 @@ class TrackingObserver(TrainingObserver):
         self._works = False
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Open the run; where it goes on but is new to the tracker, write it from its start."""
+        """Open the run; a resumed run that is new to the tracker is recorded from its start."""
         self._works = True
         self._try(lambda: self._start(run))
 
     def _start(self, run: RunStart) -> None:
         folder, step = self._run.checkpoint_path, run.progress.step
-        known = _read(folder / TRACKING) if step else {}
-        identity = str(known.get(self._name, ""))
-        new = not _IDENTITY.fullmatch(identity)
-        if new:
+        identities: dict[str, Any] = {}
+        if step:
+            with suppress(OSError, ValueError):
+                identities = read_json(folder / TRACKING)
+        identity = str(identities.get(self._name, ""))
+        is_new = not _IDENTITY.fullmatch(identity)
+        if is_new:
             identity = secrets.token_hex(4)
-            write_json(folder / TRACKING, {**known, self._name: identity})
+            write_json(folder / TRACKING, {**identities, self._name: identity})
         tracked = TrackedRun(
             identity=identity,
-            name=_name_of(self._run),
+            # People know a run by the folder of its adapter.
+            name=Path(os.path.abspath(self._run.output_path)).parent.name or "run",  # noqa: PTH100
             folder=folder,
-            step=0 if new else step,
-            hyperparameters=hyperparameters(self._options, run),
+            step=0 if is_new else step,
+            hyperparameters=_hyperparameters(self._options, run),
         )
         self._tracker.start(tracked)
-        for record in run.progress.records if new and step else ():
-            self._replay(record)
-
-    def _replay(self, record: Any) -> None:
-        if isinstance(record, StepRecord):
-            self.on_step(record)
-        elif isinstance(record, ValidationRecord):
-            self.on_validation(record.step, record.val_loss)
-        elif not isinstance(record, SkippedStep):
-            self.on_epoch(record, False)
+        for record in run.progress.records if is_new and step else ():
+            if isinstance(record, StepRecord):
+                self.on_step(record)
+            elif isinstance(record, ValidationRecord):
+                self.on_validation(record.step, record.val_loss)
+            elif not isinstance(record, SkippedStep):
+                self.on_epoch(record, False)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a step."""
+        """Record a step."""
         self._step = record.step
         values = {
             "train/loss": record.loss,
@@ -100,12 +102,12 @@ class TrackingObserver(TrainingObserver):
         self._try(lambda: self._tracker.log(values, record.step))
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Write a validation."""
+        """Record a validation."""
         values = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         self._try(lambda: self._tracker.log(values, step))
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """Write what an epoch was on the whole; its validation is written already."""
+        """Record an epoch; its validation is recorded already."""
         values = {
             "epoch/train_loss": metrics.train_loss,
             "epoch/samples_per_second": metrics.samples_per_sec,
@@ -113,8 +115,8 @@ class TrackingObserver(TrainingObserver):
         self._try(lambda: self._tracker.log(values, self._step))
 
     def on_result(self, result: InstructTrainResult) -> None:
-        """Keep how the run ended."""
-        found = {
+        """Keep the result for the end."""
+        values = {
             "train_loss": result.epoch_metrics[-1].train_loss,
             "initial_val_loss": result.initial_val_loss,
             "best_val_loss": result.best_val_loss,
@@ -122,7 +124,7 @@ class TrackingObserver(TrainingObserver):
             "stopped_early": result.stopped_early,
             "steps": len(result.steps),
         }
-        self._result = {name: value for name, value in found.items() if value is not None}
+        self._result = {name: value for name, value in values.items() if value is not None}
         self._complete = True
 
     def on_end(self) -> None:
@@ -130,19 +132,19 @@ class TrackingObserver(TrainingObserver):
         self._try(lambda: self._tracker.finish(self._result, complete=self._complete))
         self._works = False
 
-    def _try(self, tell: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], None]) -> None:
         if not self._works:
             return
         try:
-            tell()
-        # Of whatever kind: the libraries have theirs, and a run is worth more than its tracking.
+            call()
+        # Each library has its own exceptions, and a run is worth more than its tracking.
         except Exception as error:  # noqa: BLE001
             self._works = False
-            self._warn(f"--track {self._name}: {one_line(error)}; training goes on without it")
+            self._warn(f"--track {self._name}: {one_line(error)}; training continues without it")
 
 
-def hyperparameters(options: Mapping[str, Any], run: RunStart) -> dict[str, Value]:
-    """Return the options of a run and what follows from them, as plain values by name."""
+def _hyperparameters(options: Mapping[str, Any], run: RunStart) -> dict[str, Value]:
+    """Return the options of a run, and the sizes that follow from them, as plain values."""
     values = {
         **options,
         "total_steps": run.total_steps,
@@ -156,15 +158,3 @@ def _plain(value: Any) -> Value:
     if isinstance(value, bool | int | float | str):
         return value
     return ",".join(map(str, value)) if isinstance(value, tuple) else json.dumps(value)
-
-
-def _name_of(run: RunConfig) -> str:
-    """Return what people know the run by: the folder of its adapter."""
-    return Path(os.path.abspath(run.output_path)).parent.name or "run"  # noqa: PTH100
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}

@@ -1,4 +1,4 @@
-"""Writes a run as event files that TensorBoard reads."""
+"""Records a run as event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,39 +17,33 @@ _FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """One folder of event files a run, in the run's own."""
+    """Event files in a folder inside the run's own."""
 
     def __init__(self) -> None:
         self._writer: EventFileWriter | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a file. Where a run is gone on with, what came after that step is taken back."""
+        """Open a file; in a resumed run, discard the events after the step it resumes from."""
         self._writer = EventFileWriter(str(run.folder / TENSORBOARD), flush_secs=_FLUSH_SECONDS)
         if run.step:
-            again = SessionLog(status=SessionLog.START)
-            self._add(Event(step=run.step + 1, session_log=again))
+            restart = SessionLog(status=SessionLog.START)
+            self._add(Event(step=run.step + 1, session_log=restart))
         else:
             options = dict(run.hyperparameters)
-            self._summary(summary_v2.hparams_pb(options, trial_id=run.identity), 0)
+            self._add(Event(step=0, summary=summary_v2.hparams_pb(options, trial_id=run.identity)))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write values."""
-        self._scalars(values, step)
-
-    def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
-        """Write the result at the last step, and close the file."""
-        assert self._writer is not None
-        step = int(result.get("steps", 0))
-        self._scalars({f"result/{name}": float(value) for name, value in result.items()}, step)
-        self._writer.close()
-
-    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Record values."""
         if values:
             parts = [Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
-            self._summary(Summary(value=parts), step)
+            self._add(Event(step=step, summary=Summary(value=parts)))
 
-    def _summary(self, summary: Summary, step: int) -> None:
-        self._add(Event(step=step, summary=summary))
+    def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
+        """Record the result at the last step, and close the file."""
+        assert self._writer is not None
+        step = int(result.get("steps", 0))
+        self.log({f"result/{name}": float(value) for name, value in result.items()}, step)
+        self._writer.close()
 
     def _add(self, event: Event) -> None:
         assert self._writer is not None

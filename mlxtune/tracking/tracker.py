@@ -1,4 +1,4 @@
-"""What a tracker is told of a run."""
+"""What a tracker is given of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# What hyperparameters and results hold.
+# Values of hyperparameters and results.
 Value = bool | int | float | str
 PROJECT = "mlxtune"
 
@@ -16,8 +16,8 @@ PROJECT = "mlxtune"
 class TrackedRun:
     """A run as a tracker knows it.
 
-    `identity` is the same when the run is gone on with, `folder` that of its checkpoints, and
-    `step` the step that it goes on from, 0 for a new one.
+    `identity` stays the same when the run is resumed. `folder` is that of its checkpoints, and
+    `step` the step that it is resumed after, 0 for a new run.
     """
 
     identity: str
@@ -28,13 +28,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """What writes a run elsewhere. It may raise anything: the run goes on without it."""
+    """Records a run elsewhere. It may raise anything: the run continues without it."""
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or go on with it."""
+        """Open a new run, or resume one."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write values after so many steps."""
+        """Record values after a step."""
 
     def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
-        """Close the run; `complete` tells whether it came to its end."""
+        """Close the run; `complete` is false for one that was interrupted or failed."""

@@ -1,11 +1,11 @@
-"""Writes a run to Trackio's own store."""
+"""Records a run in Trackio's local store."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import trackio
@@ -14,24 +14,24 @@ from mlxtune.tracking.tracker import PROJECT, TrackedRun, Value
 
 
 class Trackio:
-    """One run of the project TRACKIO_PROJECT names, `mlxtune` by default."""
+    """A run of the project TRACKIO_PROJECT, `mlxtune` by default."""
 
     def __init__(self) -> None:
         self._run: Any = None
-        # What the run has of earlier, by name and step.
+        # The names and steps that a resumed run has already recorded.
         self._known: set[tuple[str, int]] = set()
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run. Its name is its identity too, as Trackio goes by names."""
+        """Open or resume the run. Trackio identifies runs by name, so the identity is in it."""
         project, name = os.environ.get("TRACKIO_PROJECT") or PROJECT, f"{run.name}-{run.identity}"
-        with _unheard():
+        with _no_stdout():
             self._run = trackio.init(
                 project=project,
                 name=name,
                 config=dict(run.hyperparameters),
                 resume="allow",
                 embed=False,
-                # A run has its own figures of memory, and the machine may do other work too.
+                # The run records its own memory; the machine may be busy with other work too.
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
@@ -40,22 +40,20 @@ class Trackio:
             self._known = {(name, int(row["step"])) for row in logs for name in row}
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write values that are not there yet."""
+        """Record values that are not there yet."""
         new = {name: value for name, value in values.items() if (name, step) not in self._known}
         if new:
             self._run.log(new, step=step)
 
     def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
-        """Write the result at the last step, wait until all is kept, and close the run."""
+        """Record the result at the last step, wait until everything is stored, close the run."""
         if result:
             values = {f"result/{name}": value for name, value in result.items()}
             self._run.log(values, step=int(result["steps"]))
-        with _unheard():
+        with _no_stdout():
             trackio.finish()
 
 
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """Keep what it prints from standard output, which is for results."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+def _no_stdout() -> contextlib.redirect_stdout[io.StringIO]:
+    """Keep what Trackio prints off stdout, which is for results."""
+    return contextlib.redirect_stdout(io.StringIO())

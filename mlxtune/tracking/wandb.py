@@ -1,4 +1,4 @@
-"""Writes a run to Weights & Biases, or into files that `wandb sync` sends there later."""
+"""Records a run on Weights & Biases, or in files for `wandb sync` to send later."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mlxtune.tracking.tracker import PROJECT, TrackedRun, Value
 
 
 class WeightsAndBiases:
-    """One run of the project WANDB_PROJECT names, `mlxtune` by default.
+    """A run of the project WANDB_PROJECT, `mlxtune` by default.
 
-    Without a login it is kept in files. Nothing is asked on the terminal, nothing of it captured.
+    Without a login it stays in files. It never prompts, and captures nothing from the terminal.
     """
 
     def __init__(self) -> None:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run. Raises RuntimeError where it is to be sent and nobody has logged in."""
+        """Open or resume the run. Raises RuntimeError if it must be online without a login."""
         mode = os.environ.get("WANDB_MODE")
         if mode in (None, "", "online"):
             logged_in = wandb.login(prompt=False, verify=False)
@@ -41,16 +41,16 @@ class WeightsAndBiases:
                 silent=True,
                 console="off",
                 disable_git=True,
-                # Its monitor of the machine writes into the home folder whatever it is told.
+                # The system monitor writes into the home folder, whatever `dir` says.
                 x_disable_stats=True,
             ),
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write values; those of one step are one point."""
+        """Record values; those of one step form one point."""
         self._run.log(dict(values), step=step)
 
     def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
-        """Write the result and close the run."""
+        """Record the result and close the run."""
         self._run.summary.update(dict(result))
         self._run.finish(exit_code=0 if complete else 1)

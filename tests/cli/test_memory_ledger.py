@@ -73,19 +73,19 @@ def test_second_run_that_waits_trains_when_the_first_has_ended(
 def test_run_reserves_what_it_is_planned_to_take_until_it_ends(
     model: Path, chat: Path, output: Path
 ) -> None:
-    from mlxtune.core.machine.reservation import _held
+    from mlxtune.core.machine.reservation import reservations
 
     folder = user_cache() / "memory"
     paths = ["--model-path", model, "--data", chat, "--output", output]
     process = start("train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1)
     read_until(process, "step 3/")
-    (held,) = _held(folder)
+    (held,) = reservations(folder)
     assert held.pid == process.pid
     assert held.run == str(output.parent / "checkpoints")
     assert 10**5 < held.size < 10**9
     process.send_signal(signal.SIGINT)
     finish(process)
-    assert list(_held(folder)) == []
+    assert reservations(folder) == []
 
 
 def test_ledger_that_cannot_be_kept_is_a_warning_and_no_error(

@@ -251,7 +251,7 @@ def test_unknown_peer_is_an_error(bench: Cli) -> None:
 def test_what_is_wrong_is_said_before_anything_runs(
     bench: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[object], said: str
 ) -> None:
-    monkeypatch.setattr("mlxtune.recipes.bench.run_process", None)
+    monkeypatch.setattr("mlxtune.recipes.bench._run_process", None)
     outcome = bench("--quiet", *arguments)
     assert outcome.code == 1
     assert said in outcome.error
@@ -281,7 +281,7 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code
     [
         (
             "import os; os.kill(os.getpid(), 9)",
-            "killed (signal 9) before its first step, probably for want of memory",
+            "killed (signal 9) before its first step, probably for lack of memory",
         ),
         ("raise ValueError('no such layer')", "exit 1 before its first step: ValueError: no such"),
         ('print(\'{"error": "the loss is nan"}\')', "the loss is nan"),

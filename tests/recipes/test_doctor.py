@@ -13,7 +13,7 @@ import pytest
 
 import mlxtune
 from mlxtune.config import user_cache
-from mlxtune.core.machine import requirements, surroundings
+from mlxtune.core.machine import facts, requirements
 from mlxtune.core.machine.reservation import reserve
 from tests.command import Cli, finish, start
 from tests.paths import ROOT
@@ -51,7 +51,7 @@ def test_mlx_that_kills_its_process_is_told_and_exits_1(tmp_path: Path) -> None:
     outcome = finish(start("doctor", env={**os.environ, "PYTHONPATH": path}))
     assert outcome.code == 1
     assert "problem  device" in outcome.out
-    assert "MLX does not start: it ends with signal 6" in outcome.out
+    assert "MLX does not start: it was killed by signal 6" in outcome.out
     assert "mlxtune cannot train here" in outcome.out
 
 
@@ -167,11 +167,11 @@ def test_folders_are_measured_and_one_that_is_not_there_yet_is_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr(surroundings, "user_cache", lambda: cache)
-    assert surroundings.folders()["cache"].size is None
+    monkeypatch.setattr(facts, "user_cache", lambda: cache)
+    assert facts.folders()["cache"].size is None
     (cache / "encoded").mkdir(parents=True)
     (cache / "encoded" / "a").write_bytes(bytes(1000))
-    found = surroundings.folders()["cache"]
+    found = facts.folders()["cache"]
     assert (found.size, found.problem) == (1000, "")
     assert found.free is not None
     assert found.free > 0
@@ -187,7 +187,7 @@ def test_downloads_are_where_hugging_face_keeps_them(
         monkeypatch.setenv(name, str(tmp_path / "own"))
     code = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert surroundings.folders()["downloads"].path == theirs.stdout.strip()
+    assert facts.folders()["downloads"].path == theirs.stdout.strip()
 
 
 @pytest.mark.parametrize(("value", "name"), [("1", "HF_HUB_OFFLINE"), ("0", ""), ("", "")])
@@ -196,7 +196,7 @@ def test_offline_is_what_hugging_face_takes_for_it(
 ) -> None:
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
-    assert surroundings.offline() == name
+    assert facts.offline() == name
 
 
 def test_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +205,13 @@ def test_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "cwd", gone)
     monkeypatch.setattr(tempfile, "gettempdir", gone)
-    found = surroundings.folders()
+    found = facts.folders()
     assert found["folder"].problem == found["temporary"].problem == "No such file or directory"
     assert found["cache"].problem == ""
 
 
-def test_tool_that_is_not_there_is_done_without() -> None:
-    assert surroundings._said("no-such-tool-anywhere", "-g") == ""
+def test_missing_tool_prints_nothing() -> None:
+    assert facts._output("no-such-tool-anywhere", "-g") == ""
 
 
 def test_cache_that_cannot_be_made_is_told_and_stops_nothing(

@@ -211,7 +211,7 @@ def test_export_is_proved_by_loading_what_was_written(
 ) -> None:
     outcome = cli("export", "--format", format, "--adapter", trained[1], "--output", tmp_path / "o")
     assert outcome.code == 0, outcome.err
-    assert "of the run's data" in outcome.err
+    assert "from the run's data" in outcome.err
     certificate = json.loads((tmp_path / "o" / "certificate.json").read_text())
     assert certificate["passed"]
     assert certificate["largest_difference"] < 1e-5 < certificate["adapter_effect"]
@@ -307,14 +307,14 @@ def test_prompts_are_built_in_where_the_runs_data_is_gone(
         shutil.copy(adapter / name, alone)
     outcome = cli("export", "--format", "flat", "--adapter", alone, "--output", tmp_path / "o")
     assert outcome.code == 0, outcome.err
-    assert "built-in ones" in outcome.err
+    assert "built in, as the run's data cannot be read" in outcome.err
     other = write_chat(tmp_path / "other.jsonl", sums(5))
     arguments = ["--model-path", model, "--data", other, "--overwrite"]
     outcome = cli(
         "export", "--format", "flat", "--adapter", alone, "--output", tmp_path / "o", *arguments
     )
     assert outcome.code == 0, outcome.err
-    assert f"of {other}" in outcome.err
+    assert f"from {other}" in outcome.err
 
 
 def test_problems_are_one_line_that_names_them(
@@ -325,9 +325,11 @@ def test_problems_are_one_line_that_names_them(
     assert "--format is required" in cli("export", *good).error.replace(
         "--format is empty", "--format is required"
     )
-    assert "holds what is read here" in cli("fuse", "--adapter", adapter, "--output", model).error
     assert (
-        "holds what is read here"
+        "contains what is read here" in cli("fuse", "--adapter", adapter, "--output", model).error
+    )
+    assert (
+        "contains what is read here"
         in cli("export", "--format", "peft", "--adapter", adapter, "--output", adapter).error
     )
     assert (
@@ -336,7 +338,7 @@ def test_problems_are_one_line_that_names_them(
     )
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "thesis.txt").touch()
-    assert "holds other files" in cli("fuse", *good, "--overwrite", "--quiet").error
+    assert "already holds other files" in cli("fuse", *good, "--overwrite", "--quiet").error
     elsewhere = ["--adapter", adapter, "--output", tmp_path / "p", "--quiet"]
     other = write_model(tmp_path / "wide", "llama", hidden_size=32)
     assert "the adapter is for" in cli("fuse", *elsewhere, "--model-path", other).error

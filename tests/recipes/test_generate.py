@@ -111,8 +111,8 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
-        ([], "", "standard input: says nothing"),
-        ([], " \n", "standard input: says nothing"),
+        ([], "", "standard input: is empty"),
+        ([], " \n", "standard input: is empty"),
         ([], b"\xff\xfe", "standard input: is not text in UTF-8 (byte 1)"),
         (["--prompt", " "], "", "--prompt is empty: say something"),
         (["--prompt", "a", "--messages", "b"], "", "--prompt and --messages are both given"),
@@ -135,10 +135,10 @@ def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) 
 
 def test_prompt_that_is_longer_than_what_the_model_reads_is_refused(say: Any) -> None:
     long = "a, " * 3000
-    assert "of which the model reads" in say("generate", "--quiet", stdin=long).error
+    assert "the model reads at most" in say("generate", "--quiet", stdin=long).error
     outcome = say("chat", "--quiet", stdin=f"{long}\n{PROMPT}\n")
     assert outcome.code == 0
-    assert "it was not said" in outcome.err
+    assert "the message was dropped" in outcome.err
     assert outcome.out.strip()
 
 
@@ -155,7 +155,7 @@ def test_second_system_message_is_refused(say: Any, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     path.write_text('[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]')
     error = say("generate", "--messages", path, "--system", "c").error
-    assert error == f"{path}: has a system message already: leave out --system"
+    assert error == f"{path}: already has a system message: leave out --system"
 
 
 @pytest.mark.parametrize("messages", ["5", '"abc"', "null", "{}"])
@@ -211,8 +211,8 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
     assert outcome.code == 0
     assert len(outcome.out.splitlines()) >= 4
     for said in (
-        *("nothing has been said", f"appended to {saved}", "a new conversation"),
-        *("no such command: /nope", "there is no adapter", "/save [FILE]"),
+        *("nothing to save yet", f"appended to {saved}", "new conversation"),
+        *("unknown command: /nope", "there is no adapter", "/save [FILE]"),
     ):
         assert said in outcome.err
     (row,) = map(json.loads, saved.read_text().splitlines())
@@ -281,13 +281,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
         # With no answer under way; it is heard once the line is waited for.
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        read_until(terminal, rb"Ctrl-D or /quit ends(.|\s)*> ")
+        read_until(terminal, rb"Ctrl-D or /quit quits(.|\s)*> ")
         os.write(terminal, b"Hello\n")
         read_until(terminal, rb"Hello\s+(.|\s){3}")
         process.send_signal(signal.SIGINT)
         read_until(terminal, rb"\n(.*)> ")
         os.write(terminal, b"/reset\n")
-        read_until(terminal, rb"a new conversation(.|\s)*> ")
+        read_until(terminal, rb"new conversation(.|\s)*> ")
         os.write(terminal, b"\x04")
         assert process.wait(180) == 0
     finally:

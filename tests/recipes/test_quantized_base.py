@@ -100,12 +100,12 @@ def test_adapter_is_judged_on_the_base_it_was_trained_on(
     outcome = cli("eval", *asked, "--json")
     assert outcome.code == 0, outcome.err
     assert f"quantised to {name}" in outcome.err
-    assert "as the adapter was trained on" in outcome.err
+    assert "as in training" in outcome.err
     found = json.loads(outcome.out)
     double = ["--double-quant"] if name == "nf4" else []
     own = json.loads(cli("eval", *asked, "--json", "--quantize", name, *double).out)
     plain = cli("eval", *asked, "--json", "--quantize", "none")
-    assert "on another base than it was trained on" in plain.err
+    assert "the adapter was trained on another base" in plain.err
     assert own == found
     assert json.loads(plain.out)["base"]["loss"] != pytest.approx(found["base"]["loss"], rel=1e-4)
     # The end of the run has judged on the same base, if on fewer rows.
@@ -141,7 +141,7 @@ def test_answers_are_those_of_what_was_trained(cli: Cli, home: Path, adapter: Pa
     asked = ["--model-path", home / "model", "--prompt", "What is 3 + 21?", "--template", "qwen3"]
     outcome = cli("generate", *asked, "--adapter", adapter, "--max-new-tokens", "4")
     assert outcome.code == 0, outcome.err
-    assert "quantised to nf4 with double quantisation, as the adapter was trained" in outcome.err
+    assert "quantised to nf4 with double quantisation, as in training" in outcome.err
     outcome = cli("generate", *asked, "--quantize", "8", "--max-new-tokens", "4")
     assert outcome.code == 0, outcome.err
     assert "quantised while loading (8-bit affine, group 64)" in outcome.err

@@ -158,7 +158,7 @@ def test_new_run_in_the_folder_is_another_run_for_the_tracker(tmp_path: Path) ->
 def test_tracker_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:
     tracker = FakeTracker(fails_at=2)
     warnings = tracked(tmp_path, tracker)
-    assert warnings == ["--track fake: the server is gone; training goes on without it"]
+    assert warnings == ["--track fake: the server is gone; training continues without it"]
     assert max(step for step, _ in tracker.logs) == 1
     assert not tracker.ends
     assert (tmp_path / "checkpoints/epoch-2").is_dir()

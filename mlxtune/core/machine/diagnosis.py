@@ -13,16 +13,22 @@ from mlxtune.core.machine.facts import MLX_LIBRARIES, Device, Folder, Machine
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-# A tuned BLAS gives MLX about as much as numpy's; the reference one a fortieth.
+# A tuned BLAS makes MLX about as fast as numpy, the reference BLAS a fortieth of that.
 _SLOW_BLAS = 0.25
 _SWAP_SHARE, _LITTLE_MEMORY = 0.1, 0.15
 _FULL, _NEARLY_FULL, _LARGE_CACHE = GB // 2, 10 * GB, 20 * GB
+# The oldest that MLX's wheels support.
 _OLDEST_MACOS = 14
+_SHOWN = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "numba")
+_FOR_SPEED = {
+    "numba": "training on the CPU takes longer",
+    "mkl": "without another fast BLAS, training on the CPU takes far longer",
+}
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found of one thing. `stops` tells that no training is possible like this."""
+    """The result of looking at one thing; `stops` means that training is impossible."""
 
     level: str
     name: str
@@ -40,7 +46,7 @@ class Diagnosis:
 
     @property
     def can_train(self) -> bool:
-        """Tell whether nothing stops training."""
+        """True if nothing makes training impossible."""
         return not any(check.stops for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,96 +58,89 @@ class Diagnosis:
         }
 
     def summary(self) -> str:
-        """Say in a line what came of it."""
+        """Return the result in one line."""
         counts = [
             (sum(check.level == level for check in self.checks), level) for level in (PROBLEM, NOTE)
         ]
-        said = ", ".join(f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n)
+        counted = ", ".join(f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n)
         can = "mlxtune can train here" if self.can_train else "mlxtune cannot train here"
-        return f"{can}: {said or 'nothing to mend'}"
+        return f"{can}: {counted or 'nothing to fix'}"
 
 
 def diagnose(machine: Machine) -> Diagnosis:
     """Judge the facts of a machine."""
-    parts = (_system, _packages, _device, _memory, _speed, _folders, _surroundings)
+    parts = (_system, _packages, _device, _memory, _speed, _folders, _power_and_network)
     return Diagnosis(machine, tuple(check for part in parts for check in part(machine)))
+
+
+def check_lines(checks: Sequence[Check]) -> Iterator[str]:
+    """Yield a line for each check, and one for its remedy."""
+    width = max(len(check.name) for check in checks) + 2
+    for check in checks:
+        yield f"{check.level:<9}{check.name:<{width}}{check.found}"
+        if check.remedy:
+            yield f"{'':<{9 + width}}→ {check.remedy}"
 
 
 def _system(m: Machine) -> Iterator[Check]:
     name = " ".join(part for part in (m.name or m.system, m.release, m.chip) if part)
+    major = m.release.partition(".")[0]
     if m.system == "Darwin" and m.processor != "arm64" and not m.translated:
         remedy = "MLX needs Apple silicon: use a Mac with an M1 or later, or Linux"
         yield Check(PROBLEM, "system", f"{name}: an Intel Mac", remedy, stops=True)
-    elif m.system == "Darwin" and _major(m.release) < _OLDEST_MACOS:
+    elif m.system == "Darwin" and major.isdecimal() and int(major) < _OLDEST_MACOS:
         yield Check(PROBLEM, "system", name, f"update to macOS {_OLDEST_MACOS} or later")
     else:
         yield Check(OK, "system", name)
     python = f"{m.python} for {m.processor}"
     if m.translated:
-        remedy = "install a Python for arm64, such as python.org's or Homebrew's, and start anew"
+        remedy = "install an arm64 Python, such as python.org's or Homebrew's, and reinstall"
         yield Check(PROBLEM, "python", f"{python}, through Rosetta", remedy, stops=True)
     else:
         yield Check(OK, "python", python)
 
 
-def _major(release: str) -> int:
-    number = release.partition(".")[0]
-    return int(number) if number.isdecimal() else _OLDEST_MACOS
-
-
 def _packages(m: Machine) -> Iterator[Check]:
-    asked = [package for package in m.packages if not package.extra]
-    shown = sorted((p for p in asked if p.name in _SHOWN), key=lambda p: _SHOWN.index(p.name))
+    required = [package for package in m.packages if not package.extra]
+    shown = sorted((p for p in required if p.name in _SHOWN), key=lambda p: _SHOWN.index(p.name))
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
-    # Any of them does: mlx-cpu need not be there where there is one for a GPU.
-    absent = {p.name for p in asked if p.installed is None} if m.libraries else set()
-    bad = [p for p in asked if not p.serves and p.name not in absent & set(MLX_LIBRARIES)]
-    # numba is for speed alone.
-    slow = [package.name for package in bad if package.name in _FOR_SPEED]
-    wrong = [package for package in bad if package.name not in _FOR_SPEED]
-    yield Check(OK, "versions", found or "unknown: mlxtune is not installed, only imported")
-    for package in wrong:
-        has = package.installed or "is missing"
-        wish = f"{package.name}{package.needs}"
+    yield Check(OK, "versions", found or "unknown: mlxtune is imported, but not installed")
+    # Any one of MLX's libraries is enough: mlx-cpu may be missing beside one for a GPU.
+    missing = {p.name for p in required if p.installed is None} if m.libraries else set()
+    bad = [p for p in required if not p.serves and p.name not in missing & set(MLX_LIBRARIES)]
+    for package in (p for p in bad if p.name not in _FOR_SPEED):
+        requirement = f"{package.name}{package.needs}"
         yield Check(
             PROBLEM,
             package.name,
-            f"{has}, needed: {wish}",
-            f"pip install --upgrade '{wish}'",
+            f"{package.installed or 'is missing'}, needed: {requirement}",
+            f"pip install --upgrade '{requirement}'",
             stops=package.installed is None,
         )
-    for name in slow:
+    for name in (p.name for p in bad if p.name in _FOR_SPEED):
         remedy = f"pip install --upgrade {name}"
         yield Check(PROBLEM, name, f"missing or too old: {_FOR_SPEED[name]}", remedy)
     if len(m.libraries) > 1:
-        # Whichever was installed last is in use, perhaps with the version of another.
-        found = f"{' and '.join(m.libraries)} both bring MLX's library, into one file"
-        yield Check(PROBLEM, "mlx", found, _part(m))
+        # The last one installed is in use, perhaps in another version than mlx.
+        found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
+        yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
     if m.mlx_first:
-        remedy = "import mlxtune before mlx"
-        found = "mlx was imported before mlxtune, which came too late to load a fast BLAS"
-        yield Check(PROBLEM, "imports", found, remedy)
+        found = "mlx was imported before mlxtune, too early to load a fast BLAS"
+        yield Check(PROBLEM, "imports", found, "import mlxtune before mlx")
     if extras := _extras(m):
         yield Check(OK, "extras", extras)
 
 
-_SHOWN = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "numba")
-_FOR_SPEED = {
-    "numba": "training on the CPU takes longer",
-    "mkl": "without another fast BLAS, training on the CPU takes far longer",
-}
-
-
-def _part(m: Machine) -> str:
-    """Return how to keep one of the packages that bring MLX's library, as good as new."""
-    on_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
-    kept = on_gpu[-1] if on_gpu else m.libraries[0]
+def _keep_one_library(m: Machine) -> str:
+    """Return commands that leave one of the packages with MLX's library, freshly installed."""
+    for_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
+    kept = for_gpu[-1] if for_gpu else m.libraries[0]
     version = next((f"=={p.installed}" for p in m.packages if p.name == "mlx"), "")
     return f"pip uninstall -y {' '.join(m.libraries)}, then pip install {kept}{version}"
 
 
 def _extras(m: Machine) -> str:
-    """Say which extras are installed, of those that mean something here."""
+    """Return which extras are installed, among those of use on this machine."""
     serves: dict[str, bool] = {}
     for package in m.packages:
         if package.extra and (m.has_nvidia or not package.extra.startswith("cuda")):
@@ -152,60 +151,56 @@ def _extras(m: Machine) -> str:
 def _device(m: Machine) -> Iterator[Check]:
     device = m.device
     if device is None:
-        remedy = "pip install --force-reinstall mlx, in an environment of its own"
+        remedy = "pip install --force-reinstall mlx, in a new virtual environment"
         if m.system == "Linux":
             remedy = "pip install --force-reinstall 'mlx[cpu]', or 'mlx[cuda13]' for a GPU"
-        yield Check(
-            PROBLEM, "device", f"MLX does not start: {m.device_problem}", remedy, stops=True
-        )
+        found = f"MLX does not start: {m.device_problem}"
+        yield Check(PROBLEM, "device", found, remedy, stops=True)
         return
     found = f"{device.kind}: {device.name}"
     if m.system == "Darwin" and device.kind != "Metal":
-        remedy = "MLX sees no GPU: run outside of a virtual machine, with the Mac's own Python"
+        remedy = "MLX sees no GPU: run outside a virtual machine, with the Mac's own Python"
         yield Check(PROBLEM, "device", found, remedy)
     elif m.has_nvidia and device.kind == "CPU":
         remedy = "pip uninstall -y mlx-cpu, then pip install mlx-cuda-13 (12 for older drivers)"
-        yield Check(NOTE, "device", f"{found}; there is an NVIDIA GPU, which is not used", remedy)
+        yield Check(NOTE, "device", f"{found}; the NVIDIA GPU is not used", remedy)
     else:
         yield Check(OK, "device", found)
 
 
 def _memory(m: Machine) -> Iterator[Check]:
-    total, available = m.memory.total, m.memory.available
+    total, available, swap = m.memory.total, m.memory.available, m.memory.swap_used
     if total is not None:
         free = "" if available is None else f", {_gb(available)} available"
         found, remedy = f"{_gb(total)}{free}", ""
         if available is not None and available < _LITTLE_MEMORY * total:
             remedy = "close other programs before training"
         yield Check(NOTE if remedy else OK, "memory", found, remedy)
-    swap = m.memory.swap_used
-    if swap is not None and total is not None and swap > _SWAP_SHARE * total:
-        remedy = "close other programs, or restart: what is swapped out slows training down"
-        yield Check(NOTE, "swap", f"{_gb(swap)} used", remedy)
+        if swap is not None and swap > _SWAP_SHARE * total:
+            remedy = "close other programs, or restart: swapping slows training down"
+            yield Check(NOTE, "swap", f"{_gb(swap)} used", remedy)
     if m.device is not None:
         yield _limit(m, m.device)
     for run in m.reserved:
-        yield Check(NOTE, "reserved", run, "another run waits for it with --wait")
+        yield Check(NOTE, "reserved", run, "add --wait to a run to have it wait for this memory")
 
 
 def _limit(m: Machine, device: Device) -> Check:
-    """Say what the default --memory-limit means here."""
-    found = f"by default {_gb(device.limit)}"
+    """Judge the default of --memory-limit."""
+    found, remedy = f"by default {_gb(device.limit)}", ""
     if device.limit < m.default_limit:
         found += f": {_gb(m.default_limit)}, capped at what the GPU may use"
-        if m.wired_limit_mb == 0:
-            more = (m.memory.total or 0) - 8 * GB
-            if more > device.limit:
-                hint = f"for a larger model: sudo sysctl iogpu.wired_limit_mb={more // 2**20}"
-                return Check(OK, "memory limit", found, f"{hint} (until the next start)")
-        return Check(OK, "memory limit", found)
+        more = (m.memory.total or 0) - 8 * GB
+        if m.wired_limit_mb == 0 and more > device.limit:
+            command = f"sudo sysctl iogpu.wired_limit_mb={more // 2**20}"
+            remedy = f"for a larger model: {command} (until the next restart)"
+        return Check(OK, "memory limit", found, remedy)
     if device.limit > device.capacity:
         fits = max(int(0.75 * device.capacity / GB), 1)
-        found += f", more than the {_gb(device.capacity)} that there are"
+        found += f", more than the {_gb(device.capacity)} of this machine"
         return Check(NOTE, "memory limit", found, f"train and plan with --memory-limit {fits}")
-    return Check(
-        OK, "memory limit", f"{found} of {_gb(device.capacity)}; --memory-limit changes it"
-    )
+    found += f" of {_gb(device.capacity)}; --memory-limit changes it"
+    return Check(OK, "memory limit", found)
 
 
 def _speed(m: Machine) -> Iterator[Check]:
@@ -216,20 +211,19 @@ def _speed(m: Machine) -> Iterator[Check]:
     if device.kind != "CPU":
         yield Check(OK, "speed", found)
         return
-    library = f", {device.blas}" if device.blas else ""
-    if m.system == "Linux" and not device.blas:
-        library = ", MLX's own reference BLAS"
-    theirs = device.numpy_gflops
-    if theirs:
-        library += f"; numpy reaches {theirs:,.0f}"
-    if m.system == "Linux" and not device.blas:
+    is_reference = m.system == "Linux" and not device.blas
+    library = "MLX's own reference BLAS" if is_reference else device.blas
+    found += f", {library}" if library else ""
+    numpy = device.numpy_gflops
+    found += f"; numpy reaches {numpy:,.0f}" if numpy else ""
+    if is_reference:
         remedy = "apt-get install libopenblas0, or pip install mkl"
-        yield Check(PROBLEM, "speed", found + library, remedy)
-    elif theirs and device.gflops < _SLOW_BLAS * theirs:
-        remedy = "look again when nothing else runs; if it stays so, install libopenblas0 or mkl"
-        yield Check(NOTE, "speed", found + library, remedy)
+        yield Check(PROBLEM, "speed", found, remedy)
+    elif numpy and device.gflops < _SLOW_BLAS * numpy:
+        remedy = "check again when nothing else runs; if it stays, install libopenblas0 or mkl"
+        yield Check(NOTE, "speed", found, remedy)
     else:
-        yield Check(OK, "speed", found + library)
+        yield Check(OK, "speed", found)
 
 
 def _folders(m: Machine) -> Iterator[Check]:
@@ -240,46 +234,38 @@ def _folders(m: Machine) -> Iterator[Check]:
 def _folder(name: str, folder: Folder) -> Check:
     found = folder.path
     if folder.size is not None:
-        found += f": {_gb(folder.size)} kept"
+        found += f": {_gb(folder.size)} stored"
     if folder.problem:
         remedy = {
-            "cache": "mend its permissions, or give --cache-dir or --no-cache",
-            "temporary": "set TMPDIR to a folder that can be written",
-        }.get(name, "mend its permissions, or give another --output")
+            "cache": "fix its permissions, or use --cache-dir or --no-cache",
+            "temporary": "set TMPDIR to a writable folder",
+        }.get(name, "fix its permissions, or choose another --output")
         return Check(NOTE, name, f"{found}: {folder.problem}", remedy)
     if folder.free is None:
         return Check(OK, name, found)
     found += f", {_gb(folder.free)} free"
     if folder.free < _FULL:
-        return Check(PROBLEM, name, found, "free space: checkpoints could not be written")
+        return Check(PROBLEM, name, found, "free space: there is no room for checkpoints")
     if folder.free < _NEARLY_FULL:
         return Check(NOTE, name, found, "free space: a model of 4 billion parameters takes 8 GB")
     if (folder.size or 0) > _LARGE_CACHE:
-        return Check(NOTE, name, found, "remove it when space is short: it is made again")
+        return Check(NOTE, name, found, "delete it if space is short: it will be rebuilt")
     return Check(OK, name, found)
 
 
-def _surroundings(m: Machine) -> Iterator[Check]:
-    if m.power.on_battery is not None:
-        source = "battery" if m.power.on_battery else "mains"
-        remedy = "plug it in: a Mac on battery computes slower" if m.power.on_battery else ""
-        yield Check(NOTE if remedy else OK, "power", source, remedy)
+def _power_and_network(m: Machine) -> Iterator[Check]:
+    if m.power.on_battery:
+        remedy = "plug it in: a Mac on battery computes more slowly"
+        yield Check(NOTE, "power", "battery", remedy)
+    elif m.power.on_battery is not None:
+        yield Check(OK, "power", "mains")
     if m.power.saving:
         remedy = "turn Low Power Mode off while training (System Settings, Battery)"
         yield Check(NOTE, "power", "Low Power Mode is on", remedy)
     if m.offline:
         remedy = f"unset {m.offline} to download a model by owner/name"
-        yield Check(NOTE, "Hugging Face", f"{m.offline} is set: nothing is downloaded", remedy)
+        yield Check(NOTE, "Hugging Face", f"{m.offline} is set: downloads are off", remedy)
 
 
 def _gb(size: int) -> str:
     return f"{size / GB:.1f} GB"
-
-
-def check_lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield the lines of checks: level, name, what was found; a remedy on a line of its own."""
-    width = max(len(check.name) for check in checks) + 2
-    for check in checks:
-        yield f"{check.level:<9}{check.name:<{width}}{check.found}"
-        if check.remedy:
-            yield f"{'':<{9 + width}}→ {check.remedy}"

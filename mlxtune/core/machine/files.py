@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: beside their target, flushed, then renamed."""
+"""Files that are written whole or not at all: to a temporary name, flushed, then renamed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 
 from mlxtune.errors import OutputError
 
-# Of files that we wrote ourselves: what is longer was not written by us.
+# No file that we write ourselves is larger.
 MAX_OWN_BYTES = 256 * 2**20
-# What file systems say that cannot flush a folder, such as those on the network.
+# The errors of file systems that cannot flush a folder, such as network ones.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 @contextmanager
 def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
-    """Within it, an OSError becomes an OutputError that names the target and the option."""
+    """Turn an OSError into an OutputError that names the target and the option."""
     try:
         yield
     except OutputError:
@@ -32,14 +32,14 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written: {error.strerror or error}: "
-            f"free space, mend permissions or choose another {option}"
+            f"free space, fix permissions or choose another {option}"
         ) from error
 
 
 def write_file(target: Path, content: Iterable[bytes]) -> None:
-    """Put a file in place whole or not at all; its content may come piece by piece.
+    """Write a file whole or not at all, from pieces of its content.
 
-    Raises OutputError, leaving what stood there before.
+    Raises OutputError; the target then keeps what it had.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with as_output_error(target):
@@ -55,21 +55,18 @@ def write_file(target: Path, content: Iterable[bytes]) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Put a JSON file in place whole or not at all. Raises OutputError."""
+    """Write a JSON file whole or not at all. Raises OutputError."""
     write_file(target, [(json.dumps(value, indent=2, allow_nan=False) + "\n").encode()])
 
 
 def append_line(target: Path, line: str) -> None:
-    """Append a line to a text file, which is made where it is missing: all of it or nothing.
-
-    Raises OutputError.
-    """
+    """Append a line to a text file, new or not: all of it or nothing. Raises OutputError."""
     with as_output_error(target, "file"), target.open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
-        begins = not end or file.read(1) == b"\n"
+        separator = b"" if not end or file.read(1) == b"\n" else b"\n"
         try:
-            file.write(("" if begins else "\n").encode() + line.encode() + b"\n")
+            file.write(separator + line.encode() + b"\n")
             file.flush()
             _sync(file.fileno())
         except OSError:
@@ -78,31 +75,28 @@ def append_line(target: Path, line: str) -> None:
 
 
 def read_own(path: Path) -> bytes:
-    """Return the content of a file that was written here.
+    """Return the content of a file that we wrote.
 
-    Raises ValueError for what is no file, such as a link or a pipe, or is too large; and OSError.
+    Raises ValueError if it is too large or not a regular file, such as a link or a pipe; OSError.
     """
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path.name} is no regular file")
-    if found.st_size > MAX_OWN_BYTES:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is not a regular file")
+    if status.st_size > MAX_OWN_BYTES:
         raise ValueError(f"{path.name} is too large")
     return path.read_bytes()
 
 
 def read_given_json(path: Path) -> dict[str, Any]:
-    """Do what `read_json` does with a file that a person named, which may be a link to it.
+    """Read a JSON file that a person named, as `read_json` does.
 
-    Hugging Face's cache is made of links.
+    It may be a link: Hugging Face's cache consists of links.
     """
     return read_json(Path(os.path.realpath(path)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file that was written here.
-
-    Raises ValueError, also for one nested too deep, and OSError.
-    """
+    """Return the object in a JSON file that we wrote. Raises ValueError or OSError."""
     content = read_own(path)
     try:
         value = json.loads(content.decode("utf-8"))
@@ -111,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path.name} is not valid JSON") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return value
 
 
@@ -125,7 +119,7 @@ def file_hash(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder: a rename in it survives a power cut only then. Raises OSError."""
+    """Flush a folder; only then does a rename in it survive a power cut. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -138,16 +132,16 @@ def sync_folder(folder: Path) -> None:
 
 def _sync(descriptor: int) -> None:
     os.fsync(descriptor)
-    # On macOS, fsync leaves the content in the cache of the drive; not every file system has this.
+    # On macOS, fsync leaves data in the drive's cache; not every file system supports F_FULLFSYNC.
     if hasattr(fcntl, "F_FULLFSYNC"):
         with suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise OutputError unless files can be made in the folder, or the folder itself can be made.
+    """Raise OutputError unless the folder, which may not exist yet, can be written.
 
-    Leaves nothing behind. `option` is what named the folder.
+    Leaves nothing behind. `option` is the one that named the folder.
     """
     with as_output_error(folder, option):
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -161,6 +155,6 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder and those above it where they are missing. Raises OutputError."""
+    """Make a folder and its missing parents. Raises OutputError."""
     with as_output_error(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Locks that a process holds until it ends, however it ends, and that say who holds them."""
+"""File locks that a process holds until it ends, in any way, and that name their holder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# What a holder says of itself; others read no more than this.
+# Others read no more than this of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
 
 
 class Held(Exception):
-    """Another process holds the lock; `holder` is what it says of itself."""
+    """Another process holds the lock; `holder` is its note."""
 
     def __init__(self, holder: Mapping[str, Any]) -> None:
         super().__init__(f"held by process {holder.get('pid', 'unknown')}")
@@ -24,23 +24,23 @@ class Held(Exception):
 
 
 class Lock:
-    """A file that is locked while this process lives, unless it is released before.
+    """A file that is locked until it is released or this process ends.
 
-    The kernel lets go of it when the process dies. `note` is kept in the file, with the process's
-    number and the time, for others to read.
+    The kernel releases it when the process dies. `note` is kept in the file, with the process id
+    and the time, for others to read.
 
-    Raises Held at once when another process holds it, OSError when the file cannot be made.
+    Raises Held at once if another process holds it, OSError if the file cannot be made.
     """
 
     def __init__(self, path: Path, note: Mapping[str, Any] | None = None) -> None:
         self.path = path
-        self._descriptor = _locked(path)
-        said = {"pid": os.getpid(), "since": time.time(), **(note or {})}
+        self._descriptor = _open_locked(path)
+        content = {"pid": os.getpid(), "since": time.time(), **(note or {})}
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(said).encode(), 0)
+        os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
 
     def release(self) -> None:
-        """Let go of it, and remove the file."""
+        """Release the lock and remove the file."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
@@ -50,30 +50,28 @@ class Lock:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Return what the holder of a lock says of itself; None where no living process holds it."""
+    """Return the note of a lock's holder; None if no living process holds it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        if not _try_lock(descriptor):
-            return _note(descriptor)
-        return None
+        return None if _try_lock(descriptor) else _note(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         descriptor = os.open(path, flags, 0o644)
         try:
             if not _try_lock(descriptor):
                 raise Held(_note(descriptor))
-            # Its last holder may have removed the file after we opened it.
+            # The previous holder may have removed the file after we opened it.
             if _is(path, descriptor):
                 return descriptor
-        # Of whatever kind, Ctrl-C too: a descriptor that stays open would hold the lock.
+        # Even on Ctrl-C: a descriptor left open would hold the lock.
         except BaseException:
             os.close(descriptor)
             raise
@@ -99,5 +97,5 @@ def _note(descriptor: int) -> dict[str, Any]:
     try:
         note = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
     except (ValueError, RecursionError):
-        return {}  # its holder is about to write it
+        return {}  # the holder has not written it yet
     return note if isinstance(note, dict) else {}

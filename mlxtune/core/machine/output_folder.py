@@ -13,14 +13,18 @@ from mlxtune.errors import OutputError
 
 
 @contextmanager
-def new_folder(target: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
-    """Give a folder to fill, which takes the target's name when all went well.
+def new_folder(
+    target: Path, sources: Iterable[Path], *, marker: str, overwrite: bool
+) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes the target when all went well.
 
-    What stands there is replaced only with `overwrite`, and only if it holds the file `marker`,
-    which what is written here has: a folder of anything else is not ours to remove.
+    An existing folder is replaced only with `overwrite`, and only if it holds the file `marker`,
+    which every folder written here has: any other folder is not ours to remove. `sources` are the
+    files and folders that are read, which the target must not hold.
 
     Raises OutputError.
     """
+    _check_apart(target, sources)
     _check_free(target, marker, overwrite)
     check_writable(target.parent, "--output")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -41,14 +45,13 @@ def new_folder(target: Path, *, marker: str, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(replaced, ignore_errors=True)
 
 
-def check_apart(target: Path, read: Iterable[Path]) -> None:
-    """Raise OutputError where the target is a folder that is read, or one around or in it."""
-    ours = Path(os.path.realpath(target))
-    for path in read:
-        theirs = Path(os.path.realpath(path))
-        if theirs == ours or ours in theirs.parents:
+def _check_apart(target: Path, sources: Iterable[Path]) -> None:
+    real_target = Path(os.path.realpath(target))
+    for path in sources:
+        source = Path(os.path.realpath(path))
+        if source == real_target or real_target in source.parents:
             raise OutputError(
-                f"{target}: holds what is read here ({path}): choose another --output"
+                f"{target}: contains what is read here ({path}): choose another --output"
             )
 
 
@@ -57,21 +60,21 @@ def _check_free(target: Path, marker: str, overwrite: bool) -> None:
         if not os.path.lexists(target):
             return
         if target.is_symlink() or not target.is_dir():
-            raise OutputError(f"{target}: is no folder: --output takes the name of a folder")
+            raise OutputError(f"{target}: is not a folder: --output takes the name of a folder")
         if not any(target.iterdir()):
             return
         if not (target / marker).is_file():
             raise OutputError(
-                f"{target}: holds other files already: choose another --output, or remove it"
+                f"{target}: already holds other files: choose another --output, or remove it"
             )
         if not overwrite:
             raise OutputError(
-                f"{target}: is there already: choose another --output, or replace it by --overwrite"
+                f"{target}: already exists: choose another --output, or add --overwrite"
             )
 
 
 def _flush(folder: Path) -> None:
-    """Flush every file of a folder: a rename survives a power cut only then."""
+    """Flush every file of a folder; only then does a rename survive a power cut."""
     for path in [each for each in folder.rglob("*") if each.is_file()]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

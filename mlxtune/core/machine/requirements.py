@@ -1,4 +1,4 @@
-"""Whether what is installed is what is required: by this package, and by those that it rests on."""
+"""Whether the installed packages are those that mlxtune and its main dependencies require."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ from packaging.utils import canonicalize_name
 from mlxtune.core.machine.facts import MLX_LIBRARIES, Package
 
 _OURS = "mlxtune"
-# Whose requirements count too: with other versions they fail in ways that do not say so.
+# Their requirements are checked too: with other versions they fail in obscure ways.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "dev")
-_LIBRARY = "mlx/lib/libmlx."
 
 
 def packages() -> tuple[Package, ...]:
-    """Return what has to be installed, ourselves first, then what each extra asks for."""
-    ours = _installed(_OURS)
-    if ours is None:
+    """Return the required packages, mlxtune first, then those of each extra."""
+    version = _installed(_OURS)
+    if version is None:
         return ()
-    found = [Package(_OURS, "", ours, serves=True)]
-    found += _judged(_followed(_OURS, ""), "")
+    found = [Package(_OURS, "", version, serves=True), *_checked(_followed(_OURS, ""), "")]
     for extra in metadata.metadata(_OURS).get_all("Provides-Extra") or []:
         if extra not in _FOR_DEVELOPERS:
-            found += _judged(_followed(_OURS, extra), extra)
+            found += _checked(_followed(_OURS, extra), extra)
     return tuple(found)
 
 
 def mlx_libraries() -> tuple[str, ...]:
-    """Return the packages that have put MLX's library in place."""
-    return tuple(name for name in MLX_LIBRARIES if _brings_library(name))
+    """Return the installed packages that contain MLX's own library."""
+    return tuple(name for name in MLX_LIBRARIES if _has_library(name))
 
 
-def _brings_library(name: str) -> bool:
+def _has_library(name: str) -> bool:
     try:
         files = metadata.files(name) or []
     except metadata.PackageNotFoundError:
         return False
-    return any(str(file).startswith(_LIBRARY) for file in files)
+    return any(str(file).startswith("mlx/lib/libmlx.") for file in files)
 
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:
-    """Yield what a package requires for an extra, or at any rate; also what that rests on."""
+    """Yield the requirements of a package, or of its extra, and those of what they require."""
     for required in _required(name, extra):
         yield required
         if required.name in _FOLLOWED:
@@ -65,18 +63,18 @@ def _required(name: str, extra: str) -> Iterator[Requirement]:
             continue
         marker = required.marker
         always = marker is None or marker.evaluate({"extra": ""})
-        asked = marker is None or marker.evaluate({"extra": extra})
-        if asked and (not extra or not always):
+        applies = marker is None or marker.evaluate({"extra": extra})
+        if applies and (not extra or not always):
             yield required
 
 
-def _judged(required: Iterable[Requirement], extra: str) -> Iterator[Package]:
-    """Yield each package once, with all that is asked of its version."""
-    asked: dict[str, SpecifierSet] = {}
+def _checked(required: Iterable[Requirement], extra: str) -> Iterator[Package]:
+    """Yield each package once, with all requirements of its version together."""
+    specifiers: dict[str, SpecifierSet] = {}
     for each in required:
         name = str(canonicalize_name(each.name))
-        asked[name] = asked.get(name, SpecifierSet()) & each.specifier
-    for name, specifier in asked.items():
+        specifiers[name] = specifiers.get(name, SpecifierSet()) & each.specifier
+    for name, specifier in specifiers.items():
         version = _installed(name)
         serves = version is not None and specifier.contains(version, prereleases=True)
         yield Package(name, str(specifier), version, serves, extra)

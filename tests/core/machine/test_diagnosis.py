@@ -61,11 +61,11 @@ def only(machine: Machine, name: str) -> Check:
 
 
 @pytest.mark.parametrize("machine", [MAC, LINUX])
-def test_good_machine_has_nothing_to_mend(machine: Machine) -> None:
+def test_good_machine_has_nothing_to_fix(machine: Machine) -> None:
     found = diagnose(machine)
     assert bad(found) == []
     assert found.can_train
-    assert found.summary() == "mlxtune can train here: nothing to mend"
+    assert found.summary() == "mlxtune can train here: nothing to fix"
 
 
 # What makes training impossible
@@ -104,7 +104,7 @@ def test_missing_package_stops_and_an_old_one_is_a_problem() -> None:
 
 
 def test_old_macos_is_a_problem() -> None:
-    assert "14" in only(replace(MAC, release="13.7.1"), "system").remedy
+    assert "macOS 14" in only(replace(MAC, release="13.7.1"), "system").remedy
     assert bad(diagnose(replace(MAC, release="14.0"))) == []
 
 
@@ -234,7 +234,7 @@ def test_battery_low_power_and_offline_are_noted() -> None:
 # What is printed
 
 
-def test_remedy_stands_under_what_it_mends() -> None:
+def test_remedy_stands_under_its_check() -> None:
     lines = list(check_lines([Check("ok", "a", "well"), Check("note", "longer", "so so", "do x")]))
     assert lines == ["ok       a       well", "note     longer  so so", " " * 17 + "→ do x"]
 

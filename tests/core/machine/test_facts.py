@@ -38,7 +38,7 @@ Currently in use:
 
 def test_sysctl_is_read_by_name_with_what_it_does_not_know_left_out() -> None:
     text = "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2: Pro\n\nnonsense\n"
-    assert facts.read_pairs(text) == {
+    assert facts.parse_pairs(text) == {
         "hw.memsize": "17179869184",
         "machdep.cpu.brand_string": "Apple M2: Pro",
     }
@@ -46,18 +46,18 @@ def test_sysctl_is_read_by_name_with_what_it_does_not_know_left_out() -> None:
 
 def test_swap_of_a_mac_is_in_mebibytes() -> None:
     text = "total = 2048.00M  used = 1033.75M  free = 1014.25M  (encrypted)"
-    assert facts.read_swap(text) == int(1033.75 * 2**20)
-    assert facts.read_swap("") is None
+    assert facts.parse_swap(text) == int(1033.75 * 2**20)
+    assert facts.parse_swap("") is None
 
 
 def test_available_memory_of_a_mac_is_what_it_would_give() -> None:
-    assert facts.read_vm_stat(VM_STAT) == (4000 + 300000 + 1000) * 16384
-    assert facts.read_vm_stat("") is None
+    assert facts.parse_vm_stat(VM_STAT) == (4000 + 300000 + 1000) * 16384
+    assert facts.parse_vm_stat("") is None
 
 
 def test_memory_of_linux_is_in_kibibytes() -> None:
-    assert facts.read_meminfo(MEMINFO) == Memory(24737000 * 1024, 23000000 * 1024, 500000 * 1024)
-    assert facts.read_meminfo("") == Memory()
+    assert facts.parse_meminfo(MEMINFO) == Memory(24737000 * 1024, 23000000 * 1024, 500000 * 1024)
+    assert facts.parse_meminfo("") == Memory()
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_container_has_no_more_memory_than_its_limit(
 
 
 def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:
-    assert facts.read_pmset(BATTERY, SETTINGS.format(1)) == Power(True, True)
+    assert facts.parse_pmset(BATTERY, SETTINGS.format(1)) == Power(True, True)
     mains = BATTERY.replace("Battery Power", "AC Power")
-    assert facts.read_pmset(mains, SETTINGS.format(0)) == Power(False, False)
-    assert facts.read_pmset(mains, " powermode   2\n").saving is False
-    assert facts.read_pmset("", "") == Power(None, None)
+    assert facts.parse_pmset(mains, SETTINGS.format(0)) == Power(False, False)
+    assert facts.parse_pmset(mains, " powermode   2\n").saving is False
+    assert facts.parse_pmset("", "") == Power(None, None)

@@ -184,7 +184,7 @@ def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> 
     for content, why in (
         ("[" * 100_000, "too deep"),
         ("{", "not valid"),
-        ("[1]", "no JSON object"),
+        ("[1]", "not a JSON object"),
         ("\udc80", "not valid"),
     ):
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -195,7 +195,7 @@ def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name in ("pipe", "link"):
-        with pytest.raises(ValueError, match="no regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             read_json(tmp_path / name)
 
 

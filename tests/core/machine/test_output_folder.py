@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.output_folder import check_apart, new_folder
+from mlxtune.core.machine.output_folder import new_folder
 from mlxtune.errors import OutputError
 from tests.command import files_in
 
 
 def write(target: Path, text: str = "new", *, overwrite: bool = False) -> None:
-    with new_folder(target, marker="mark", overwrite=overwrite) as folder:
+    with new_folder(target, [], marker="mark", overwrite=overwrite) as folder:
         (folder / "mark").write_text(text)
 
 
@@ -24,7 +24,7 @@ def test_folder_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> No
 def test_nothing_is_left_where_filling_it_failed(tmp_path: Path) -> None:
     with (
         pytest.raises(OutputError, match="No space"),
-        new_folder(tmp_path / "out", marker="mark", overwrite=False) as folder,
+        new_folder(tmp_path / "out", [], marker="mark", overwrite=False) as folder,
     ):
         (folder / "mark").write_text("half")
         raise OSError(28, "No space left on device")
@@ -35,7 +35,7 @@ def test_what_stood_there_stays_where_filling_the_new_one_failed(tmp_path: Path)
     write(tmp_path / "out", "old")
     with (
         pytest.raises(KeyboardInterrupt),
-        new_folder(tmp_path / "out", marker="mark", overwrite=True),
+        new_folder(tmp_path / "out", [], marker="mark", overwrite=True),
     ):
         raise KeyboardInterrupt
     assert files_in(tmp_path) == ["out/mark"]
@@ -45,7 +45,7 @@ def test_what_stood_there_stays_where_filling_the_new_one_failed(tmp_path: Path)
 def test_folder_of_ours_is_replaced_only_when_asked(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     (tmp_path / "out" / "more").touch()
-    with pytest.raises(OutputError, match=r"is there already.*--overwrite"):
+    with pytest.raises(OutputError, match=r"already exists.*--overwrite"):
         write(tmp_path / "out")
     write(tmp_path / "out", overwrite=True)
     assert files_in(tmp_path) == ["out/mark"]
@@ -59,7 +59,7 @@ def test_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "home" / "letter").touch()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "home")
-    for name, said in [("home", "other files"), ("file", "no folder"), ("link", "no folder")]:
+    for name, said in [("home", "other files"), ("file", "not a folder"), ("link", "not a folder")]:
         with pytest.raises(OutputError, match=said):
             write(tmp_path / name, overwrite=True)
     assert (tmp_path / "home" / "letter").exists()
@@ -70,6 +70,10 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     model.mkdir(parents=True)
     (tmp_path / "link").symlink_to(model)
     for target in (model, tmp_path / "models", tmp_path / "link"):
-        with pytest.raises(OutputError, match="holds what is read here"):
-            check_apart(target, [model])
-    check_apart(model / "fused", [model])
+        with (
+            pytest.raises(OutputError, match="contains what is read here"),
+            new_folder(target, [model], marker="mark", overwrite=True),
+        ):
+            pytest.fail("the folder was given")
+    with new_folder(model / "fused", [model], marker="mark", overwrite=False):
+        pass

@@ -1,0 +1,40 @@
+"""Results on stdout: JSON for programs, and lines in which a terminal shows control characters."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from mlxtune.errors import printable
+
+
+def print_json(value: Any) -> None:
+    """Print a JSON document. Raises ValueError for NaN and infinity, which JSON lacks."""
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def print_line(line: str, *, stderr: bool = False) -> None:
+    """Print a line, with escapes for control characters and what the encoding lacks."""
+    stream = sys.stderr if stderr else sys.stdout
+    encoding = stream.encoding or "utf-8"
+    shown = printable(line).encode(encoding, "backslashreplace").decode(encoding)
+    print(shown, file=stream, flush=stderr)
+
+
+def print_answer(text: str) -> None:
+    """Print a piece of a model's answer as it arrives; nothing in it controls the terminal."""
+    from mlxtune.core.reports.visible import escape_unencodable, unharmful
+
+    sys.stdout.write(escape_unencodable(unharmful(text), sys.stdout.encoding or "utf-8"))
+    sys.stdout.flush()
+
+
+def can_print(text: str) -> bool:
+    """Return whether the encoding of stdout has all these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
