@@ -1,13 +1,13 @@
-"""Whether an adapter helped: the losses of rows without and with it, and how sure one may be.
+"""Whether an adapter helped: the losses of rows with and without it, and a confidence interval.
 
-The loss of a model is the sum over all supervised tokens divided by their count. The rows were
-drawn from what the model is to be used on, so they are what is drawn again for the interval: with
-all their tokens, and with both losses, which makes it a paired one.
+A model's loss is the sum over all supervised tokens divided by their count. The rows are a sample
+of what the model will be used on, so the bootstrap resamples rows, each with all its tokens and
+both losses, which makes the interval a paired one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -23,15 +23,15 @@ from mlxtune.errors import NonFiniteLossError
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
-# With fewer rows not even one sign for all of them says anything: 2 * (1/2)^5 is above 0.05.
+# With fewer rows, even a change of the same sign in all is not significant: 2 * (1/2)^5 > 0.05.
 FEWEST_ROWS = 6
-# Rows that gained and lost most, of each.
-_SHOWN = 5
-# Rows that are drawn at once, over all resamples, and examples that are computed together.
+# How many of the most improved and most worsened rows to report.
+_TOP_ROWS = 5
+# Row indices drawn at once, over all resamples, and examples computed at once.
 _DRAWN_AT_ONCE, _COMPUTED_AT_ONCE = 1 << 22, 32
 
 _Floats = npt.NDArray[np.float64]
-# From examples to the summed loss of each, float64 (B,).
+# Returns the summed loss of each example, float64 (B,).
 Losses = Callable[[Sequence[Example]], _Floats]
 
 
@@ -45,7 +45,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Difference:
-    """The adapted model's loss minus the base's, with its interval; below 0 is better."""
+    """The adapted model's loss minus the base model's, with its interval; below 0 is better."""
 
     loss: float
     low: float
@@ -57,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """What one row lost under both, in nats per token; `row` is its number in the file."""
+    """A row's loss under both models, in nats per token; `row` is its number in the file."""
 
     path: str
     row: int
@@ -68,7 +68,7 @@ class RowLosses:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """How many answers are those of the data to the letter."""
+    """How many answers equal the data's exactly."""
 
     base: int
     adapted: int | None
@@ -76,7 +76,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class Sample:
-    """What both answer to one row, beside the answer that the row has."""
+    """Both models' answers to one row, and the expected answer."""
 
     path: str
     row: int
@@ -88,24 +88,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class Generated:
-    """The greedy answers to the last turn of each row that has a prompt and a whole answer."""
+    """Greedy answers to the last turn of each row with a prompt and a complete answer."""
 
     rows: int
     exact_match: ExactMatch
     samples: list[Sample]
 
     def describe(self) -> str:
-        """Say in a line how many there are, and how many are right to the letter."""
+        """Return a line with the number of answers and exact matches."""
         match = self.exact_match
         after = "" if match.adapted is None else f", {match.adapted:,} with the adapter"
         return (
-            f"{count(self.rows, 'row')} answered, for the report: right to the letter "
+            f"{count(self.rows, 'row')} answered, for the report: exact matches "
             f"{match.base:,} without{after}"
         )
 
 
 def generated_of(samples: list[Sample], *, adapted: bool) -> Generated:
-    """Return samples with the count of those that are right, with the adapter if there is one."""
+    """Count the exact matches of samples, `adapted` ones too if there is an adapter."""
     base = sum(each.base == each.expected for each in samples)
     right = sum(each.adapted == each.expected for each in samples) if adapted else None
     return Generated(len(samples), ExactMatch(base, right), samples)
@@ -113,10 +113,10 @@ def generated_of(samples: list[Sample], *, adapted: bool) -> Generated:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found. Without an adapter, only what is said of the base is there.
+    """The result of an evaluation. Without an adapter, only the base model's values are set.
 
-    `tokens` counts the supervised ones. `gained` and `lost` are the rows that made most of the
-    difference, by the nats that they brought to it.
+    `tokens` counts supervised tokens. `gained` and `lost` are the rows that contribute most to the
+    difference, in nats, for the better and for the worse.
     """
 
     rows: int
@@ -136,7 +136,7 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The losses of rows under a model: `losses` float64 (R,), summed over `tokens` int64 (R,)."""
+    """Losses of rows under a model: `losses` float64 (R,), each summed over `tokens` int64 (R,)."""
 
     losses: _Floats
     tokens: npt.NDArray[np.int64]
@@ -148,62 +148,48 @@ class Sums:
         return Loss(mean, perplexity(mean))
 
 
-def sums_of(rows: CorpusRows, losses: Losses, tell: Callable[[int, int], None]) -> Sums:
-    """Compute the losses of rows; `tell` hears how many examples are done, and of how many.
+def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], None]) -> Sums:
+    """Compute the losses of rows; `on_progress` gets the number of examples done, and of all.
 
-    The first token of an example is never predicted, and counts nowhere.
+    The first token of an example is never predicted, so it does not count.
     """
     # Neighbours in length share a micro-batch; the sums do not depend on the order.
     examples = [(place, example) for place, row in enumerate(rows) for example in row]
     examples.sort(key=lambda each: len(each[1]))
-    found, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+    totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
     for start in range(0, len(examples), _COMPUTED_AT_ONCE):
         chunk = examples[start : start + _COMPUTED_AT_ONCE]
         places = [place for place, _ in chunk]
-        np.add.at(found, places, losses([example for _, example in chunk]))
+        np.add.at(totals, places, losses([example for _, example in chunk]))
         np.add.at(tokens, places, [int(each.assistant_mask[1:].sum()) for _, each in chunk])
-        tell(start + len(chunk), len(examples))
-    return Sums(found, tokens)
+        on_progress(start + len(chunk), len(examples))
+    return Sums(totals, tokens)
 
 
 def evaluation_of(
     rows: CorpusRows, paths: Sequence[str], base: Sums, adapted: Sums | None, seed: int
 ) -> Evaluation:
-    """Compare the losses of rows, whose files have these paths.
+    """Compare the losses of rows; `paths` are those of their files.
 
-    Raises NonFiniteLossError where the loss of a row is no number.
+    Raises NonFiniteLossError if the loss of a row is not finite.
     """
     places = [rows.corpus.place_of(index) for index in rows.indices]
     for name, sums in (("base", base), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
             file, row = places[int(np.argmin(np.isfinite(sums.losses)))]
             raise NonFiniteLossError(
-                f"{paths[file]}:{row}: its loss under the {name} model is no finite number: "
+                f"{paths[file]}:{row}: its loss under the {name} model is not finite: "
                 "check the model, or use --dtype float32"
             )
-    found = Evaluation(len(rows), int(base.tokens.sum()), base.loss)
+    evaluation = Evaluation(len(rows), int(base.tokens.sum()), base.loss)
     if adapted is None:
-        return found
+        return evaluation
     difference = paired_difference(base.losses, adapted.losses, base.tokens, seed)
-    most = _most_changed(places, paths, base, adapted)
-    return replace(
-        found,
-        adapted=adapted.loss,
-        difference=difference,
-        verdict=verdict_of(difference, len(rows)),
-        gained=tuple(next(most)),
-        lost=tuple(next(most)),
-    )
 
-
-def _most_changed(
-    places: Sequence[tuple[int, int]], paths: Sequence[str], base: Sums, adapted: Sums
-) -> Iterator[list[RowLosses]]:
-    """Yield the rows that gained most, then those that lost most."""
-    change = adapted.losses - base.losses
-    for sign in (1, -1):
-        order = np.argsort(sign * change, kind="stable")[:_SHOWN].tolist()
-        yield [
+    def most_changed(sign: int) -> tuple[RowLosses, ...]:
+        change = sign * (adapted.losses - base.losses)
+        order = np.argsort(change, kind="stable")[:_TOP_ROWS].tolist()
+        return tuple(
             RowLosses(
                 paths[places[i][0]],
                 places[i][1],
@@ -212,12 +198,21 @@ def _most_changed(
                 float(adapted.losses[i] / base.tokens[i]),
             )
             for i in order
-            if sign * change[i] < 0
-        ]
+            if change[i] < 0
+        )
+
+    return replace(
+        evaluation,
+        adapted=adapted.loss,
+        difference=difference,
+        verdict=verdict_of(difference, len(rows)),
+        gained=most_changed(1),
+        lost=most_changed(-1),
+    )
 
 
 def verdict_of(difference: Difference, rows: int) -> str:
-    """Return what the interval says of so many rows."""
+    """Return the verdict for the interval of a difference over `rows` rows."""
     if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
         return CANNOT_TELL
     return HELPED if difference.high < 0 else HURT
@@ -234,13 +229,13 @@ def paired_difference(
 ) -> Difference:
     """Return the difference of two losses over the same rows, with its bootstrap interval.
 
-    `base`, `adapted` and `tokens` are (R,): the summed losses of each row, and its tokens. Rows are
-    drawn with replacement, and each resample is the difference of sums divided by its tokens.
+    `base`, `adapted` and `tokens` are (R,): the summed losses of each row, and its tokens. Each
+    resample draws rows with replacement and divides the difference of their sums by their tokens.
 
     Source: the bias-corrected and accelerated interval, Efron, Better Bootstrap Confidence
     Intervals, JASA 82 (1987), equations 2.3 and 6.6; Efron and Tibshirani, An Introduction to the
-    Bootstrap (1993), equations 14.9, 14.10, 14.14 and 14.15. Percentiles by themselves are too
-    short where few rows bring most of the difference.
+    Bootstrap (1993), equations 14.9, 14.10, 14.14 and 14.15. Plain percentiles are too
+    narrow if few rows contribute most of the difference.
     """
     change = adapted - base
     observed = float(change.sum() / tokens.sum())
@@ -270,10 +265,10 @@ def _bca_levels(
     tokens: npt.NDArray[np.int64],
     confidence: float,
 ) -> tuple[float, float]:
-    """Return which shares of the resamples the interval begins and ends at."""
+    """Return the quantiles of the resamples that bound the interval."""
     normal = NormalDist()
     half = (1 - confidence) / 2
-    # Those that equal it count half, so that a median of many equal values is no bias.
+    # Equal values count half, so that many of them cause no bias.
     below = float((drawn < observed).mean() + (drawn == observed).mean() / 2)
     least = 1 / (2 * len(drawn))
     bias = normal.inv_cdf(min(max(below, least), 1 - least))
@@ -281,9 +276,9 @@ def _bca_levels(
     levels = []
     for share in (half, 1 - half):
         z = bias + normal.inv_cdf(share)
-        room = 1 - acceleration * z
-        # Where the correction runs away, as with a single row that differs, none is made.
-        levels.append(normal.cdf(bias + z / room) if room > 0 else share)
+        divisor = 1 - acceleration * z
+        # The correction diverges if, for example, a single row differs; then none is made.
+        levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else share)
     return levels[0], levels[1]
 
 
@@ -292,27 +287,25 @@ def _acceleration(change: _Floats, tokens: npt.NDArray[np.int64]) -> float:
     if len(change) < 2:
         return 0.0
     without = (change.sum() - change) / (tokens.sum() - tokens)
-    apart = without.mean() - without
-    spread = float((apart**2).sum())
-    return float((apart**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
+    deviation = without.mean() - without
+    spread = float((deviation**2).sum())
+    return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
 
 
-def verdict_line(found: Evaluation) -> str:
-    """Return what the verdict is, and by how much, in a sentence."""
-    difference = found.difference
+def verdict_line(evaluation: Evaluation) -> str:
+    """Return the verdict and its numbers in a sentence. Needs an evaluation with an adapter."""
+    difference = evaluation.difference
     assert difference is not None
-    rows = f"{count(found.rows, 'row')}, {count(found.tokens, 'supervised token')}"
-    change = abs(difference.loss)
-    better = "less" if difference.loss <= 0 else "more"
-    # The interval of what is said, which is without a sign.
-    low, high = difference.low, difference.high
+    rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
+    better, low, high = "more", difference.low, difference.high
     if difference.loss <= 0:
-        low, high = -high, -low
+        # The sentence gives the amount without its sign.
+        better, low, high = "less", -high, -low
     amount = (
-        f"{change:.4f} nats per token {better} than the base model "
+        f"{abs(difference.loss):.4f} nats per token {better} than the base model "
         f"({difference.confidence:.0%} interval {low + 0.0:.4f} to {high + 0.0:.4f}) on {rows}"
     )
-    if found.verdict != CANNOT_TELL:
-        return f"the adapter {found.verdict}: {amount}"
-    few = f"; {FEWEST_ROWS} rows are the fewest that say anything"
-    return f"cannot tell whether the adapter helped: {amount}{few * (found.rows < FEWEST_ROWS)}"
+    if evaluation.verdict != CANNOT_TELL:
+        return f"the adapter {evaluation.verdict}: {amount}"
+    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
+    return f"cannot tell whether the adapter helped: {amount}{few}"

@@ -1,4 +1,4 @@
-"""How fast a model trained when it last did, kept for the next plan."""
+"""The speed of the last training of each model, saved for later plans."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from mlxtune.core.training.metrics import StepRecord
 from mlxtune.errors import OutputError
 
 FILE = "speeds.json"
-# Steps of a run from which a speed is taken; the first, which may compile, is not timed.
-_STEPS = 3
-# Models whose speed is kept, the latest measured.
-_KEPT = 200
+# A run needs this many steps; the first is not timed, because it may include compilation.
+_MIN_STEPS = 3
+_MAX_ENTRIES = 200
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens of the data, padding aside, that were trained on in a second; when, as YYYY-MM-DD."""
+    """Tokens per second, without padding, and the day they were measured, as YYYY-MM-DD."""
 
     tokens_per_s: float
     measured: str
 
 
 def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
-    """Return the speed of a run; None where it was too short to tell."""
-    if len(steps) < _STEPS:
+    """Return the speed of a run; None if it was too short."""
+    if len(steps) < _MIN_STEPS:
         return None
     tokens, seconds = sum(s.tokens for s in steps[1:]), sum(s.seconds for s in steps[1:])
     return Speed(tokens / seconds, today) if tokens and seconds > 0 else None
 
 
 def read_speed(cache: Path | None, key: str) -> Speed | None:
-    """Return the speed that is kept under a key; None where there is none."""
+    """Return the speed saved under a key; None if there is none."""
     entry = _read(cache).get(key) if cache is not None else None
     with suppress(TypeError):
         speed = Speed(**entry) if isinstance(entry, dict) else None
@@ -46,11 +45,11 @@ def read_speed(cache: Path | None, key: str) -> Speed | None:
 
 
 def keep_speed(cache: Path | None, key: str, speed: Speed) -> None:
-    """Keep a speed under a key; where nothing can be written, nothing is kept."""
+    """Save a speed under a key, if the folder can be written."""
     if cache is None:
         return
     others = {name: entry for name, entry in _read(cache).items() if name != key}
-    kept = dict([*others.items(), (key, asdict(speed))][-_KEPT:])
+    kept = dict([*others.items(), (key, asdict(speed))][-_MAX_ENTRIES:])
     with suppress(OutputError):
         make_folder(cache)
         write_json(cache / FILE, kept)
