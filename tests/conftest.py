@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,19 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk() -> Iterator[None]:
+    """Have nothing wait for the disk: a run flushes some fifty times, and there are hundreds.
+
+    The processes that tests start flush; that files are flushed before they are renamed is tested
+    in tests/core/machine/test_files.py.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # A descriptor that is closed is still an error.
+        monkeypatch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -216,6 +216,7 @@ class Reader:
         }
 
 
+@cache  # the code that runs stays what it was when the process started
 def _code_hashes() -> dict[str, str]:
     """Return what tells one version of the code that encodes from another."""
     import importlib.metadata

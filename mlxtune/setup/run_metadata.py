@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +154,7 @@ def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
     }
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import importlib.metadata

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ from tests.core.training.fake_pipeline import (
 )
 from tests.faults import KINDS, Crash, FaultyDisk
 from tests.slow import slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_disk() -> Iterator[None]:
-    """Have nothing wait for the disk: runs by the thousand would take minutes."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
 
 # Validation losses of a run of four epochs, of which the second is the best.
 LOSSES = [4.0, 3.0, 1.0, 2.0, 2.0]
