@@ -35,7 +35,7 @@ from mlxtune.terminal.output import print_json
 
 if TYPE_CHECKING:
     from mlxtune.core.data.encode import Example
-    from mlxtune.core.runs.benchmark import Benchmark, Run, Side, TimedStep
+    from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
     from mlxtune.terminal.console import RunConsole
 
 
@@ -193,13 +193,13 @@ def _alternate(
     return ours, theirs
 
 
-def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Run:
+def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> BenchmarkRun:
     """Do a job in a new process; `on_step` gets the number of steps taken.
 
     Raises MlxTuneError with the error that the process reports or, if it ends early without one,
     with how it ended.
     """
-    from mlxtune.core.runs.benchmark import Run, TimedStep
+    from mlxtune.core.runs.benchmark import BenchmarkRun, TimedStep
 
     path = scratch / "job.json"
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
@@ -212,7 +212,7 @@ def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Run
             if "error" in record:
                 raise MlxTuneError(record["error"])
             if "run" in record:
-                return Run(steps=tuple(steps), **record["run"])
+                return BenchmarkRun(steps=tuple(steps), **record["run"])
             if "step" in record:
                 steps.append(TimedStep(**record["step"]))
                 on_step(len(steps))

@@ -103,7 +103,7 @@ class OurSide:
 
 
 def measure(job: Job) -> Iterator[dict[str, Any]]:
-    """Do a job; yield each step, then the run, as the fields of TimedStep and Run."""
+    """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     import mlxtune.backend  # noqa: F401  loads a fast BLAS before a peer loads mlx
     from mlxtune.backend.step import measure, peers
     from mlxtune.core.runs.benchmark import read_steps

@@ -25,9 +25,9 @@ def print_line(line: str, *, stderr: bool = False) -> None:
 
 def print_answer(text: str) -> None:
     """Print a piece of a model's answer as it arrives; nothing in it controls the terminal."""
-    from mlxtune.core.reports.visible import escape_unencodable, unharmful
+    from mlxtune.core.reports.visible import escape_controls, escape_unencodable
 
-    sys.stdout.write(escape_unencodable(unharmful(text), sys.stdout.encoding or "utf-8"))
+    sys.stdout.write(escape_unencodable(escape_controls(text), sys.stdout.encoding or "utf-8"))
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""Axes of a chart: where values stand on them, and which are written beside them."""
+"""Axes of a chart: the position of a value, and the ticks with their labels."""
 
 from __future__ import annotations
 
@@ -6,60 +6,59 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of the range, what is left free above and below the values.
-_ROOM = 0.05
-# An axis begins at 0 where the lowest value is below this share of the highest.
+# The share of the range that stays free above and below the values.
+_MARGIN = 0.05
+# An axis starts at 0 if the lowest value is below this share of the highest.
 _NEAR_ZERO = 0.4
-# Values that span more than this factor are drawn on a logarithmic axis to begin with.
+# Values that span more than this factor are first shown on a logarithmic axis.
 _SPANS = 20.0
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values, linear or logarithmic, which `ticks` mark."""
+    """A linear or logarithmic range of values."""
 
     low: float
     high: float
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value stands, from 0 at the low end to 1 at the high."""
+        """Return the position of a value, from 0 at the low end to 1 at the high."""
         if self.log:
-            span = math.log(self.high / self.low)
-            return math.log(value / self.low) / span
+            return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 5) -> list[tuple[float, str]]:
-        """Return the values to mark, at most about so many, each with its label."""
+        """Return about `most` values to mark, each with its label."""
         if not self.log:
             return _linear_ticks(self.low, self.high, most)
-        found = _log_ticks(self.low, self.high, most)
-        return found if len(found) > 1 else _linear_ticks(self.low, self.high, most)
+        ticks = _log_ticks(self.low, self.high, most)
+        return ticks if len(ticks) > 1 else _linear_ticks(self.low, self.high, most)
 
 
 def linear_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
-    """Return a linear axis for finite values, which begins at 0 where that wastes little."""
+    """Return a linear axis for finite values; it starts at 0 if that wastes little space."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0 and (from_zero or low < _NEAR_ZERO * high or not high):
-        return Axis(0.0, high * (1 + _ROOM) or 1.0)
-    # Values that are all but the same are not drawn as if they were far apart.
-    room = max(_ROOM * (high - low), abs(low) * 1e-3, abs(high) * 1e-3)
-    return Axis(low - room, high + room)
+        return Axis(0.0, high * (1 + _MARGIN) or 1.0)
+    # Nearly equal values should not look far apart.
+    margin = max(_MARGIN * (high - low), abs(low) * 1e-3, abs(high) * 1e-3)
+    return Axis(low - margin, high + margin)
 
 
 def log_axis(values: Sequence[float]) -> Axis | None:
-    """Return a logarithmic axis for the values above 0; None where there are none."""
+    """Return a logarithmic axis for the values above 0; None if there are none."""
     positive = [value for value in values if value > 0]
     if not positive:
         return None
     low, high = min(positive), max(positive)
-    room = max((high / low) ** _ROOM, 1.05)
-    # The ends stay what a float can hold.
-    return Axis(max(low / room, 1e-300), min(high * room, 1e300), log=True)
+    margin = max((high / low) ** _MARGIN, 1.05)
+    # Both ends must stay within the range of a float.
+    return Axis(max(low / margin, 1e-300), min(high * margin, 1e300), log=True)
 
 
 def spans_much(values: Sequence[float]) -> bool:
-    """Tell whether values are better seen on a logarithmic axis: all above 0 and far apart."""
+    """Return whether values suit a logarithmic axis: all above 0 and far apart."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > _SPANS
 
 
@@ -81,7 +80,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
 
 
 def tick_label(value: float, step: float) -> str:
-    """Return a value in as many digits as steps of this size need: 1.5, 2,000, 20k, 3e-5."""
+    """Return a value in the digits that ticks of this step need: 1.5, 2,000, 20k, 3e-5."""
     if abs(value) < step * 1e-6:
         return "0"
     if abs(value) >= 1e10 or step < 1e-4:

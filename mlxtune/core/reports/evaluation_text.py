@@ -1,4 +1,4 @@
-"""What a person reads of an evaluation, as lines of text. Nothing here prints."""
+"""An evaluation as lines of text. Nothing here prints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mlxtune.core.text import count
 from mlxtune.core.training.evaluation import Evaluation, Generated, RowLosses, verdict_line
 
 _NAME = 12
-# Answers that are shown beside each other: what changed for the better, for the worse, or not.
+# The samples that are shown, and the characters of each text.
 _SAMPLES = 4
 _LONGEST = 400
 
 
 def evaluation_lines(found: Evaluation) -> Iterator[str]:
-    """Yield the verdict with what it rests on, the rows that changed most, and the answers."""
+    """Yield the losses, the verdict, the rows that changed most, and sampled answers."""
     yield f"{'Base':<{_NAME}}{run_text.loss_and_perplexity(found.base.loss)}"
     if found.adapted is not None:
         yield f"{'Adapted':<{_NAME}}{run_text.loss_and_perplexity(found.adapted.loss)}"
@@ -44,7 +44,7 @@ def _answers(found: Generated) -> Iterator[str]:
         parts.append(f"adapted {match.adapted:,} ({match.adapted / rows:.1%})")
     parts[0] += f" ({match.base / rows:.1%})"
     answers = count(rows, "answer")
-    yield f"{'Exact match':<{_NAME}}{', '.join(parts)}, of {answers}, are right to the letter"
+    yield f"{'Exact match':<{_NAME}}{', '.join(parts)}, of {answers}, match exactly"
     for sample in found.samples[:_SAMPLES]:
         yield ""
         yield f"{sample.path}:{sample.row}"

@@ -1,4 +1,4 @@
-"""What a person reads of a profile, as lines of text. Nothing here prints."""
+"""A profile as lines of text. Nothing here prints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mlxtune.core.training.profile import (
     StepProfile,
 )
 
-# More layers than this are shown in runs of neighbours.
+# A deeper model shows groups of neighbouring layers.
 _LAYERS_SHOWN = 12
 _WIDTH = 16
 
 
 class ProfileSummary:
-    """All that was profiled of a run, summed up as it comes."""
+    """The profile of a run, summed up as its records arrive."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -36,7 +36,7 @@ class ProfileSummary:
         self.save_bytes = 0
 
     def add(self, record: ProfileRecord) -> None:
-        """Take in a record."""
+        """Add a record."""
         if isinstance(record, SaveProfile):
             self.saves += 1
             self.save_seconds += record.seconds
@@ -70,7 +70,7 @@ def step_line(profile: StepProfile) -> str:
 
 
 def table(summary: ProfileSummary) -> Iterator[str]:
-    """Yield the lines of a table: each phase of a step, and each layer."""
+    """Yield the lines of a table with each phase of a step, and each layer."""
     if summary.steps:
         steps = count(summary.steps, "step")
         yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"
@@ -97,7 +97,7 @@ def table(summary: ProfileSummary) -> Iterator[str]:
 
 
 def _grouped(layers: list[LayerProfile]) -> Iterator[LayerProfile]:
-    """Yield layers, those of a deep model several at a time, each line the mean of its layers."""
+    """Yield layers; in a deep model, the means of groups of neighbours."""
     numbered = [layer for layer in layers if layer.name.startswith("layers.")]
     at_once = -(-len(numbered) // _LAYERS_SHOWN)
     for start in range(0, len(numbered), at_once or 1):

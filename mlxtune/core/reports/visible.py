@@ -1,7 +1,7 @@
-r"""Text from data made fit to look at: nothing stays invisible, and nothing acts.
+r"""Text from data made safe and fully visible.
 
-Control, bidi, zero-width and other unseen characters become escapes such as `\u202e`; spaces that
-one would overlook, newlines and tabs are told apart, for a page or a terminal to mark.
+Control, bidi, zero-width and other unseen characters become escapes such as `\u202e`. Newlines,
+tabs and spaces that are easy to overlook are separated, for a page or a terminal to mark.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlxtune.core.data.inspection import Piece
 Kind = Literal["plain", "space", "newline", "tab", "escape"]
 Stretch = tuple[Kind, str]
 
-# Controls, formats, half surrogate pairs, private use, separators of lines and paragraphs.
+# Controls, formats, lone surrogates, private use, line and paragraph separators.
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-# Of these, what a terminal may act on.
+# Those that a terminal may act on.
 _ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Letters and marks that leave nothing, or only a gap, on the screen.
+# Letters and marks that appear as nothing or as a gap.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
-_SPACES = " \u3000"  # the second is as wide as an ideogram, and common between them
+_SPACES = " \u3000"  # the second is the ideographic space
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _ODD = re.compile(r"[^ -~]")
 _PARTS = re.compile(r" +|\n|\t|[^ \n\t]+")
@@ -46,12 +46,12 @@ def _by_number(character: str) -> str:
 
 
 def escape(text: str) -> str:
-    r"""Return a text in one line, in which `\n`, `\u202e` and their like can be seen."""
+    r"""Return a text as one line with escapes such as `\n` and `\u202e`."""
     return _ODD.sub(lambda match: _escape(match[0]), text)
 
 
 def escape_unencodable(text: str, encoding: str) -> str:
-    r"""Return a text in which each character that an encoding lacks is `\u2026` or its like."""
+    r"""Return a text with an escape such as `\u2026` for each character that an encoding lacks."""
 
     def encodable(part: str) -> bool:
         try:
@@ -66,10 +66,10 @@ def escape_unencodable(text: str, encoding: str) -> str:
 
 
 def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[Stretch]]]:
-    """Yield each piece with its text in stretches, each of which is to be shown in one way.
+    """Yield each piece with its text in stretches of one kind.
 
-    A space is marked where it is one of several, stands at the start or end of a line, or beside
-    a control token or the edge of what is supervised.
+    A space is marked if it is one of several, at either end of a line, or next to a control token
+    or the edge of a supervised span.
     """
     for i, piece in enumerate(pieces):
         before = pieces[i - 1].text[-1:] if i and _same(piece, pieces[i - 1]) else ""
@@ -110,22 +110,22 @@ def _add(found: list[Stretch], kind: Kind, text: str) -> None:
 
 
 def middle_of(pieces: Sequence[Piece], head: int, tail: int) -> tuple[int, int]:
-    """Return the [start, end) pieces to fold away, so that the head and the tail are seen.
+    """Return the range [start, end) of pieces to fold between the head and the tail.
 
-    It is empty where little would be gained.
+    It is empty if folding would save little.
     """
     start, end = head, len(pieces) - tail
     return (start, end) if end - start > head // 2 else (len(pieces), len(pieces))
 
 
-def unharmful(text: str) -> str:
-    r"""Return a text in which what a terminal would act on is an escape such as `\x1b`.
+def escape_controls(text: str) -> str:
+    r"""Return a text with an escape such as `\x1b` for whatever a terminal would act on.
 
-    Newlines, tabs and all that can be seen stay, and so do the joiners that emoji are made with.
+    Newlines, tabs, visible characters and the joiners of emoji stay.
     """
-    return _ODD.sub(lambda match: _harmless(match[0]), text)
+    return _ODD.sub(lambda match: _escape_control(match[0]), text)
 
 
-def _harmless(character: str) -> str:
+def _escape_control(character: str) -> str:
     kept = character in "\n\t\u200c\u200d" or unicodedata.category(character) not in _ACTING
     return character if kept else character.encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""A benchmark as numbers: steps, runs, sides, their ratios and whether they agree. Nothing runs.
+"""A benchmark as numbers: steps, runs, sides, their ratios, and whether their losses agree.
 
     side      one trainer: this package, or a peer
     run       one process of a side, which takes all steps
@@ -21,11 +21,11 @@ import numpy as np
 from mlxtune.core.data.encode import Example
 
 SCHEMA_VERSION = 1
-# How far losses may lie apart: the difference over the greater of 1 and the loss. Before the first
-# update both sides compute the same function of the same numbers; after it, rounding has gone
-# through an optimizer, which turns a gradient near 0 into an update of full size.
+# How far losses may differ, relative to the greater of 1 and the loss, at the first step and after.
+# Before the first update both sides compute the same function of the same numbers; AdamW then turns
+# rounding of a gradient near 0 into an update of full size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
-# Logits of 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
+# In 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
 
 
@@ -35,11 +35,10 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """What one step took.
+    """The time and memory (bytes) of one step.
 
-    `tokens` are those of the examples. `tokens_run` are those that ran through the model, and
-    `padding` which of them need not have run: neither pads nor what comes after the last
-    supervised token of an example predict anything. Memory is in bytes.
+    `tokens` counts those of the examples, `tokens_run` those that ran through the model, and
+    `padding` those that ran for nothing: pads, and what follows an example's last supervised token.
     """
 
     seconds: float
@@ -51,19 +50,18 @@ class TimedStep:
     peak_memory: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, which knows no number that is not finite."""
+        """Return the fields for JSON, which has no NaN and infinity."""
         return asdict(self) | {"loss": _finite(self.loss)}
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one process of a side measured. Seconds, bytes.
+class BenchmarkRun:
+    """What one process of a side measured, in seconds and bytes.
 
-    `process_s` is from the start of the process to the first step, reading the weights included;
-    `startup_s` what follows that reading. `peak_rss` is the most memory the process had, of all
-    kinds. `loss_function` names what a peer computed, `loss_with_pad_targets` what its own batches
-    would have it train on at the first step. `products` are the seconds of the matrix products of
-    each step, by kind.
+    `process_s` is the time from the start of the process to the first step, and `startup_s` the
+    part of it after the weights are read. `peak_rss` is the largest memory of the process.
+    `loss_function` names the loss of a peer, `loss_with_pad_targets` is its first loss with its own
+    targets. `products` are the seconds of each step's matrix products, by kind.
     """
 
     steps: tuple[TimedStep, ...]
@@ -78,28 +76,27 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The time of all steps."""
+        """The time of all steps together."""
         return math.fsum(step.seconds for step in self.steps)
 
     def per_second(self, count: str) -> float:
-        """Return tokens a second over all steps; `count` is a field of a step."""
+        """Return tokens a second over all steps; `count` is the field of TimedStep to count."""
         return float(sum(getattr(step, count) for step in self.steps)) / self.seconds
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes that MLX held at once in a step."""
+        """The most bytes that MLX held at once."""
         return max(step.peak_memory for step in self.steps)
 
     @property
     def padding_share(self) -> float:
-        """The share of the tokens run that need not have run."""
-        return sum(step.padding for step in self.steps) / sum(
-            step.tokens_run for step in self.steps
-        )
+        """The share of the tokens run that ran for nothing."""
+        run = sum(step.tokens_run for step in self.steps)
+        return sum(step.padding for step in self.steps) / run
 
     @property
     def step_efficiency(self) -> float | None:
-        """The time of the matrix products over the time of the steps that they belong to."""
+        """The time of the matrix products over that of their steps."""
         if not self.products:
             return None
         return math.fsum(sum(kinds.values()) for kinds in self.products) / self.seconds
@@ -115,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """Some measurements of one quantity."""
+    """The median and range of some measurements."""
 
     median: float
     min: float
@@ -123,7 +120,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of one or more values."""
+        """Return the spread of at least one value."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
@@ -133,24 +130,24 @@ class Side:
     """One trainer and its runs; `failed` says why there are no more of them."""
 
     name: str
-    runs: list[Run] = field(default_factory=list)
+    runs: list[BenchmarkRun] = field(default_factory=list)
     failed: str | None = None
 
     def spread(self, quantity: str) -> Spread:
-        """Return the spread over the runs of one of their numbers."""
+        """Return the spread of a number over the runs."""
         return Spread.of(getattr(run, quantity) for run in self.runs)
 
     def per_second(self, count: str) -> Spread:
-        """Return the spread over the runs of tokens a second."""
+        """Return the spread of tokens a second over the runs."""
         return Spread.of(run.per_second(count) for run in self.runs)
 
     @property
     def seconds_per_step(self) -> Spread:
-        """The spread over every step of every run."""
+        """The spread of the seconds over every step of every run."""
         return Spread.of(step.seconds for run in self.runs for step in run.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the side for JSON: its spreads, then its runs."""
+        """Return the spreads and the runs for JSON."""
         if not self.runs:
             return {"name": self.name, "failed": self.failed, "runs": []}
         spreads = {
@@ -172,9 +169,9 @@ _QUANTITIES = ("padding_share", "peak_memory", "peak_rss", "startup_s")
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether two sides had the same losses. Differences are over the greater of 1 and the loss.
+    """How far the losses of two sides differ, relative to the greater of 1 and the loss.
 
-    `largest` is that of the steps after the first; None where a loss is not finite.
+    `largest` is the difference after the `first` step; both are None if a loss is not finite.
     """
 
     first: float | None
@@ -184,18 +181,14 @@ class Agreement:
 
     @property
     def agree(self) -> bool:
-        """Whether the first step and all others are within their tolerance."""
+        """Whether all steps are within their tolerance."""
         if self.first is None or self.largest is None:
             return False
         return self.first <= self.first_tolerance and self.largest <= self.tolerance
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
-
 
 def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agreement:
-    """Compare the losses of the same steps, computed in `dtype`."""
+    """Compare the losses of the same steps, both computed in `dtype`."""
     apart = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True)]
     finite = all(map(math.isfinite, apart))
     first_tolerance, tolerance = _TOLERANCES.get(dtype, _TOLERANCES_16_BIT)
@@ -209,7 +202,7 @@ def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agr
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What was measured on which work. `rows` and `examples` are those of all steps."""
+    """What was measured, and on which work; `rows` and `examples` are those of all steps."""
 
     model: str
     device: str
@@ -224,16 +217,16 @@ class Benchmark:
 
     @property
     def steps(self) -> int:
-        """How many steps each run takes."""
+        """The number of steps of each run."""
         return len(self.ours.runs[0].steps)
 
     @property
-    def pairs(self) -> list[tuple[Run, Run]]:
-        """Each run of ours with theirs that came right after it."""
+    def pairs(self) -> list[tuple[BenchmarkRun, BenchmarkRun]]:
+        """Each run of ours with the run of theirs right after it."""
         return list(zip(self.ours.runs, self.theirs.runs, strict=False)) if self.theirs else []
 
     def ratios(self) -> dict[str, Spread]:
-        """Return ours over theirs, pair by pair; empty where there is no pair."""
+        """Return the spread of ours over theirs over all pairs; empty without a pair."""
         return {
             name: Spread.of(of(ours) / of(theirs) for ours, theirs in self.pairs)
             for name, of in _COMPARED.items()
@@ -241,14 +234,14 @@ class Benchmark:
         }
 
     def agreement(self) -> Agreement | None:
-        """Return how well the losses of the first pair agree; None without a pair."""
+        """Return whether the losses of the first pair agree; None without a pair."""
         if not self.pairs:
             return None
         ours, theirs = ([step.loss for step in run.steps] for run in self.pairs[0])
         return agreement(ours, theirs, self.dtype)
 
     def efficiency(self) -> Spread:
-        """Return the spread over our runs of their step efficiency."""
+        """Return the spread of the step efficiency over our runs."""
         return Spread.of(run.step_efficiency or 0.0 for run in self.ours.runs)
 
     def as_dict(self) -> dict[str, Any]:
@@ -269,7 +262,7 @@ class Benchmark:
             "step_efficiency": self.efficiency().median,
             "padding_share": self.ours.spread("padding_share").median,
             "losses_agree": agreed.agree if agreed else None,
-            "loss_difference": agreed.as_dict() if agreed else None,
+            "loss_difference": asdict(agreed) if agreed else None,
             "ours": self.ours.as_dict(),
             "theirs": self.theirs.as_dict() if self.theirs else None,
             "options": self.options,
@@ -277,7 +270,7 @@ class Benchmark:
         }
 
 
-_COMPARED: dict[str, Callable[[Run], float]] = {
+_COMPARED: dict[str, Callable[[BenchmarkRun], float]] = {
     "real_tokens_per_s": lambda run: run.per_second("tokens"),
     "supervised_tokens_per_s": lambda run: run.per_second("supervised_tokens"),
     "peak_memory": lambda run: run.peak_memory,
@@ -286,7 +279,7 @@ _COMPARED: dict[str, Callable[[Run], float]] = {
 
 
 def one_span(example: Example) -> bool:
-    """Tell whether the supervised tokens of an example stand side by side."""
+    """Return whether the supervised tokens of an example are one contiguous span."""
     where = np.flatnonzero(example.assistant_mask)
     return bool(len(where)) and int(where[-1] - where[0]) == len(where) - 1
 
@@ -305,7 +298,7 @@ def write_steps(path: Path, steps: Sequence[Sequence[Example]]) -> None:
 
 
 def read_steps(path: Path) -> list[list[Example]]:
-    """Read what `write_steps` wrote."""
+    """Read the file that `write_steps` wrote."""
     with np.load(path) as arrays:
         tokens, mask, ends, places = (arrays[k] for k in ("tokens", "mask", "ends", "places"))
     steps: list[list[Example]] = [[] for _ in range(int(places[-1, 0]) + 1)]

@@ -1,11 +1,9 @@
-"""Every file that a run leaves behind, and what it holds: for the reference, and for its test.
+"""Every file that a run writes, and what it contains.
 
 Paths are relative to the folder of --output, with the default --checkpoint-dir.
 """
 
 from __future__ import annotations
-
-import re
 
 from mlxtune.core.training.checkpoint import (
     ADAPTER,
@@ -28,46 +26,29 @@ from mlxtune.core.training.run_folder import (
 )
 
 _RUN = "checkpoints"
-# A checkpoint is one of these folders; N is an epoch or a step.
+# The folders of checkpoints; N is an epoch or a step.
 _CHECKPOINT = f"{_RUN}/{{{BEST},epoch-N,step-N}}"
 RUN_FILES: dict[str, str] = {
-    f"{_RUN}/{ABOUT}": "what the run is: its options, model, plan and data",
+    f"{_RUN}/{ABOUT}": "the run's options, model, plan and data",
     ADAPTER: "the adapter, as mlx-lm loads it: of the best epoch by validation loss, or of the "
     "last step without validation; its name is that of --output",
-    ADAPTER_CONFIG: "what mlx-lm asks of an adapter: its rank, scale, dropout and layers",
+    ADAPTER_CONFIG: "what mlx-lm needs to load the adapter: rank, scale, dropout and layers",
     f"{_RUN}/{METRICS}": "a JSON line for every step, skipped step, validation and epoch so far",
     f"{_RUN}/{LEDGER}": "where every row and every token of each data file went",
-    f"{_RUN}/{RESULT}": "how the run ended, once it has: steps, losses, the adapter's SHA-256",
-    f"{_RUN}/{EVALUATION}": "what the adapter gained on the validation rows, where there are some",
-    f"{_RUN}/{REPORT}": "a page of all that, which mlxtune report writes again",
-    f"{_RUN}/{PROFILE}": "where the time of steps went; with --profile-interval",
-    f"{_RUN}/{TRACKING}": "what trackers know the run by; with --track",
-    f"{_RUN}/{{{TENSORBOARD},wandb}}/…": "files of trackers; with --track",
-    f"{_CHECKPOINT}/{ADAPTER}": "the adapter at that moment",
+    f"{_RUN}/{RESULT}": "the result of a finished run: steps, losses, the adapter's SHA-256",
+    f"{_RUN}/{EVALUATION}": "how much the adapter helped on the validation rows, if there are any",
+    f"{_RUN}/{REPORT}": "a page of the above; mlxtune report writes it again",
+    f"{_RUN}/{PROFILE}": "how long each phase of a step took; with --profile-interval",
+    f"{_RUN}/{TRACKING}": "the run's ids in its trackers; with --track",
+    f"{_RUN}/{{{TENSORBOARD},wandb}}/…": "files of the trackers; with --track",
+    f"{_CHECKPOINT}/{ADAPTER}": "the adapter at that step",
     f"{_CHECKPOINT}/{ADAPTER_CONFIG}": "the same as beside --output",
     f"{_CHECKPOINT}/optimizer.safetensors": "AdamW's moments and step, for --resume",
-    f"{_CHECKPOINT}/parameters.safetensors": "what is trained, for --resume, where the adapter is "
-    "LoRA that computes the same: with --init pissa, or ranks that differ",
-    f"{_CHECKPOINT}/{METRICS}": "the records up to that moment",
+    f"{_CHECKPOINT}/parameters.safetensors": "the trained parameters, for --resume, if the adapter "
+    "stores an equivalent LoRA: with --init pissa, or with several ranks",
+    f"{_CHECKPOINT}/{METRICS}": "the records up to that step",
     f"{_CHECKPOINT}/{LEDGER}": "the same as above",
     f"{_CHECKPOINT}/{METADATA}": "every option, seeds, versions, hashes of the data and base model",
     f"{_CHECKPOINT}/{MANIFEST}": "size and SHA-256 of each file of the checkpoint, written last",
-    f"{_RUN}/{PREVIOUS}/…": "the same of the run before, once a new one began in its place",
+    f"{_RUN}/{PREVIOUS}/…": "the files of the run that this one replaced",
 }
-
-# Those that not every run leaves.
-ON_REQUEST = {entry for entry, holds in RUN_FILES.items() if "with --" in holds}
-
-
-def described(path: str) -> str | None:
-    """Return the entry of RUN_FILES that a file of a run belongs to; None for one of none."""
-    for entry in RUN_FILES:
-        if re.fullmatch(_pattern(entry), path):
-            return entry
-    return None
-
-
-def _pattern(entry: str) -> str:
-    pattern = re.escape(entry).replace("…", ".*")
-    alternatives = re.sub(r"\\\{(.*?)\\\}", lambda m: f"({m[1].replace(',', '|')})", pattern)
-    return alternatives.replace(r"\-N", r"\-\d+")

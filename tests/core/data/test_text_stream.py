@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.text_stream import TextStream, text_of
-from mlxtune.core.reports.visible import unharmful
+from mlxtune.core.reports.visible import escape_controls
 
 
 def streamed(pieces: list[bytes], *stops: str) -> tuple[list[str], TextStream]:
@@ -65,4 +65,4 @@ def test_text_is_that_of_all_bytes_up_to_the_stop_however_they_come(
     ],
 )
 def test_nothing_that_a_terminal_acts_on_is_left(text: str, shown: str) -> None:
-    assert unharmful(text) == shown
+    assert escape_controls(text) == shown

@@ -35,14 +35,16 @@ def test_peer_without_a_run_is_failed_in_every_row() -> None:
 
 def test_another_loss_of_the_peer_is_remarked() -> None:
     lines = benchmark_text.remarks(benchmark([OURS], [THEIRS]))
-    assert lines[0].startswith("losses agree (apart by 0.0e+00 at the first step")
-    assert lines[1].startswith("mlx-lm ran with its loss over a mask")
+    assert lines[0].startswith("losses agree (they differ by 0.0e+00 at the first step")
+    assert lines[1].startswith("mlx-lm ran with a masked loss")
 
 
 def test_losses_that_do_not_agree_are_said_to_make_the_ratios_void() -> None:
     line = benchmark_text.agreement_line(agreement([2.0, 2.0], [2.0, 2.5], "float32"))
-    assert line.startswith("losses do NOT agree: the ratios compare different work (apart by 0.0")
-    assert "up to 2.0e-01 after; allowed 0.0001 and 0.001" in line
+    assert line.startswith(
+        "losses do NOT agree: the ratios compare different work (they differ by 0.0"
+    )
+    assert "up to 2.0e-01 after; allowed: 0.0001 and 0.001" in line
 
 
 def test_spread_is_in_the_unit_of_its_median() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.runs.benchmark import Benchmark, Run, Side, TimedStep
+from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
 
 
 def step(seconds: float = 1.0, loss: float = 2.0, **changes: Any) -> TimedStep:
@@ -22,7 +22,7 @@ def step(seconds: float = 1.0, loss: float = 2.0, **changes: Any) -> TimedStep:
     return TimedStep(seconds=seconds, loss=loss, **fields | changes)
 
 
-def run(*steps: TimedStep, **changes: Any) -> Run:
+def run(*steps: TimedStep, **changes: Any) -> BenchmarkRun:
     fields = {
         "process_s": 3.0,
         "weights_s": 1.0,
@@ -30,10 +30,12 @@ def run(*steps: TimedStep, **changes: Any) -> Run:
         "warm_up_s": 1.0,
         "peak_rss": 4_000_000_000,
     }
-    return Run(steps=steps, **fields | changes)
+    return BenchmarkRun(steps=steps, **fields | changes)
 
 
-def benchmark(ours: Sequence[Run], theirs: Sequence[Run] | None, **changes: Any) -> Benchmark:
+def benchmark(
+    ours: Sequence[BenchmarkRun], theirs: Sequence[BenchmarkRun] | None, **changes: Any
+) -> Benchmark:
     fields: dict[str, Any] = {
         "model": "a/model",
         "device": "a device (gpu)",
