@@ -4,10 +4,14 @@
     result = train(TrainConfig(model_path="…", data="chat.jsonl"))
 
     from mlxtune import InspectConfig, inspect
-    found = inspect(InspectConfig(model_path="…", data="chat.jsonl"))
+    inspection = inspect(InspectConfig(model_path="…", data="chat.jsonl"))
 
-Most names are imported on first use, so that `import mlxtune` and `mlxtune --help` start without
-mlx and numpy, and `mlxtune.core` works where mlx is not installed.
+Also public: `StepHistory` and `TrainingMetrics` of mlxtune.core.training.metrics, `StepProfiler` of
+mlxtune.core.training.profile, `reserve` and `reservations` of mlxtune.core.machine.reservation, and
+`NF4Linear`, `quantize` and `dequantize` of mlxtune.backend.model.nf4.
+
+Names that need mlx or numpy are imported on first use, so that `import mlxtune` and
+`mlxtune --help` start without them, and `mlxtune.core` works where mlx is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +19,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Bound at once: a later `import mlxtune.train` would otherwise put the module in its place.
+from mlxtune.config import (
+    EvalConfig,
+    ExportConfig,
+    FuseConfig,
+    GenerateConfig,
+    ImportConfig,
+    InspectConfig,
+    InstructConfig,
+    InstructTrainingConfig,
+    TrainConfig,
+)
+from mlxtune.errors import (
+    ConfigError,
+    DataError,
+    MemoryLimitError,
+    MlxTuneError,
+    ModelError,
+    NonFiniteLossError,
+    OutputError,
+    TrainingInterrupted,
+)
 from mlxtune.recipes.doctor import doctor
 from mlxtune.recipes.evaluate import evaluate
 from mlxtune.recipes.export import export
@@ -32,32 +56,11 @@ from mlxtune.setup.proof import ExportResult
 
 if TYPE_CHECKING:
     from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.config import (
-        EvalConfig,
-        ExportConfig,
-        FuseConfig,
-        GenerateConfig,
-        ImportConfig,
-        InspectConfig,
-        InstructConfig,
-        InstructTrainingConfig,
-        TrainConfig,
-    )
     from mlxtune.core.data.encode import Example
     from mlxtune.core.data.inspection import Inspection
     from mlxtune.core.training.evaluation import Evaluation
     from mlxtune.core.training.metrics import InstructTrainResult
     from mlxtune.core.training.trainer import InstructTrainer
-    from mlxtune.errors import (
-        ConfigError,
-        DataError,
-        MemoryLimitError,
-        MlxTuneError,
-        ModelError,
-        NonFiniteLossError,
-        OutputError,
-        TrainingInterrupted,
-    )
 
 __all__ = [
     "ConfigError",
@@ -99,42 +102,20 @@ __all__ = [
     "verify",
 ]
 
-_ROOMS = {
-    "mlxtune.backend.step.pipeline": ("InstructPipeline",),
-    "mlxtune.config": (
-        "EvalConfig",
-        "GenerateConfig",
-        "ExportConfig",
-        "FuseConfig",
-        "ImportConfig",
-        "InspectConfig",
-        "InstructConfig",
-        "InstructTrainingConfig",
-        "TrainConfig",
-    ),
-    "mlxtune.core.data.encode": ("Example",),
-    "mlxtune.core.training.evaluation": ("Evaluation",),
-    "mlxtune.core.data.inspection": ("Inspection",),
-    "mlxtune.core.training.metrics": ("InstructTrainResult",),
-    "mlxtune.core.training.trainer": ("InstructTrainer",),
-    "mlxtune.errors": (
-        "ConfigError",
-        "DataError",
-        "MemoryLimitError",
-        "MlxTuneError",
-        "ModelError",
-        "NonFiniteLossError",
-        "OutputError",
-        "TrainingInterrupted",
-    ),
+_LAZY = {
+    "Evaluation": "mlxtune.core.training.evaluation",
+    "Example": "mlxtune.core.data.encode",
+    "Inspection": "mlxtune.core.data.inspection",
+    "InstructPipeline": "mlxtune.backend.step.pipeline",
+    "InstructTrainResult": "mlxtune.core.training.metrics",
+    "InstructTrainer": "mlxtune.core.training.trainer",
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ROOM_OF[name]), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

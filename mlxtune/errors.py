@@ -1,4 +1,4 @@
-"""What can go wrong through what a person gave, as exceptions.
+"""Errors that a person can cause and fix.
 
 MlxTuneError
 ├── ConfigError            an option or a config file          (also ValueError)
@@ -8,8 +8,8 @@ MlxTuneError
 ├── MemoryLimitError       a run that does not fit             (also MemoryError)
 └── NonFiniteLossError     a loss that is not a number         (also FloatingPointError)
 
-Each message is one line that names the file, line or option and the remedy. Anything else that
-is raised is a bug and keeps its traceback.
+Each message is one line that names the file, line or option and the remedy. Any other exception
+is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _QUOTED = 60
 
 
 class MlxTuneError(Exception):
-    """Base of all errors that a person can cause and mend."""
+    """Base of all errors that a person can cause and fix."""
 
 
 class ConfigError(MlxTuneError, ValueError):
@@ -35,7 +35,7 @@ class ConfigError(MlxTuneError, ValueError):
 
 
 class ModelError(MlxTuneError, ValueError):
-    """A model folder cannot be loaded, or has not what was asked of it."""
+    """A model folder cannot be loaded, or lacks what the options need."""
 
 
 class DataError(MlxTuneError, ValueError):
@@ -47,7 +47,7 @@ class OutputError(MlxTuneError, OSError):
 
 
 class MemoryLimitError(MlxTuneError, MemoryError):
-    """Even one example at a time takes more memory than there is."""
+    """Even one example at a time needs more memory than there is."""
 
 
 class NonFiniteLossError(MlxTuneError, FloatingPointError):
@@ -55,10 +55,10 @@ class NonFiniteLossError(MlxTuneError, FloatingPointError):
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training stopped between two steps because the person asked; the state is saved.
+    """Training stopped between two steps on request, with its state saved.
 
-    `checkpoint` is the folder that holds it, or None when no step had been taken yet; `signal` the
-    number of the signal that asked.
+    `checkpoint` is the folder that holds the state, None before the first step; `signal` is the
+    number of the signal that stopped it.
     """
 
     signal = 2  # SIGINT
@@ -70,7 +70,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 def printable(text: str) -> str:
-    """Return a text in which what a terminal would act on is escaped; newlines stay."""
+    """Escape terminal control characters, but no newlines."""
     return "".join(
         c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
     )
@@ -82,7 +82,7 @@ def shorten(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return another library's message on one line and bounded, to stand in one of ours."""
+    """Return another library's message on one bounded line, to quote in ours."""
     spaced = "".join(c if c.isprintable() else " " for c in str(error))
     text = " ".join(spaced.split()) or type(error).__name__
     return text if len(text) <= 300 else text[:299] + "…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -52,3 +53,28 @@ def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
         "assert not {'mlx', 'mlx_lm', 'transformers', 'numpy', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PUBLIC = {
+    "mlxtune": ("InstructPipeline", "InstructTrainer", "Example", "generate", "train", "evaluate"),
+    "mlxtune.core.training.metrics": ("StepHistory", "TrainingMetrics"),
+    "mlxtune.core.training.profile": ("StepProfiler",),
+    "mlxtune.core.machine.reservation": ("reserve", "reserve_when_free", "reservations"),
+    "mlxtune.backend.model.nf4": ("NF4Linear", "quantize", "dequantize"),
+}
+METHODS = {
+    "InstructPipeline": ("train_step", "train_batch", "evaluate", "loss_and_gradients"),
+    "TrainingMetrics": ("average_loss", "convergence_rate", "is_complete"),
+    "StepHistory": ("append", "pop", "__len__", "__getitem__"),
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_that_programs_import_stay_where_they_are_documented(module: str) -> None:
+    found = importlib.import_module(module)
+
+    for name in PUBLIC[module]:
+        assert callable(getattr(found, name))
+        assert name in mlxtune.__all__ or module in str(mlxtune.__doc__).replace("\n", " ")
+        for method in METHODS.get(name, ()):
+            assert callable(getattr(getattr(found, name), method))
