@@ -1,4 +1,4 @@
-"""Options of the commands that look and measure."""
+"""Options of `plan`, `inspect` and `bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxtune.config.training import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    """Options of a plan: those of the run, which may be without data.
+    """Options of `mlxtune plan`: those of a run, whose data may be missing.
 
     Raises ConfigError, with every problem at once.
     """
@@ -27,7 +27,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class InspectConfig(DataConfig):
-    """Options of a look at the data, for the command and for `mlxtune.recipes.inspect`.
+    """Options of `mlxtune inspect`.
 
     Raises ConfigError, with every problem at once.
     """
@@ -46,12 +46,12 @@ class InspectConfig(DataConfig):
 
     @property
     def html_path(self) -> Path | None:
-        """The page to write, if there is to be one."""
+        """The page to write, or None."""
         return None if self.html is None else as_path(self.html)
 
     @property
     def dump_path(self) -> Path | None:
-        """The file of examples to write, if there is to be one."""
+        """The file of examples to write, or None."""
         return None if self.dump is None else as_path(self.dump)
 
 
@@ -62,7 +62,7 @@ class BenchConfig(StepConfig, DataConfig):
     Raises ConfigError, with every problem at once.
     """
 
-    # What `train` holds out for validation would not be timed.
+    # Rows held out for validation would not be timed.
     val_split: float = option("val_split", 0.0)
     against: str | None = option("against", None)
     steps: int = option("steps", 8)
@@ -85,12 +85,9 @@ class BenchConfig(StepConfig, DataConfig):
 
     @property
     def json_path(self) -> Path | None:
-        """The file to write, if there is to be one."""
+        """The file to write, or None."""
         return None if self.json in (None, "-") else as_path(str(self.json))
 
     def training(self, dtype: str) -> TrainConfig:
-        """Return the options of the run whose steps are timed, computing in `dtype`.
-
-        Gradients are not clipped: other trainers do not clip them by default.
-        """
+        """Return the options of the timed run: without clipping, as other trainers default."""
         return self.part(TrainConfig, dtype=dtype, schedule="constant", max_grad_norm=0.0)

@@ -1,4 +1,4 @@
-"""Options that say which data is read, and how."""
+"""Options of reading data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxtune.config.row_fields import parse_fields
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Checked):
-    """Options that say which data is read and how it is encoded, split and batched.
+    """Which data is read, and how it is encoded, split and batched.
 
     Raises ConfigError, with every problem at once.
     """
@@ -52,12 +52,12 @@ class DataConfig(Checked):
 
     @property
     def val_data_path(self) -> Path | None:
-        """The validation file, if there is one."""
+        """The validation file, or None."""
         return None if self.val_data is None else as_path(self.val_data)
 
     @property
     def cache_path(self) -> Path | None:
-        """The folder that keeps encoded data, or None for none."""
+        """The folder that caches encoded data, or None."""
         if self.no_cache:
             return None
         if self.cache_dir is not None:

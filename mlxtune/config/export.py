@@ -1,4 +1,4 @@
-"""Options of the commands that take an adapter elsewhere, and bring one here."""
+"""Options of the commands that export and import adapters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
 
-_PROMPTS = "Data whose prompts the proof takes; default: the run's own, or built-in ones."
-_PROOF_DTYPE = "Dtype that the proof computes in; auto is the model's own on a GPU, else float32."
-_OVERWRITE = "Replace what an earlier call wrote there."
+_PROMPTS = "Data that gives the prompts of the proof; default: the run's own, or built-in ones."
+_PROOF_DTYPE = "Dtype of the proof; auto is the model's own on a GPU, else float32."
+_OVERWRITE = "Replace an earlier result."
+_BASE = "Folder of the base model; default: the one that the adapter names."
 _JSON = "Print the certificate as JSON; docs/export.md describes it."
 
 
@@ -21,12 +22,7 @@ class OutgoingConfig(Checked):
 
     adapter: str = option("adapter", "", required=True)
     output: str = option("export_output", "")
-    model_path: str | None = option(
-        "model_path",
-        None,
-        "Folder of the base model; default: the one that the adapter names.",
-        required=False,
-    )
+    model_path: str | None = option("model_path", None, _BASE, required=False)
     data: tuple[str, ...] = option("data", (), _PROMPTS, required=False)
     trust_remote_code: bool = option("trust_remote_code", False)
     dtype: str = option("dtype", "auto", _PROOF_DTYPE)
@@ -62,12 +58,7 @@ class ImportConfig(Checked):
         "adapter", "", "Adapter of mlx-lm or PEFT: its folder, or its weights.", required=True
     )
     output: str = option("export_output", "")
-    model_path: str | None = option(
-        "model_path",
-        None,
-        "Folder of the base model; default: the one that the adapter names.",
-        required=False,
-    )
+    model_path: str | None = option("model_path", None, _BASE, required=False)
     trust_remote_code: bool = option("trust_remote_code", False)
     overwrite: bool = option("overwrite", False, _OVERWRITE)
     quiet: bool = option("quiet", False)

@@ -25,8 +25,8 @@ CONFIGS: tuple[type, ...] = (
 def load_config_file(path: Path, config: type = TrainConfig) -> tuple[dict[str, Any], list[str]]:
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
-    Returns the options of `config`, and a problem for each that does not exist. Those of another
-    command are passed over, so that one file serves all.
+    Returns the options of `config`, and a problem for each unknown option. Options of other
+    commands are ignored, so that one file serves all.
 
     Raises ConfigError when the file cannot be read.
     """

@@ -23,8 +23,8 @@ SECTIONS: dict[str, dict[str, Option]] = {
             if_empty="is required",
         ),
         "data": Option(
-            "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, or a folder with train.jsonl "
-            "and valid.jsonl; may be given again.",
+            "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, or a folder with "
+            "train.jsonl and valid.jsonl; may be repeated.",
             INPUT,
             path=True,
             required=True,
@@ -38,7 +38,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             if_empty="is empty: name an adapter, its folder or that of a run",
         ),
         "trust_remote_code": Option(
-            "Run Python code that the model's folder brings; read it first.",
+            "Run Python code from the model's folder; read it first.",
             EXECUTION,
             encodes=True,  # it may bring another tokenizer
             inherited=False,
@@ -63,25 +63,25 @@ SECTIONS: dict[str, dict[str, Option]] = {
             at_most=0.5,
         ),
         "val_data": Option("Validation file, used instead of --val-split.", INPUT, path=True),
-        "val_rows": Option("Hold out at most so many rows; the others train.", RESULT, at_least=1),
+        "val_rows": Option("Most rows to hold out; the others train.", RESULT, at_least=1),
         "max_seq_len": Option(
-            "Longest example in tokens; what is beyond is cut.", RESULT, at_least=2, at_most=10**9
+            "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
         ),
         "format": Option(
-            "How a row is laid out; auto goes by each file's own rows.",
+            "Layout of a row; auto detects it for each file.",
             RESULT,
             encodes=True,
             choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text"),
         ),
         "field": Option(
-            "Where a row has a field by another name, such as prompt=question; may be given again.",
+            "Key of a field in the file, such as prompt=question; may be repeated.",
             RESULT,
             encodes=True,
             several=True,
             metavar="NAME=KEY",
         ),
         "template": Option(
-            "Chat template; auto is the model's own, or one by its type where it has none.",
+            "Chat template; auto is the model's own, or a built-in one for its type.",
             RESULT,
             encodes=True,
             choices=("auto", "qwen3", "gemma"),
@@ -90,30 +90,30 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Assistant turns that carry loss.", RESULT, encodes=True, choices=("all", "last")
         ),
         "thinking": Option(
-            "Whether a template that knows thinking asks for it; auto goes by each conversation.",
+            "Whether the template turns thinking on; auto follows each conversation.",
             RESULT,
             encodes=True,
             choices=("auto", "on", "off"),
         ),
         "merge_system": Option(
-            "Put a system message into the first user turn where the template has no place for it.",
+            "Merge a system message into the first user turn if the template has no system role.",
             RESULT,
             encodes=True,
         ),
         "strict": Option("Make a bad row an error instead of skipping it.", RESULT),
         "cache_dir": Option(
-            "Folder that keeps encoded data; default: in the user's cache folder.",
+            "Folder that caches encoded data; default: the user's cache folder.",
             PLACES,
             path=True,
             inherited=False,
         ),
-        "no_cache": Option("Encode the data anew, and keep nothing.", PLACES),
+        "no_cache": Option("Encode the data again, and cache nothing.", PLACES),
     },
     "Inspect": {
         "row": Option(
-            "Show this row only, by its number in the file.", COMMAND, at_least=1, metavar="N"
+            "Show only this row, by its number in the file.", COMMAND, at_least=1, metavar="N"
         ),
-        "html": Option("Write a page to look at in a browser.", COMMAND, metavar="FILE"),
+        "html": Option("Write an HTML page.", COMMAND, metavar="FILE"),
         "dump": Option(
             "Write every example as a JSON line with its row, tokens and mask.",
             COMMAND,
@@ -131,42 +131,43 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Generation": {
         "prompt": Option(
-            "What the user says; without it or --messages, standard input is read.",
+            "The user's message; without it or --messages, standard input is read.",
             COMMAND,
             metavar="TEXT",
-            if_empty="is empty: say something",
+            if_empty="is empty: give a message",
         ),
         "messages": Option(
             "JSON file of a conversation to answer: a list of messages, or an object with "
-            "'messages' and, if there are any, 'tools'; - is standard input.",
+            "'messages' and perhaps 'tools'; - is standard input.",
             COMMAND,
             metavar="FILE",
             if_empty="is empty: name a file, or - for standard input",
         ),
         "system": Option(
-            "System message that stands before the conversation.",
+            "System message before the conversation.",
             COMMAND,
             metavar="TEXT",
             if_empty="is empty: leave it out",
         ),
         "generate": Option(
-            "Also answer the last turn of each row, greedily, and count the answers that are those "
-            "of the data to the letter.",
-            COMMAND,
+            "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
         ),
         "max_new_tokens": Option("Longest answer in tokens.", COMMAND, at_least=1, at_most=10**9),
         "temperature": Option(
-            "How freely tokens are drawn; 0 takes the likeliest.", COMMAND, at_least=0, at_most=100
+            "Sampling temperature; 0 always takes the likeliest token.",
+            COMMAND,
+            at_least=0,
+            at_most=100,
         ),
-        "top_k": Option("Draw from the likeliest K tokens; 0 is off.", COMMAND, at_least=0),
+        "top_k": Option("Sample from the likeliest K tokens; 0 is off.", COMMAND, at_least=0),
         "top_p": Option(
-            "Draw from the likeliest tokens that together have this probability; 1 is off.",
+            "Sample from the likeliest tokens that together have this probability; 1 is off.",
             COMMAND,
             above=0,
             at_most=1,
         ),
         "stop": Option(
-            "Text that ends an answer, beside the model's own end tokens; may be given again.",
+            "Text that ends an answer, beside the model's own end tokens; may be repeated.",
             COMMAND,
             several=True,
             blank=True,
@@ -175,7 +176,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Export": {
         "export_format": Option(
-            "What to write it for: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat "
+            "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat "
             "safetensors file.",
             COMMAND,
             choices=("mlx-lm", "peft", "gguf", "flat"),
@@ -184,7 +185,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "export_output": Option(
             "Folder to write.", COMMAND, required=True, metavar="DIR", if_empty="is required"
         ),
-        "dequantize": Option("Write plain weights where the base model's are quantised.", COMMAND),
+        "dequantize": Option("Dequantise the base model's weights.", COMMAND),
     },
     "LoRA": {
         "rank": Option("Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6),
@@ -202,21 +203,21 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Dropout on the input of the LoRA matrices.", RESULT, at_least=0, below=1
         ),
         "target_rank": Option(
-            "Rank of one target, where it is not --rank, such as q_proj=16; may be given again.",
+            "Rank of one target instead of --rank, such as q_proj=16; may be repeated.",
             RESULT,
             several=True,
             metavar="NAME=N",
         ),
         "rslora": Option("Scale the update by alpha / √rank (rsLoRA): for high ranks.", RESULT),
-        "dora": Option("Train the size of each row of the weights beside LoRA (DoRA).", RESULT),
+        "dora": Option("Also train the magnitude of each weight row (DoRA).", RESULT),
         "init": Option(
-            "What LoRA begins as: lora at random, pissa as the weights' largest singular vectors, "
-            "pissa_niter_N as these found by N iterations, which is faster.",
+            "Initial LoRA values: lora is random, pissa the weights' largest singular "
+            "vectors, pissa_niter_N the same by N iterations, which is faster.",
             RESULT,
             metavar="lora|pissa|pissa_niter_N",
         ),
         "init_adapter": Option(
-            "Go on training an adapter: its file or folder; rank, alpha, targets are its own.",
+            "Continue training an adapter (file or folder), with its rank, alpha and targets.",
             INPUT,
             path=True,
             metavar="PATH",
@@ -224,10 +225,10 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Training": {
         "epochs": Option("Passes over the training rows.", LENGTH, at_least=1),
-        "max_steps": Option("Stop after so many optimizer steps.", LENGTH, at_least=1),
+        "max_steps": Option("Stop after this many optimizer steps.", LENGTH, at_least=1),
         "batch_size": Option("Rows in an optimizer step.", RESULT, at_least=1),
         "order": Option(
-            "Which rows share a step: any with shuffle, those of about one length with length.",
+            "Rows that share a step: shuffle mixes all, length groups rows of similar length.",
             RESULT,
             choices=("shuffle", "length"),
         ),
@@ -249,14 +250,13 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Clip gradients to this L2 norm; 0 turns clipping off.", RESULT, at_least=0
         ),
         "samples": Option(
-            "Validation rows that base and adapted model answer at the end, for the run's page; "
-            "0 turns it off.",
+            "Validation rows to answer at the end, with and without the adapter; 0 for none.",
             EXECUTION,
             at_least=0,
             at_most=1000,
         ),
         "patience": Option(
-            "Stop after so many epochs without a better validation loss.", RESULT, at_least=1
+            "Stop after this many epochs without a better validation loss.", RESULT, at_least=1
         ),
     },
     "Run": {
@@ -269,32 +269,30 @@ SECTIONS: dict[str, dict[str, Option]] = {
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
         "quantize": Option(
-            "Quantise the frozen weights while loading: MLX's formats, or QLoRA's nf4; default: as "
-            "the folder has them.",
+            "Quantise the frozen weights while loading, in an MLX format or QLoRA's nf4.",
             RESULT,
             choices=("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
         ),
         "use_quantize": Option(
-            "Quantise the weights while loading; default: as those that the adapter was trained "
-            "on; none: not at all.",
+            "Quantise the weights while loading; default: as in training.",
             COMMAND,
             choices=("none", "4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
         ),
-        "double_quant": Option("Quantise the scales of nf4 as well, to 8 bits.", RESULT),
+        "double_quant": Option("Also quantise the scales of nf4, to 8 bits.", RESULT),
         "quantized_compute": Option(
-            "Products with quantised weights: MLX's own, or with each matrix dequantised for the "
-            "product; auto is what is faster, dequantized on the CPU.",
+            "Multiply by quantised weights, or dequantise them for each product; auto takes "
+            "the faster, dequantized on the CPU.",
             RESULT,
             choices=("auto", "quantized", "dequantized"),
         ),
         "grad_checkpoint": Option(
-            "Compute activations again in the backward pass, which takes time and saves memory; "
-            "auto where it is needed.",
+            "Recompute activations in the backward pass, which saves memory and costs time; "
+            "auto recomputes if needed.",
             EXECUTION,
             choices=("auto", "on", "off"),
         ),
         "compile": Option(
-            "Have MLX compile the step; auto on a GPU and not on the CPU.",
+            "Compile the step with MLX; auto only on a GPU.",
             EXECUTION,
             choices=("auto", "on", "off"),
         ),
@@ -310,30 +308,28 @@ SECTIONS: dict[str, dict[str, Option]] = {
         ),
         "keep": Option("Recent checkpoints to keep, beside best/.", EXECUTION, at_least=1),
         "overwrite": Option(
-            "Start over where the folder holds an unfinished run.", PLACES, inherited=False
+            "Start over if the folder holds an unfinished run.", PLACES, inherited=False
         ),
         "on_nonfinite": Option(
-            "Where a loss or gradient is not finite: skip the step, and stop after 3 in a row, or "
+            "If a loss or gradient is not finite, skip the step and stop after 3 in a row, or "
             "stop at once.",
             EXECUTION,
             choices=("skip", "stop"),
         ),
         "wait": Option(
-            "Wait where other runs hold the memory, instead of ending.", EXECUTION, inherited=False
+            "Wait if other runs hold the memory, instead of failing.", EXECUTION, inherited=False
         ),
         "ignore_ledger": Option(
-            "Train although other runs hold the memory.", EXECUTION, inherited=False
+            "Train even if other runs hold the memory.", EXECUTION, inherited=False
         ),
         "log_every": Option(
-            "Steps between progress lines when stderr is no terminal.", PLACES, at_least=1
+            "Steps between progress lines when stderr is not a terminal.", PLACES, at_least=1
         ),
         "profile_interval": Option(
-            "Measure every so many steps, phase by phase and layer by layer; 0 turns it off.",
-            EXECUTION,
-            at_least=0,
+            "Profile every Nth step, by phase and layer; 0 turns it off.", EXECUTION, at_least=0
         ),
         "track": Option(
-            "Also write the run to trackio, tensorboard or wandb; may be given again.",
+            "Also write the run to trackio, tensorboard or wandb; may be repeated.",
             EXECUTION,
             several=True,
             metavar="NAME",

@@ -7,15 +7,13 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """Return the folder of what this user's runs keep and share: encoded data, hashes, the memory
-    that is reserved.
-    """
+    """Return the folder that this user's runs share: encoded data, hashes, reserved memory."""
     import platformdirs
 
     return Path(platformdirs.user_cache_path("mlxtune"))
 
 
 def as_path(text: str) -> Path:
-    """Return the path that an option names, `~` and `~name` being homes."""
-    # Unlike Path.expanduser, leaves alone what is no home of anybody.
+    """Return the path that an option names, with `~` and `~name` expanded."""
+    # Unlike Path.expanduser, leaves unknown names alone.
     return Path(os.path.expanduser(text))  # noqa: PTH111

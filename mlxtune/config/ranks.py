@@ -1,4 +1,4 @@
-"""Rank and scale of each projection, and how its LoRA begins: what the options say of them."""
+"""The rank and scale of each projection, and how its LoRA starts, from the options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NITER = re.compile(r"pissa_niter_([1-9][0-9]{0,2})")
 
 
 def target_ranks(options: Iterable[str]) -> dict[str, int]:
-    """Return the ranks that `q_proj=16` and the like give, by target, in their order.
+    """Parse options such as `q_proj=16` into ranks by target, in their order.
 
     Raises ConfigError, with every problem at once.
     """
@@ -32,38 +32,38 @@ def target_ranks(options: Iterable[str]) -> dict[str, int]:
 
 
 def pattern_of(name: str, ranks: Mapping[str, int]) -> str | None:
-    """Return the target that a module's full name falls under, the first; None for none.
+    """Return the first target that matches a module's full name, or None.
 
-    A target is the end of the name from a dot on: `q_proj`, `self_attn.q_proj`,
-    `layers.3.self_attn.q_proj`. PEFT's `rank_pattern` matches so.
+    A target is the last parts of the name: `q_proj`, `self_attn.q_proj`,
+    `layers.3.self_attn.q_proj`. PEFT's `rank_pattern` matches the same way.
     """
     return next((target for target in ranks if f".{name}".endswith(f".{target}")), None)
 
 
 def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
-    """Return what multiplies the low-rank product: alpha / rank.
+    """Return the factor of the low-rank product: alpha / rank.
 
-    With rsLoRA it is alpha / √rank (arXiv:2312.03732, section 3), which keeps the update of one
-    size whatever the rank.
+    With rsLoRA it is alpha / √rank (arXiv:2312.03732, section 3), which keeps the size of the
+    update independent of the rank.
     """
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 def alpha_of(scale: float, rank: int, *, rslora: bool) -> float:
-    """Return the alpha that gives a scale, exactly if there is one."""
+    """Return the alpha that gives a scale, exactly if one does."""
     alpha = scale * (math.sqrt(rank) if rslora else rank)
     near = (alpha, math.nextafter(alpha, 0), math.nextafter(alpha, math.inf))
     return next((each for each in near if scale_of(each, rank, rslora=rslora) == scale), alpha)
 
 
 def pissa_iterations(init: str) -> int | None:
-    """Return the N of `pissa_niter_N`, how often it iterates; None where it does not."""
+    """Return the N of `pissa_niter_N`, or None."""
     found = _NITER.fullmatch(init)
     return int(found[1]) if found else None
 
 
 def init_problem(init: str) -> str | None:
-    """Say what is wrong with an --init, or return None."""
+    """Return what is wrong with an --init, or None."""
     if init in ("lora", "pissa") or pissa_iterations(init):
         return None
     return f"--init must be lora, pissa or pissa_niter_N with N from 1 to 999, not {init!r:.60}"

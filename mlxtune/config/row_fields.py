@@ -18,7 +18,7 @@ FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
     """Parse `name=key` pairs: a field's name, and the key that the file has in its place.
 
-    Raises ValueError with one sentence for the first pair that is wrong.
+    Raises ValueError with one sentence for the first wrong pair.
     """
     fields: dict[str, str] = {}
     for pair in pairs:

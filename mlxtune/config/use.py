@@ -1,4 +1,4 @@
-"""Options of the commands that use a model and its adapter after training."""
+"""Options of the commands that run a model and its adapter after training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
 from mlxtune.config.step import quantization_problems
 
-_SEED = "Seed of what is drawn; default: another each time."
+_SEED = "Seed of the sampling; default: another each time."
 
 
 @dataclasses.dataclass(frozen=True)
 class UseConfig(Checked):
-    """Options that say which model is used, with which adapter, and how it is asked."""
+    """Which model is used, with which adapter and which prompt format."""
 
     model_path: str = option("model_path", "")
     adapter: str | None = option("adapter", None)
@@ -47,8 +47,8 @@ class UseConfig(Checked):
 class EvalConfig(UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.recipes.evaluate`.
 
-    Every row of the data is evaluated; of a folder, those of its `test` file or else its `valid`
-    file. Without an adapter, only the base model is.
+    Every row of the data is evaluated; in a folder, those of its `test` or else its `valid` file.
+    Without an adapter, only the base model is evaluated.
 
     Raises ConfigError, with every problem at once.
     """
@@ -57,17 +57,17 @@ class EvalConfig(UseConfig):
         "data",
         (),
         "Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, or a folder with test.jsonl or "
-        "valid.jsonl; may be given again.",
+        "valid.jsonl; may be repeated.",
     )
     max_seq_len: int = option("max_seq_len", 512)
     format: str = option("format", "auto")
     field: tuple[str, ...] = option("field", ())
-    turns: str = option("turns", "all", "Assistant turns that are counted.")
+    turns: str = option("turns", "all", "Assistant turns that count.")
     strict: bool = option("strict", False)
     cache_dir: str | None = option("cache_dir", None)
     no_cache: bool = option("no_cache", False)
     generate: bool = option("generate", False)
-    seed: int = option("seed", 42, "Seed of the rows that are drawn again for the interval.")
+    seed: int = option("seed", 42, "Seed of the bootstrap for the confidence interval.")
     json: bool = option("json", False, "Print JSON for programs.")
 
     def contradictions(self) -> list[str]:
