@@ -1,4 +1,4 @@
-"""The recipe of `mlxtune inspect`: the data as a model will see it, with no weights loaded."""
+"""The recipe of `mlxtune inspect`: the data as the model will see it, without any weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlxtune.setup.dataset import Dataset, Reader, check_outputs, data_files, lo
 if TYPE_CHECKING:
     from mlxtune.core.data.inspection import Inspection
 
-# Examples on a page, and otherwise; of these, a terminal shows a few.
+# Examples on a page, and elsewhere; a terminal shows a few of these.
 ON_PAGE, ELSEWHERE = 200, 12
 
 
 def inspect(config: InspectConfig) -> Inspection:
-    """Read the data as `train` with the same options would, and return what there is to see.
+    """Read the data as `train` with the same options would, and return what it contains.
 
     Writes the files that --html and --dump name.
 
@@ -50,7 +50,7 @@ def inspect(config: InspectConfig) -> Inspection:
 
 
 def show(config: InspectConfig) -> None:
-    """Print what `inspect` finds. Raises DataError for what `train` refuses."""
+    """Print the inspection. Raises DataError for data that `train` refuses."""
     from rich.console import Console
 
     from mlxtune.core.reports import run_text
@@ -74,7 +74,7 @@ def show(config: InspectConfig) -> None:
 
 
 def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection:
-    """Gather what there is to see of a data set."""
+    """Make the inspection of a data set."""
     from mlxtune.core.data import findings, inspection
     from mlxtune.core.steps import order
 

@@ -1,4 +1,4 @@
-"""What a run will take of memory, steps and time: for `train`, and as a recipe by itself."""
+"""The recipe of `mlxtune plan`: the memory, steps and time of a run, before it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan(config: PlanConfig) -> RunPlan:
     """Plan what `train` with the same options would do, without reading any weights.
 
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
-    when even one example does not fit.
+    if even one example does not fit.
     """
     from mlxtune.backend.model import device, loading, model_folder
     from mlxtune.core.runs.run_plan import RunPlan
@@ -40,7 +40,7 @@ def plan(config: PlanConfig) -> RunPlan:
     base = loading.open_base(folder, step.dtype, **step.loading())
     work = work_of(lora, first_steps(training, dataset), dataset)
     chosen = choose_plan(step, lora, base, work)
-    found = RunPlan(
+    planned = RunPlan(
         model=base.describe(),
         dtype=base.dtype,
         device=device.device_name(),
@@ -48,23 +48,23 @@ def plan(config: PlanConfig) -> RunPlan:
         memory=chosen,
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
-    return found if dataset is None else _with_data(found, training, dataset)
+    return planned if dataset is None else _with_data(planned, training, dataset)
 
 
 def show(config: PlanConfig) -> None:
-    """Print what `plan` finds: lines and a table, or JSON."""
+    """Print the plan as lines or JSON."""
     from mlxtune.core.reports.plan_text import plan_lines
 
-    found = plan(config)
+    planned = plan(config)
     if config.json:
-        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
+        json.dump(planned.as_dict(), sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
         return
-    for name, line in plan_lines(found):
+    for name, line in plan_lines(planned):
         print(f"{name:<12}{line}")
 
 
-def _with_data(found: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:
+def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:
     import numpy as np
 
     corpus, chosen = dataset.corpus, training_rows(config, dataset)
@@ -77,7 +77,7 @@ def _with_data(found: RunPlan, config: InstructTrainingConfig, dataset: Dataset)
     if config.max_steps is not None:
         steps = min(steps, config.max_steps)
     return replace(
-        found,
+        planned,
         rows=len(chosen),
         steps_per_epoch=per_epoch,
         steps=steps,

@@ -1,4 +1,4 @@
-"""The recipe of `train --resume`: a stopped run trained to the end it would have had."""
+"""The recipe of `train --resume`: a stopped run, trained to the end it would have had."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from mlxtune.setup.resuming import find_run
 
 
 def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
-    """Go on with the run in a folder, with its own options, to the result it would have had.
+    """Resume the run in a folder, with its own options, to the result it would have had.
 
-    `folder` is that of its checkpoints, or that of its adapter; `changes` are options that may
-    differ from its own: `epochs` and `max_steps` may grow, and what does not change the result may
-    be anything.
+    `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
+    `max_steps` may grow, and options that do not change the result may change.
 
-    Raises what `train` does; ConfigError when a change would change the result; OutputError when
-    there is no run to go on with.
+    Raises what `train` does; ConfigError if a change would change the result; OutputError if there
+    is no run to resume.
     """
     config, found = find_run(str(folder), changes)
     return train(config, resume=found)

@@ -1,7 +1,4 @@
-"""Checking a run after the fact: its files, its adapters against the model, and by training again.
-
-What it needs is imported in the functions, as in train.py.
-"""
+"""The recipe of `mlxtune verify`: checks a run's files and adapters, and may train it again."""
 
 from __future__ import annotations
 
@@ -23,20 +20,21 @@ if TYPE_CHECKING:
 def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
     """Check the folder of a run: every file, its records, and its adapters against the base model.
 
-    With `replay`, it is trained again from its first checkpoint, or from the start where it has one
-    only, to its newest, and both are compared. `model_path` says where the base model is now.
+    With `replay`, train it again from its first checkpoint (from the start if it has only one) to
+    its newest, and compare both. `model_path` is where the base model is now.
 
-    Raises OutputError when there is no such folder. What is wrong with the run is not raised.
+    Raises OutputError if there is no such folder. Problems of the run itself are not raised.
     """
     from mlxtune.core.runs.verification import verify_files
-    from mlxtune.setup.resuming import run_folder_of
+    from mlxtune.setup.resuming import options_of, run_folder_of
 
     folder = run_folder_of(str(run))
     found, good = verify_files(folder)
     if not good:
         return found
     try:
-        config = _config_of(folder, good[0], model_path)
+        given = {"model_path": model_path} if model_path else {}
+        config = options_of(folder, good[0], given)
         _verify_model(found, config, good)
         if replay:
             _replay(found, config, good)
@@ -46,7 +44,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
 
 
 def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
-    """Print what `verify` finds: a line a check, or JSON. Tell whether all is well."""
+    """Print each check as a line, or all as JSON. Return whether all passed."""
     found = verify(run, replay=replay, model_path=model_path)
     if as_json:
         json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
@@ -61,14 +59,8 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
     return found.ok
 
 
-def _config_of(folder: Path, newest: Checkpoint, model_path: str) -> TrainConfig:
-    from mlxtune.setup.resuming import options_of
-
-    return options_of(folder, newest, {"model_path": model_path} if model_path else {})
-
-
 def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
-    """Compare every adapter with the base model, of which no weight is loaded."""
+    """Compare every adapter with the base model's shapes; no weights are loaded."""
     from mlxtune.backend.adapters import checkpoints
     from mlxtune.backend.lora.apply import apply_lora
     from mlxtune.backend.model import loading, model_folder
@@ -77,7 +69,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
 
     folder = model_folder.find_folder(config.model_path)
     expected, actual = good[0].metadata.get("base_hash"), ModelHash(folder, user_cache()).result()
-    changed = f"{folder}: its weights are not those that the run began with"
+    changed = f"{folder}: its weights are not those that the run started from"
     found.add("base model", None if actual == expected else changed, str(folder))
     step = config.part(StepConfig)
     base = loading.open_base(folder, step.dtype, **step.loading())
@@ -93,7 +85,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
 
 
 def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
-    """Train again from the first checkpoint to the newest, in a folder of its own."""
+    """Train again from the first checkpoint to the newest, in a scratch folder."""
     from mlxtune.core.machine.files import file_hash
     from mlxtune.core.training.checkpoint import ADAPTER, METRICS
     from mlxtune.core.training.progress import Progress, same_except_measurements
@@ -113,7 +105,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             output=str(Path(scratch) / ADAPTER),
             checkpoint_dir=str(Path(scratch) / "checkpoints"),
             quiet=True,
-            # It is no run of its own to follow or to measure.
+            # A replay is neither tracked nor measured.
             track=(),
             profile_interval=0,
             samples=0,
@@ -124,7 +116,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             assert stopped.checkpoint is not None
             again = stopped.checkpoint
         else:
-            raise OutputError(f"{found.run}: training again did not come to step {newest.step}")
+            raise OutputError(f"{found.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
         records = Progress.from_jsonl((again / METRICS).read_bytes()).records
     before = Progress.from_jsonl(newest.metrics).records[: len(records)]

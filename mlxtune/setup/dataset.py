@@ -1,7 +1,4 @@
-"""From data files to examples: the half of the recipe that `train` and `inspect` share.
-
-What it needs is imported in the functions, as in train.py.
-"""
+"""From data files to examples, as every recipe that reads data does it."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ _ENCODING_CODE = ("core/data", "backend/text")
 class Dataset:
     """What a run trains on and validates with, and where every row of the files went.
 
-    `validation` is None when rows of `corpus` are to be held out for it, and empty when there is
-    none. `files` and `ledgers` are those of the data to train on, then of the validation data.
+    `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
+    and `ledgers` are those of the training data, then those of the validation data.
     """
 
     template: str
@@ -50,20 +47,20 @@ class Dataset:
     findings: list[Finding]
 
     def paths_of(self, rows: CorpusRows) -> list[str]:
-        """Return the paths of the files that rows to validate with are numbered by."""
+        """Return the paths of the files that validation rows come from."""
         first = 0 if rows.corpus is self.corpus else len(self.corpus.files)
         return [ledger.path for ledger in self.ledgers[first:]]
 
     def hold_out(self, rows: Iterable[int]) -> None:
-        """Tell the ledgers which rows of the corpus, by their index, are held out."""
+        """Count rows of the corpus, by their index, as held out in the ledgers."""
         for index in rows:
             self.ledgers[self.corpus.place_of(index)[0]].hold_out(1)
 
 
 class Reader:
-    """Reads data files with a model's tokenizer and template, which are loaded when needed.
+    """Reads data files with a model's tokenizer and template, which it loads on first use.
 
-    `on_rows` hears of the file and how many of its rows have been encoded.
+    `on_rows` is called with a file and how many of its rows have been encoded.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Reader:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The tokenizer with the template: the model's own, unless another is named."""
+        """The tokenizer with the chat template."""
         from mlxtune.backend.text.chat_template import ChatTemplate
         from mlxtune.core.data import notes
         from mlxtune.core.data.encode import Encoder
@@ -111,7 +108,7 @@ class Reader:
 
     @cached_property
     def template_source(self) -> dict[str, str]:
-        """The model's own template, or templates by name; none where another is named."""
+        """The model's own templates by name; none if the options name another."""
         from mlxtune.backend.text.chat_template import read_chat_template
 
         return read_chat_template(self._folder) if self._config.template == "auto" else {}
@@ -132,7 +129,7 @@ class Reader:
         return choose_template("auto", config["model_type"])
 
     def describe(self) -> str:
-        """Say which template is used, without loading the tokenizer."""
+        """Return a description of the template, without loading the tokenizer."""
         if self.template_source:
             return "the model's own"
         missing = ", as the model has none" if self._config.template == "auto" else ""
@@ -142,10 +139,10 @@ class Reader:
         """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
         from mlxtune.core.data.cache import encode_file
 
-        def encode(skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
+        def encode(skipped: SkippedRows, notes: Notes) -> Iterator[EncodedRows]:
             done = 0
             self._on_rows(path, done)
-            for rows in self.encoder.encode(self._rows(path, skipped), skipped, told):
+            for rows in self.encoder.encode(self._rows(path, skipped), skipped, notes):
                 yield rows
                 done += len(rows)
                 self._on_rows(path, done)
@@ -153,15 +150,15 @@ class Reader:
         return encode_file(path, encode, cache=self._config.cache_path, key=self._key(path))
 
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
-        """Return why the row of this number is skipped; None where it is not, or is no row."""
+        """Return why a row is skipped; None if it is not, or does not exist."""
         from mlxtune.core.data.bad_rows import SkippedRows
         from mlxtune.core.data.cache import encode_file
 
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
-        found = [each for each in self._rows(path, unread) if each.row == row]
+        same = [each for each in self._rows(path, unread) if each.row == row]
         file = encode_file(
             path,
-            lambda skipped, told: self.encoder.encode(found, skipped, told),
+            lambda skipped, notes: self.encoder.encode(same, skipped, notes),
             cache=None,
             key="",
         )
@@ -199,7 +196,7 @@ class Reader:
 
     @cached_property
     def vocab_size(self) -> int:
-        """How many tokens the model knows, by its config.json; 0 where that does not say."""
+        """The vocabulary size in the model's config.json; 0 if it has none."""
         from mlxtune.backend.model.model_folder import vocab_size
 
         return vocab_size(self._folder)
@@ -218,7 +215,7 @@ class Reader:
 
 @cache  # the code that runs stays what it was when the process started
 def _code_hashes() -> dict[str, str]:
-    """Return what tells one version of the code that encodes from another."""
+    """Return hashes and versions of the code that decides how data is encoded."""
     import importlib.metadata
 
     from mlxtune.core.machine.files import file_hash
@@ -232,9 +229,9 @@ def _code_hashes() -> dict[str, str]:
 
 
 def data_files(config: DataConfig) -> list[Path]:
-    """Return every file that is read: those to train on, then those to validate with.
+    """Return the training files, then the validation files.
 
-    Raises DataError when there is none, or one that cannot be read.
+    Raises DataError if there is none, or one cannot be read.
     """
     return [path for paths in _data_files(config) for path in paths]
 
@@ -242,19 +239,19 @@ def data_files(config: DataConfig) -> list[Path]:
 def _data_files(config: DataConfig) -> tuple[Sequence[Path], Sequence[Path]]:
     from mlxtune.core.data.datafiles import check_data_file, find_data_files
 
-    found = find_data_files(config.data_paths)
+    files = find_data_files(config.data_paths)
     if config.val_data_path is None:
-        return found.train, found.validation
+        return files.train, files.validation
     check_data_file(config.val_data_path, "--val-data")
-    return found.train, (config.val_data_path,)
+    return files.train, (config.val_data_path,)
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
-    """Read and encode the data, and find what is worth a look.
+    """Read and encode the data, and look for problems in it.
 
-    Raises DataError when a file cannot be read or mixes formats, when no row is left or too few
-    to hold some out, and with --strict when one is skipped; ModelError when the tokenizer cannot be
-    loaded or does not belong to the model.
+    Raises DataError if a file cannot be read or mixes formats, if too few rows are left, and with
+    --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
+    model.
     """
     from mlxtune.core.data import findings
     from mlxtune.core.data.corpus import Corpus
@@ -289,12 +286,12 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
 
 
 def check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
-    """Raise DataError when a file has no row to train on, or with --strict one that is skipped."""
+    """Raise DataError if no row of a file can train, or with --strict if one is skipped."""
     path, skipped = ledger.path, file.skipped
     if skipped.total and config.strict:
         raise DataError(
             f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
-            "mend them, or leave out --strict to skip them"
+            "fix them, or leave out --strict to skip them"
         )
     if not ledger.rows_read:
         raise DataError(f"{path}: has no rows: add JSON objects, one a line")
@@ -312,7 +309,7 @@ def check_corpus(
     validation: Corpus | None,
     files: Sequence[EncodedFile],
 ) -> None:
-    """Raise DataError or ModelError for what would train nonsense, or nothing."""
+    """Raise DataError or ModelError for data that would train nonsense, or nothing."""
     if validation is None and (corpus.identities == corpus.identities[0]).all():
         skipped = [file.skipped for file in files if file.skipped.total]
         others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
@@ -322,17 +319,17 @@ def check_corpus(
             "trained on and held out: add rows or set --val-split 0"
             f"{others + skipped[0].first() if skipped else ''}"
         )
-    known = reader.vocab_size
+    vocab_size = reader.vocab_size
     largest = max(part.largest_token() for part in (corpus, validation) if part is not None)
-    if known and largest >= known:
+    if vocab_size and largest >= vocab_size:
         raise ModelError(
             f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
-            f"{known}: they do not belong together"
+            f"{vocab_size}: use the model's own tokenizer files"
         )
 
 
 def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
-    """Raise OutputError for a path that cannot be written, or that is read; `option` named it."""
+    """Raise OutputError for a path, given by `option`, that is unwritable or is also read."""
     from mlxtune.core.machine.files import as_output_error, check_writable
 
     in_use = set(map(_real, read))
@@ -344,19 +341,19 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
             parent = _real(path.parent)
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):
-                raise OutputError(f"{path}: is no regular file: choose another {option}")
+                raise OutputError(f"{path}: is not a regular file: choose another {option}")
         if _real(path) in in_use:
             raise OutputError(f"{path}: is read by this run: choose another {option}")
         check_writable(path.parent, option)
 
 
 def _real(path: Path) -> Path:
-    # Unlike Path.resolve, leaves alone a link that leads to itself.
+    # Unlike Path.resolve, accepts a link to itself.
     return Path(os.path.realpath(path))
 
 
 def say_findings(dataset: Dataset, console: RunConsole) -> None:
-    """Warn of what is worth a look in the data. Raises DataError for what is refused."""
+    """Warn of problems in the data. Raises DataError for those that training refuses."""
     from mlxtune.core.reports import run_text
 
     for file in dataset.files:

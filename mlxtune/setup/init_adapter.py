@@ -1,7 +1,4 @@
-"""Options of a run that goes on training an adapter: those it has, unless they are given.
-
-What it needs is imported in the functions, as in train.py.
-"""
+"""Options of a run that continues an adapter: the adapter's own, unless they are given."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ from typing import Any
 
 
 def with_adapter(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a run, completed by what the adapter that they name says of itself.
+    """Return options of a run with the rank, alpha, targets, layers and kind of its `init_adapter`.
 
-    Rank, alpha, targets, layers and kind are then those under which `init_adapter` was trained;
-    one that is given stays, and is an error later where it contradicts. Without an `init_adapter`
-    they are returned as they are.
+    Given options stay, and are an error later if they contradict the adapter.
 
-    Raises ModelError when it is no adapter that can be gone on with.
+    Raises ModelError if training cannot continue from the adapter.
     """
     adapter = options.get("init_adapter")
     if not isinstance(adapter, str) or not adapter.strip() or options.get("init", "lora") != "lora":

@@ -1,4 +1,4 @@
-"""How the steps of a run fit the memory: what there is to plan, and the plan that is chosen."""
+"""How the steps of a run fit the memory: the work to plan, and the plan that is chosen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def first_epoch(
 
 
 def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
-    """Return as many of the first epoch's steps as are planned to choose how to run all."""
+    """Return the steps of the first epoch that the plan is made for."""
     from mlxtune.core.steps.memory_plan import planned
 
     if dataset is None:
@@ -59,10 +59,10 @@ def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list
 def work_of(
     lora: InstructConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
 ) -> Work:
-    """Return what there is to plan: steps, and the examples that take most by themselves.
+    """Return the work to plan: steps, and the examples that need most memory by themselves.
 
-    Those are sought in the whole data set, in the steps without one. With neither, an example of
-    --max-seq-len tokens takes their place.
+    Those come from the whole data set or else from the steps. Without either, they are one example
+    of --max-seq-len tokens.
     """
     from mlxtune.backend.step.micro_batches import step_cost
     from mlxtune.core.steps.memory_plan import Work
@@ -83,7 +83,7 @@ def work_of(
 
 
 def execution(step: StepConfig, parameters: int, way: Way | None = None) -> Execution:
-    """Return how steps of a model are computed, by the options and what was chosen."""
+    """Return how steps are computed, from the options and the chosen plan."""
     from mlxtune.backend.step.forward import Execution
 
     best = Execution.best(parameters)
@@ -107,10 +107,9 @@ def choose_plan(step: StepConfig, lora: InstructConfig, base: BaseModel, work: W
 def confirm(
     step: StepConfig, pipeline: InstructPipeline, work: Work, plan: MemoryPlan
 ) -> MemoryPlan:
-    """Return the plan, made again where the model turned out to be run otherwise.
+    """Return the plan, or a new one if the loaded model runs differently from what it assumes.
 
-    Whether its head can be run apart, and examples in one line, is known only once its weights are
-    read.
+    Only a loaded model shows whether its head can run apart, and its examples packed in one line.
     """
     how = pipeline.forward.how
     found = {"kernels": how.cpu_kernels, "split_head": how.split_head}
@@ -142,7 +141,7 @@ def _choose(step: StepConfig, shapes: ModelShapes, way: Way, work: Work, limit: 
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
-    """Return what a speed is kept under: the model's shapes, its LoRA, dtype and device."""
+    """Return the key of a speed: the model's shapes, its LoRA, dtype and device."""
     from mlxtune.backend.model import device
     from mlxtune.core.data.cache import key_of
 

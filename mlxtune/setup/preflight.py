@@ -1,7 +1,4 @@
-"""What a run makes sure of before it begins: its paths, its folder for itself, its memory.
-
-What it needs is imported in the functions, as in train.py.
-"""
+"""What a run checks and claims before it starts: its paths, its folder and its memory."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_paths(data: DataConfig, run: RunConfig) -> Path:
-    """Find out before any work whether the files can be read and written.
+    """Check before any work that the files can be read and written; return the model's folder.
 
-    Returns the model's folder. Raises ModelError, DataError or OutputError.
+    Raises ModelError, DataError or OutputError.
     """
     from mlxtune.backend.model import model_folder
     from mlxtune.core.machine.files import check_writable
@@ -42,9 +39,9 @@ def check_paths(data: DataConfig, run: RunConfig) -> Path:
 
 
 def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> None:
-    """Have no other process train into the folder for as long as `held`, or this process, lives.
+    """Lock the run's folder for as long as `held`, or this process, lives.
 
-    Raises OutputError when one does, or when there is an unfinished run that is not to be resumed.
+    Raises OutputError if another process trains there, or if it holds another unfinished run.
     """
     from mlxtune.core.training import run_folder
 
@@ -58,9 +55,9 @@ def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> 
 
 
 def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole) -> None:
-    """Reserve what the run is planned to take among the runs on this machine.
+    """Reserve the planned memory among the runs on this machine.
 
-    Raises MemoryLimitError when others hold it and the options say neither to wait nor to insist.
+    Raises MemoryLimitError if others hold it and neither --wait nor --ignore-ledger is given.
     """
     from mlxtune.backend.model import memory
     from mlxtune.core.machine import reservation
@@ -77,6 +74,6 @@ def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: R
     except OSError as error:
         if isinstance(error, MlxTuneError):
             raise
-        console.warn(f"{folder}: other runs cannot be told what memory this one takes: {error}")
+        console.warn(f"{folder}: other runs will not see the memory that this one takes: {error}")
     else:
         held.callback(lock.release)

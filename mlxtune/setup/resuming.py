@@ -1,4 +1,4 @@
-"""A run to resume: its folder found, its options taken up again, its model and data compared."""
+"""Resuming a run: its folder, its options, and checks that model and data are the same."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
-    """Return the options of the run in a folder, with those that are given, and where it stood.
+    """Return the options of the run in a folder, changed by `given`, and its checkpoint.
 
-    Without a folder, it is where the options given would put the checkpoints.
+    Without a folder, look where the given options would put the checkpoints.
 
     Raises ConfigError or OutputError.
     """
@@ -37,15 +37,15 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
     found = find_resume_point(run)
     if found is None:
         raise OutputError(
-            f"{run}: holds no checkpoint to go on from: name the folder of a run after --resume"
+            f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume"
         )
     return options_of(run, found.checkpoint, given), found
 
 
 def run_folder_of(folder: str) -> Path:
-    """Return the folder of checkpoints that is named, or that of an adapter beside it.
+    """Return a folder of checkpoints, or `checkpoints` inside a folder that has them there.
 
-    Raises OutputError when there is no such folder.
+    Raises OutputError if there is no such folder.
     """
     from mlxtune.core.training.checkpoint import MANIFEST, checkpoint_folders
 
@@ -62,7 +62,7 @@ def run_folder_of(folder: str) -> Path:
 
 
 def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
-    """Return the options that a run had at a checkpoint, with those that are given.
+    """Return the options that a run had at a checkpoint, changed by `given`.
 
     Raises ConfigError.
     """
@@ -71,7 +71,7 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    # Someone else may have written it: it decides neither what code runs nor where else is written.
+    # Someone else may have written it: it must not choose what code runs or where else to write.
     own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem
@@ -94,7 +94,7 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
         output.is_relative_to(folder.resolve()) for folder in (run.parent, Path())
     ):
         raise ConfigError(
-            [f"--output: the run writes to {output}, away from its own folder: give it again"]
+            [f"--output: the run writes to {output}, outside its own folder: give --output again"]
         )
     return config
 
@@ -104,7 +104,7 @@ def _is_given(problem: str, given: Mapping[str, Any]) -> bool:
 
 
 def _difference(name: str, value: Any, own: Any) -> str | None:
-    """Return how an option that is given differs from the run's own, where it must not."""
+    """Return how a given option differs from the run's, if it must not."""
     option = OPTIONS[name]
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
@@ -115,7 +115,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     if option.affects is Affects.LENGTH:
         if own is not None and (value is None or value >= own):
             return None
-        return f"{flag(name)} {value}: the run has {own}, it may only grow"
+        return f"{flag(name)} {value}: the run has {own}, and it may only grow"
     if value == own:
         return None
     return f"{flag(name)} {_shown(value)}: the run has {_shown(own)}, and would give another result"
@@ -126,7 +126,7 @@ def _shown(value: Any) -> str:
 
 
 def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
-    """Return the paths of a run's options as they are from here, whatever has been moved."""
+    """Return the paths among a run's options as seen from here, even if it has been moved."""
     places: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
         for name, value in own.items():
@@ -146,7 +146,7 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
-    """Return a path as it is from here; the name of a model to download stays as it is."""
+    """Return a path as seen from here; the name of a model to download stays."""
     if path.startswith(("~", "/")):
         return path
     there = Path(working_directory, path)
@@ -182,7 +182,7 @@ def _check_same_data(metadata: Mapping[str, Any], trainer: InstructTrainer) -> N
 def _check_same_model(metadata: Mapping[str, Any], pipeline: Mapping[str, Any]) -> None:
     if metadata.get("base_hash") != pipeline["base_hash"]:
         raise ModelError(
-            "--model-path: its weights are not those that the run began with: "
+            "--model-path: its weights are not those that the run started from: "
             "bring back the folder, or start a new run"
         )
     if metadata.get("dtype") != pipeline["dtype"]:
@@ -210,9 +210,9 @@ def _changed_versions(metadata: Mapping[str, Any], versions: Mapping[str, str]) 
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
-    """Raise ModelError where an adapter is not the one that a run began with.
+    """Raise ModelError if an adapter is not the one that a run started from.
 
-    The run itself needs it no more; it is there to be trained again.
+    Only training the run again needs it.
     """
     from mlxtune.backend.adapters.files import find_adapter
     from mlxtune.core.machine.files import file_hash
@@ -220,5 +220,5 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):
         raise ModelError(
-            f"--init-adapter: {weights} is not what the run began with: leave it out to go on"
+            f"--init-adapter: {weights} is not what the run started from: leave it out to resume"
         )

@@ -1,7 +1,4 @@
-"""What a run writes down of itself when it begins, for who reads of it later.
-
-What it needs is imported in the functions, as in train.py.
-"""
+"""What a run records about itself, for reports and for resuming."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ def about_run(
     *,
     resumed: bool,
 ) -> dict[str, Any]:
-    """Return what stands in run.json: options, model, plan and data.
+    """Return the content of run.json: options, model, plan and data.
 
-    The time of its start stays, where it goes on.
+    A resumed run keeps its first start time.
     """
     from mlxtune.backend.model import device
 
@@ -78,15 +75,15 @@ def about_run(
 
 
 def _times_before(run: RunConfig) -> tuple[str | None, list[str]]:
-    """Return when a run began and when it was gone on with, as far as it says so."""
+    """Return when a run started and when it was resumed, if its run.json has that."""
     from mlxtune.core.machine.files import read_json
     from mlxtune.core.training.run_folder import ABOUT
 
     try:
-        said = read_json(run.checkpoint_path / ABOUT)
+        about = read_json(run.checkpoint_path / ABOUT)
     except (OSError, ValueError):
         return None, []
-    started, resumed_at = said.get("started_at"), said.get("resumed_at")
+    started, resumed_at = about.get("started_at"), about.get("resumed_at")
     times = resumed_at if isinstance(resumed_at, list) else []
     return started if isinstance(started, str) else None, [str(each) for each in times]
 
@@ -104,18 +101,18 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
-    """Return how long the examples of all files are, and how many of their tokens carry loss."""
+    """Return the distributions of tokens and supervised tokens over all examples."""
     import numpy as np
 
     from mlxtune.core.data.inspection import Distribution
     from mlxtune.core.reports.curves import histogram
 
-    there = [corpus for corpus in corpora if corpus is not None]
-    found = {}
+    present = [corpus for corpus in corpora if corpus is not None]
+    lengths = {}
     for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
-        values = np.concatenate([getattr(corpus, attribute) for corpus in there])
-        found[name] = {**asdict(Distribution.of(values)), **histogram(values)}
-    return {"examples": sum(map(len, there)), **found}
+        values = np.concatenate([getattr(corpus, attribute) for corpus in present])
+        lengths[name] = {**asdict(Distribution.of(values)), **histogram(values)}
+    return {"examples": sum(map(len, present)), **lengths}
 
 
 def about_result(
@@ -143,7 +140,7 @@ def about_result(
 
 
 def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
-    """Return what a result depends on beside options and data."""
+    """Return what a result depends on besides options and data."""
     return {
         "model_type": base.model_type,
         "dtype": base.dtype,

@@ -95,5 +95,5 @@ def test_ledger_that_cannot_be_kept_is_a_warning_and_no_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     outcome = train("--no-cache")
     assert outcome.code == 0
-    assert "other runs cannot be told what memory this one takes" in outcome.err
+    assert "other runs will not see the memory that this one takes" in outcome.err
     assert output.is_file()

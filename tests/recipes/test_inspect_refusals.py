@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
     "other vocabulary": (
         sums(3),
         *(with_template(CHATML, extra=[f"<extra_{i}>" for i in range(100)]), []),
-        "but the model knows only 320: they do not belong together",
+        "but the model knows only 320: use the model's own tokenizer files",
     ),
     "BOS twice": (
         sums(3),
@@ -187,7 +187,7 @@ def test_output_never_replaces_what_is_read_by_another_name(
     [
         ("", "is a folder"),
         ("chat.jsonl/below", "chat.jsonl is a file"),
-        ("pipe", "no regular file"),
+        ("pipe", "not a regular file"),
     ],
 )
 def test_output_that_cannot_be_written_is_found_before_any_work(
@@ -212,7 +212,7 @@ def test_device_is_no_file_to_replace(
     # Should the check fail, the device is not to be replaced by this test.
     monkeypatch.setattr(sys.modules["mlxtune.recipes.inspect"], "load_dataset", None)
     assert inspect("--dump", name).error == (
-        f"{name}: is no regular file: choose another --html or --dump"
+        f"{name}: is not a regular file: choose another --html or --dump"
     )
 
 

@@ -150,7 +150,7 @@ def test_base_model_that_was_changed_or_moved_away_is_found(
     other = write_model(tmp_path / "other", "qwen3", seed=1)
     outcome = cli("verify", run, "--model-path", other)
     assert outcome.code == 1
-    assert "its weights are not those that the run began with" in outcome.out
+    assert "its weights are not those that the run started from" in outcome.out
     outcome = cli("verify", run, "--model-path", tmp_path / "none")
     assert outcome.code == 1
     assert "BAD model" in outcome.out
