@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: the adapter, what is trained where that differs, and the optimizer."""
+"""A checkpoint's tensors: the adapter, the trained parameters where they differ, the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
 OPTIMIZER = "optimizer.safetensors"
-# The trained tensors, in checkpoints whose adapter computes the same but is not what is trained.
+# The trained tensors, in checkpoints whose adapter is padded or converted.
 PARAMETERS = "parameters.safetensors"
 # PiSSA's initial factors, which are needed beside what is trained.
 _PRINCIPAL = (".taken_a", ".taken_b")

@@ -1,4 +1,4 @@
-"""Adapter files in mlx-lm's layout: found, read, checked and written."""
+"""Finding, reading, checking and writing adapter files in mlx-lm's layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
 
 
 def read_adapter_config(weights: Path) -> dict[str, Any]:
-    """Return the adapter_config.json beside an adapter. Raises ModelError."""
+    """Return the adapter_config.json, mlx-lm's or PEFT's, beside an adapter. Raises ModelError."""
     path = weights.with_name(ADAPTER_CONFIG)
     try:
         return read_given_json(path)
@@ -187,10 +187,10 @@ def module_names(weights: Path, names: Mapping[str, Any], kind: str) -> list[str
     Raises ModelError for a tensor that such an adapter does not have.
     """
     leaves = LEAVES[kind]
-    strange = sorted(name for name in names if name.rpartition(".")[2] not in leaves)
-    if strange or not names:
-        found = ", ".join(strange[:3]) or "no tensors"
-        raise ModelError(f"{weights}: is not a {kind} adapter: it has {found:.200}")
+    unexpected = sorted(name for name in names if name.rpartition(".")[2] not in leaves)
+    if unexpected or not names:
+        contents = ", ".join(unexpected[:3]) or "no tensors"
+        raise ModelError(f"{weights}: is not a {kind} adapter: it has {contents:.200}")
     return sorted({name.rpartition(".")[0] for name in names})
 
 

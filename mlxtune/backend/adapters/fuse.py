@@ -291,7 +291,7 @@ def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
     """Yield the tensors without an update, and whether they are equal in both models."""
     own = tuple(f"{name}." for name in adapter.modules)
-    ours, theirs = (
+    expected, written = (
         {
             name: value
             for name, value in tree_flatten(model.parameters())
@@ -301,8 +301,8 @@ def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[t
     )
     for model in (before, after):
         model.update(tree_map(lambda _: mx.array([]), model.parameters()))
-    for name in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.pop(name, None), theirs.pop(name, None)
+    for name in sorted(expected.keys() | written.keys()):
+        one, other = expected.pop(name, None), written.pop(name, None)
         if one is None or other is None or one.dtype != other.dtype:
             yield name, False
         else:

@@ -80,8 +80,8 @@ def reference_of(
     for prompt in prompts:
         answer = _answer(adapted.model, list(prompt))
         tokens = [*prompt, *answer]
-        found = _logits(adapted.model, tokens, len(answer))
-        sequences.append(Sample(tokens, len(answer), found))
+        logits = _logits(adapted.model, tokens, len(answer))
+        sequences.append(Sample(tokens, len(answer), logits))
     reference = Reference(sequences, tolerance=0.0, effect=0.0)
     adapted.use_adapter(False)
     effect = compare(adapted.model, reference).largest_difference
@@ -103,8 +103,8 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
     """Compare a model's logits with those of the reference."""
     comparison = Comparison()
     for sequence in reference.sequences:
-        found = _logits(model, sequence.tokens, sequence.generated)
-        comparison.add(sequence.logits, found, sequence.generated)
+        logits = _logits(model, sequence.tokens, sequence.generated)
+        comparison.add(sequence.logits, logits, sequence.generated)
     return comparison
 
 
@@ -123,18 +123,18 @@ def _answer(model: nn.Module, prompt: list[int]) -> list[int]:
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
     """Return float32 (T, V), the logits at the last positions before the last token."""
     positions = max(_POSITIONS, generated)
-    found = model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32)
-    return np.array(found)
+    logits = model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32)
+    return np.array(logits)
 
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost projections of a model by path: LoRA layers, not the layers within."""
-    found: dict[str, nn.Module] = {}
+    products: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if isinstance(module, PROJECTIONS) or hasattr(module, "lora_a"):
-            found[path] = module
-    inner = {path for path in found if any(path.startswith(f"{each}.") for each in found)}
-    return {path: module for path, module in found.items() if path not in inner}
+            products[path] = module
+    inner = {path for path in products if any(path.startswith(f"{each}.") for each in products)}
+    return {path: module for path, module in products.items() if path not in inner}
 
 
 def _product_roundoff() -> float:

@@ -1,4 +1,4 @@
-"""A model's folder: found, and its files checked before any library reads them."""
+"""Finding a model's folder, and checking its files before any library reads them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_auto_map(folder: Path) -> None:
     transformers downloads what the auto_map prefixes with a repository and `--`.
     """
     for name in ("config.json", "tokenizer_config.json"):
-        auto_map = _json_object(folder / name).get("auto_map")
+        auto_map = json_object(folder / name).get("auto_map")
         entries = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
         for each in (inner for outer in entries for inner in _as_list(outer)):
             if isinstance(each, str):
@@ -141,7 +141,7 @@ def check_files(folder: Path) -> None:
         if path.stat().st_size > (_MAX_VOCABULARY if vocabulary else _MAX_BYTES):
             raise ModelError(f"{path}: is far larger than such a file should be: download it again")
     # transformers makes lists of this length, even to load the tokenizer.
-    for name, count in _layer_counts(_json_object(folder / "config.json")):
+    for name, count in _layer_counts(json_object(folder / "config.json")):
         if count > _MAX_LAYERS:
             raise ModelError(
                 f"{folder / 'config.json'}: {name} is more than {_MAX_LAYERS:,}: download it again"
@@ -183,7 +183,7 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def vocab_size(folder: Path) -> int:
     """Return the size of a model's vocabulary by its config.json; 0 where it is not given."""
-    config = _json_object(folder / "config.json")
+    config = json_object(folder / "config.json")
     for part in (config.get("text_config"), config):
         size = part.get("vocab_size") if isinstance(part, dict) else None
         if type(size) is int:
@@ -191,7 +191,7 @@ def vocab_size(folder: Path) -> int:
     return 0
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """Return a file's object, or an empty one: its errors surface where the file is needed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -258,16 +258,16 @@ def answers(
     Stop texts are ignored. Raises MemoryLimitError where memory runs out.
     """
     model.eval()
-    found = [""] * len(prompts)
+    texts = [""] * len(prompts)
     # Sorted by length, batches have the least padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     for start in range(0, len(order), _AT_ONCE):
         chosen = order[start : start + _AT_ONCE]
-        texts = _together(model, tokenizer, [prompts[i] for i in chosen], sampling, vocab_size)
-        for i, text in zip(chosen, texts, strict=True):
-            found[i] = text
+        batch = _together(model, tokenizer, [prompts[i] for i in chosen], sampling, vocab_size)
+        for i, text in zip(chosen, batch, strict=True):
+            texts[i] = text
         tell(start + len(chosen), len(order))
-    return found
+    return texts
 
 
 def _together(

@@ -250,9 +250,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._concat([str(self._shown(value)) for value in values])
 
     def _concat(self, texts: Iterable[str]) -> str:
-        found = list(texts)
-        self.meter.spend(sum(map(len, found)))
-        return "".join(found)
+        parts = list(texts)
+        self.meter.spend(sum(map(len, parts)))
+        return "".join(parts)
 
 
 class _Hooks(NodeTransformer):

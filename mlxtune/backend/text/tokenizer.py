@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
 
-from mlxtune.backend.model.model_folder import check_auto_map, check_files
+from mlxtune.backend.model.model_folder import check_auto_map, check_files, json_object
 from mlxtune.core.data.encode import OffsetEncoding
 from mlxtune.errors import ModelError, one_line
 
@@ -227,14 +226,11 @@ def _without_advice() -> Iterator[None]:
 
 def _eos_ids(folder: Path) -> list[int]:
     """Return the ids that end generation, by config.json and generation_config.json."""
-    found: list[int] = []
+    eos_ids: list[int] = []
     for name in ("config.json", "generation_config.json"):
-        try:
-            config = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue  # its errors surface where the file is needed
-        for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        config = json_object(folder / name)
+        for part in (config, config.get("text_config")):
             ids = part.get("eos_token_id") if isinstance(part, dict) else None
             ids = ids if isinstance(ids, list) else [ids]
-            found += [id_ for id_ in ids if type(id_) is int and 0 <= id_ < 2**31]
-    return found
+            eos_ids += [id_ for id_ in ids if type(id_) is int and 0 <= id_ < 2**31]
+    return eos_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,14 +96,28 @@ def read_tensors(path: Path) -> dict[str, Matrix]:
     return tensors
 
 
+def group_by_module(
+    tensors: Mapping[str, Matrix], pattern: re.Pattern[str]
+) -> tuple[dict[str, dict[str, Matrix]], list[str]]:
+    """Return tensors by module and part, a pattern's groups, and the names it does not match."""
+    parts: dict[str, dict[str, Matrix]] = {}
+    others = []
+    for name, tensor in tensors.items():
+        if found := pattern.fullmatch(name):
+            parts.setdefault(found[1], {})[found[2]] = tensor
+        else:
+            others.append(name)
+    return parts, others
+
+
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
     """Return an adapter that has the same projections in each of its layers, as mlx-lm expects.
 
     `modules` are the base model's projections by path. What is added is zero throughout: it
     changes nothing and does not learn. Raises ModelError where the adapter does not fit them.
     """
-    if strangers := [name for name in adapter.modules if name not in modules]:
-        raise ModelError(f"the base model has no {join_few(strangers)}, which the adapter needs")
+    if unknown := [name for name in adapter.modules if name not in modules]:
+        raise ModelError(f"the base model has no {join_few(unknown)}, which the adapter needs")
     places = {name: path_in_layer(name) for name in modules}
     keys = {places[name][1] for name in adapter.modules}
     start = min(places[name][0] for name in adapter.modules)

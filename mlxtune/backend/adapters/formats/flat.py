@@ -62,13 +62,13 @@ def read_flat(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
         by_place.setdefault((layer, inside.rsplit(".", 1)[-1]), []).append(module)
     parts: dict[str, dict[str, Matrix]] = {}
     for name, tensor in read_tensors(path).items():
-        found = _NAME.fullmatch(name)
-        where = by_place.get((int(found[1]), found[2]), []) if found else []
-        if found is None or len(where) != 1:
+        match = _NAME.fullmatch(name)
+        where = by_place.get((int(match[1]), match[2]), []) if match else []
+        if match is None or len(where) != 1:
             raise ModelError(
-                f"{path}: {name} means {join_few(where) or 'nothing'} in the base model"
+                f"{path}: {name} matches {join_few(where) or 'no module'} in the base model"
             )
-        parts.setdefault(where[0], {})[found[3]] = tensor.T
+        parts.setdefault(where[0], {})[match[3]] = tensor.T
     with safetensors.safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
     try:

@@ -169,15 +169,15 @@ def _gguf_names(
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(by_name[architecture], num_layers)
-    found, unknown = {}, []
+    table = gguf.get_tensor_name_map(by_name[architecture], num_layers)
+    names, unknown = {}, []
     for module in modules:
         layer, inside = path_in_layer(module)
-        name = names.get_name(f"model.layers.{layer}.{inside}")
+        name = table.get_name(f"model.layers.{layer}.{inside}")
         if name is None:
             unknown.append(module)
         else:
-            found[module] = name
+            names[module] = name
     if unknown and all_known:
         raise ModelError(f"llama.cpp has no name for {join_few(unknown)} of {architecture} models")
-    return found
+    return names

@@ -16,6 +16,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
+    group_by_module,
     path_in_layer,
     read_tensors,
 )
@@ -60,13 +61,7 @@ def _can_be_written(value: Mapping[str, Any]) -> bool:
 
 def _modules_of(path: Path, tensors: Mapping[str, Matrix], *, dora: bool) -> dict[str, Update]:
     """Return tensors by module. Raises ModelError for other tensors and incomplete modules."""
-    parts: dict[str, dict[str, Matrix]] = {}
-    others = []
-    for name, tensor in tensors.items():
-        if found := _TENSOR.fullmatch(name):
-            parts.setdefault(found[1], {})[found[2]] = tensor
-        else:
-            others.append(name)
+    parts, others = group_by_module(tensors, _TENSOR)
     needed = {"lora_a", "lora_b", "m"} if dora else {"lora_a", "lora_b"}
     problem = "" if parts else "no LoRA tensors"
     if incomplete := [name for name, each in parts.items() if each.keys() != needed]:

@@ -57,19 +57,19 @@ def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str
     for name in present:
         if (tail := _TAIL.search(name)) and not _NOT_TEXT.search(name):
             by_tail.setdefault(tail[1], []).append(name)
-    found, missing = {}, []
+    matches, missing = {}, []
     for name in wanted:
         tail = _TAIL.search(name)
         others = by_tail.get(tail[1], []) if tail else []
         if name in present:
-            found[name] = name
+            matches[name] = name
         elif len(others) == 1:
-            found[name] = others[0]
+            matches[name] = others[0]
         else:
             missing.append(name)
     if missing:
         raise ModelError(f"{where}: has no single module for {join_few(missing)}")
-    return found
+    return matches
 
 
 def shortest_targets(

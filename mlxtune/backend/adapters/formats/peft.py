@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import regex
 
-from mlxtune.backend.adapters.files import write_tensors
+from mlxtune.backend.adapters.files import read_adapter_config, write_tensors
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
+    group_by_module,
     layers_from,
     path_in_layer,
     read_tensors,
@@ -33,7 +34,7 @@ from mlxtune.backend.adapters.formats.names import (
     shortest_targets,
     weighted_modules,
 )
-from mlxtune.core.machine.files import read_given_json, write_json
+from mlxtune.core.machine.files import write_json
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
@@ -151,14 +152,7 @@ def base_of(folder: Path) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = read_given_json(path)
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path}: is missing: copy it there from where the adapter was trained"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    config = read_adapter_config(path)
     if config.get("peft_type") != "LORA":
         raise ModelError(
             f"{path}: peft_type is {config.get('peft_type')!r:.40}: only LORA is supported"
@@ -177,14 +171,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _parts_of(
     path: Path, tensors: Mapping[str, Matrix], *, dora: bool
 ) -> dict[str, dict[str, Matrix]]:
-    parts: dict[str, dict[str, Matrix]] = {}
-    others = []
-    for name, tensor in tensors.items():
-        found = _PART.fullmatch(name.removeprefix(_PREFIX))
-        if found is None:
-            others.append(name)
-        else:
-            parts.setdefault(found[1], {})[found[2]] = tensor
+    stripped = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    parts, others = group_by_module(stripped, _PART)
     if others:
         raise ModelError(
             f"{path}: has tensors that mlx-lm's LoRA does not support: {join_few(others)}"

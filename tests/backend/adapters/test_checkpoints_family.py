@@ -1,4 +1,4 @@
-"""What is written of LoRA's family: what mlx-lm loads computes as what was trained."""
+"""Adapters of LoRA's family as written: mlx-lm computes with them what was trained."""
 
 from __future__ import annotations
 
