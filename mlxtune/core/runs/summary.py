@@ -85,12 +85,9 @@ class RunSummary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of a run in `mlxtune runs` and `mlxtune report`."""
-        values = asdict(self)
-        return values | {
-            "data": list(self.data),
-            "headline": self.headline,
-            "problems": list(self.problems),
-        }
+        values = asdict(self) | {"data": list(self.data)}
+        del values["problems"]
+        return values | {"headline": self.headline, "problems": list(self.problems)}
 
 
 def summarize(run: Run) -> RunSummary:
