@@ -121,7 +121,7 @@ def test_fusing_into_quantised_weights_is_said_to_cost_something(
     assert found.passed
     assert found.tolerance is None
     assert found.comparison.mean_kl > 1e-6
-    assert any("quantised again" in line for line in found.lines())
+    assert any("quantising the weights again" in line for line in found.lines())
     assert json.loads((output / "config.json").read_text())["quantization"]["bits"] == 4
     fused, _ = load(str(output))
     assert "model.layers.0.self_attn.q_proj.scales" in dict(tree_flatten(fused.parameters()))
