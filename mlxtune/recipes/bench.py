@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune bench`: the same steps by each side, every run in its own process.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune bench`: the same steps by each side, every run in its own process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The recipe of `mlxtune chat`: a conversation in the terminal, or line by line through a pipe.
 
-Answers go to stdout, everything else to stderr. Imports stand in the functions for the reason
-given in train.py.
+Answers go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune doctor`: whether training works here, and how well.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune doctor`: whether training works here, and how well."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune eval`: whether an adapter helps on rows of data.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune eval`: whether an adapter helps on rows of data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune export`: an adapter in another tool's format, proved equal.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune export`: an adapter in another tool's format, proved equal."""
 
 from __future__ import annotations
 

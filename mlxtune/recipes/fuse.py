@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune fuse`: a model folder with the adapter in its weights, proved equal.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune fuse`: a model folder with the adapter in its weights, proved equal."""
 
 from __future__ import annotations
 

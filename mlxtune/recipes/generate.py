@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune generate`: one answer, to a prompt, a conversation or standard input.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune generate`: one answer, to a prompt, a conversation or standard input."""
 
 from __future__ import annotations
 

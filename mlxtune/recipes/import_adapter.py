@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune import`: an adapter of mlx-lm or PEFT, in the layout that training writes.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune import`: an adapter of mlx-lm or PEFT, in the layout of `train`."""
 
 from __future__ import annotations
 

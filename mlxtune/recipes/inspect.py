@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from mlxtune.config import InspectConfig
 from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
+from mlxtune.terminal.output import print_json
 
 if TYPE_CHECKING:
     from mlxtune.core.data.inspection import Inspection
@@ -59,8 +59,7 @@ def show(config: InspectConfig) -> None:
 
     found = inspect(config)
     if config.json:
-        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(found.as_dict())
     elif config.quiet:
         console = RunConsole(quiet=True)
         for finding in found.findings:

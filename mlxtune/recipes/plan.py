@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING
 from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
 from mlxtune.setup.memory import choose_plan, first_steps, speed_key, training_rows, work_of
+from mlxtune.terminal.output import print_json
 
 if TYPE_CHECKING:
     from mlxtune.core.runs.run_plan import RunPlan
@@ -57,8 +56,7 @@ def show(config: PlanConfig) -> None:
 
     planned = plan(config)
     if config.json:
-        json.dump(planned.as_dict(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(planned.as_dict())
         return
     for name, line in plan_lines(planned):
         print(f"{name:<12}{line}")

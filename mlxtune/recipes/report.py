@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune report`: a run's folder as a page, as lines, as JSON.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune report`: a run's folder as a page, as lines, as JSON."""
 
 from __future__ import annotations
 

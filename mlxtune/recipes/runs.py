@@ -1,7 +1,4 @@
-"""The recipe of `mlxtune runs`: the runs under a folder, with their results.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""The recipe of `mlxtune runs`: the runs under a folder, with their results."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlxtune.config import StepConfig, TrainConfig, user_cache
 from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
+from mlxtune.terminal.output import print_json
 
 if TYPE_CHECKING:
     from mlxtune.core.runs.verification import Verification
@@ -47,8 +46,7 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
     """Print each check as a line, or all as JSON. Return whether all passed."""
     found = verify(run, replay=replay, model_path=model_path)
     if as_json:
-        json.dump(found.as_dict(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(found.as_dict())
         return found.ok
     width = max(len(check.name) for check in found.checks) + 2
     for check in found.checks:

@@ -1,7 +1,4 @@
-"""What `fuse` and `export` share: finding adapter and base, prompts, the proof and its report.
-
-Imports stand in the functions for the reason given in train.py.
-"""
+"""What `fuse` and `export` share: finding adapter and base, prompts, the proof and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says on stderr: rich on a terminal, plain lines when piped."""
+"""A run's messages on stderr: with rich on a terminal, as plain lines when piped."""
 
 from __future__ import annotations
 
@@ -22,27 +22,24 @@ from mlxtune.core.training.profile import ProfileRecord, StepProfile
 from mlxtune.errors import printable
 
 _STAGE_WIDTH = 12
-# What the bar needs beside the state: the step's count, some bar, the time left.
+# Columns beside the state of a step: its number, the bar, the time left.
 _BAR_WIDTH = 45
 
 
 class Surviving:
-    """A stream that takes what is written also where nobody reads it any more.
-
-    A run goes on when its terminal has been closed.
-    """
+    """A stream that ignores failed writes: a run continues when its terminal is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text, if that is possible."""
+        """Write a text if possible."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, if that is possible."""
+        """Flush the stream if possible."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -51,9 +48,9 @@ class Surviving:
 
 
 class RunConsole(TrainingObserver):
-    """Says each stage of a run in a line, and shows a live bar while it trains.
+    """Prints each stage of a run in a line, and shows a live bar while it trains.
 
-    `peak_gb` is asked for the peak memory. With `quiet`, only warnings are said.
+    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed.
     """
 
     def __init__(
@@ -78,24 +75,24 @@ class RunConsole(TrainingObserver):
         self._profile = profile_text.ProfileSummary()
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
-        """Print one line of a stage; text from files is never read as markup.
+        """Print a line of a stage, in which nothing is read as markup.
 
-        On a terminal a long line wraps at words under itself, unless it is to be copied.
+        On a terminal a long line wraps at words, indented, unless people copy it.
         """
         if self._quiet:
             return
         self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
 
     def warn(self, message: str) -> None:
-        """Print a warning, also when quiet."""
+        """Print a warning, even when quiet."""
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
     def on_encoding(self, path: Path, rows: int) -> None:
-        """Show, on a terminal, how many rows of a file have been encoded."""
+        """Show on a terminal how many rows of a file are encoded."""
         self.show(f"encoding {path}: {count(rows, 'row')}")
 
     def show(self, text: str) -> None:
-        """Show, on a terminal, what is being done, until something else is said."""
+        """Show on a terminal what is being done, until the next line is printed."""
         if self._quiet or not self._live:
             return
         if self._status is None:
@@ -104,7 +101,7 @@ class RunConsole(TrainingObserver):
         self._status.update(Text(printable(text)))
 
     def close(self) -> None:
-        """Take away what is live."""
+        """Remove the live status."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -120,11 +117,11 @@ class RunConsole(TrainingObserver):
         self._console.print(line)
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Open the bar, on a terminal."""
+        """Open the bar on a terminal."""
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._total_steps, self._epochs = run.total_steps, run.epochs
-        for record in run.progress.records.steps:  # those from before a pause
+        for record in run.progress.records.steps:  # from before a resume
             self._average.add(record.loss)
         if self._quiet or not self._live:
             return
@@ -142,42 +139,42 @@ class RunConsole(TrainingObserver):
         self._progress.start()
 
     def on_step(self, record: StepRecord) -> None:
-        """Move the bar, or print every so many steps when piped."""
+        """Move the bar, or print every `log_every` steps when piped."""
         average = self._average.add(record.loss)
         if self._progress is not None:
-            room = self._console.width - _BAR_WIDTH
+            width = self._console.width - _BAR_WIDTH
             self._progress.update(
                 self._progress.task_ids[0],
                 completed=record.step,
                 refresh=record.step == 1,
                 description=f"epoch {record.epoch}/{self._epochs} "
                 f"step {record.step}/{self._total_steps}",
-                state=run_text.step_state(record, average, self._peak_gb(), room),
+                state=run_text.step_state(record, average, self._peak_gb(), width),
             )
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
             line = run_text.step_line(record, self._total_steps, average, self._peak_gb())
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
-        """Show how far a validation has come."""
+        """Show the progress of a validation."""
         if self._progress is not None:
             self._progress.update(
                 self._progress.task_ids[0], description=f"validating {done}/{total}", state=""
             )
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Print the loss before the first step; those after an epoch stand in its line."""
+        """Print the loss before the first step; later ones are in the epoch's line."""
         if step == 0:
             self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
 
     def on_profile(self, record: ProfileRecord) -> None:
-        """Print what a profiled step took; all of them are summed up at the end."""
+        """Print the times of a profiled step, and keep them for the table at the end."""
         self._profile.add(record)
         if isinstance(record, StepProfile):
             self.say("Profile", profile_text.step_line(record), copyable=True)
 
     def on_problem(self, message: str) -> None:
-        """Warn of it."""
+        """Print a warning."""
         self.warn(message)
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
