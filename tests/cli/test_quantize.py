@@ -76,7 +76,7 @@ def test_quantised_folder_is_refused_in_a_line(train: Cli, tmp_path: Path) -> No
 def test_slow_products_are_warned_of(train: Cli) -> None:
     done = train(*STEPS, "--quantize", "4", "--quantized-compute", "quantized")
     assert done.code == 0
-    assert "slow on the CPU: --quantized-compute dequantized" in done.err
+    assert "slowly on the CPU: --quantized-compute dequantized" in done.err
 
 
 @pytest.mark.parametrize(

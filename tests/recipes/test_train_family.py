@@ -106,9 +106,9 @@ def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rank": 7}, "its rank is 4, --rank and --target-rank give 7"),
-        ({"alpha": 5.0}, r"its scale is 8, --alpha 5 gives 2\.5"),
-        ({"dora": False}, "its type is dora, this run has no --dora"),
+        ({"rank": 7}, "its rank is 4, but --rank and --target-rank give 7"),
+        ({"alpha": 5.0}, r"its scale is 8, but --alpha 5 gives 2\.5"),
+        ({"dora": False}, "its type is dora, but --dora is off"),
         ({"targets": ("k_proj",), "target_rank": ()}, "does not fit the model"),
         ({"target_rank": {"q_proj": 2}}, "q_proj has more than zeros beyond rank 2"),
     ],
