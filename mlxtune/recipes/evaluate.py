@@ -23,13 +23,13 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    from mlxtune.backend.step import forward
+    from mlxtune.backend.step import operations
     from mlxtune.core.reports import run_text
     from mlxtune.terminal.console import RunConsole
 
     folder = find_model(config)
     reading = config.reading(data=_data_files(config))
-    forward.load_ahead(folder)
+    operations.load_ahead(folder)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(reading, folder, console.on_encoding)
         dataset = load_dataset(reading, reader)

@@ -158,11 +158,11 @@ def prepare(
 
     Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
     """
-    from mlxtune.backend.step import forward
+    from mlxtune.backend.step import operations
     from mlxtune.core.machine.hashing import ModelHash
 
     data, lora, step = parts.data, parts.lora, parts.step
-    forward.load_ahead(folder)
+    operations.load_ahead(folder)
     # The data first: its problems show before minutes of loading.
     with closing(console):
         dataset = load_dataset(data, Reader(data, folder, console.on_encoding))

@@ -46,11 +46,11 @@ class OurSide:
     loss_function = "own"
 
     def __init__(self, folder: Path, parts: RunParts) -> None:
-        from mlxtune.backend.step import forward
+        from mlxtune.backend.step import operations
         from mlxtune.setup.model import open_model, read_weights
         from mlxtune.terminal.console import RunConsole
 
-        forward.load_ahead(folder)
+        operations.load_ahead(folder)
         self._parts = parts
         self._console = RunConsole(quiet=True)
         self._base = open_model(parts.step, folder, self._console)
@@ -75,12 +75,12 @@ class OurSide:
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the constant learning rate."""
         rate = self._parts.lora.learning_rate
-        return self._pipeline.train_batch(examples, step=number, learning_rate=rate).avg_loss
+        self._result = self._pipeline.train_batch(examples, step=number, learning_rate=rate)
+        return self._result.avg_loss
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
         """Return the tokens that the last step ran, and how many of them were padding."""
-        run = self._pipeline.tokens_run
-        return run, run - sum(tokens for tokens, _ in self._stretches(examples))
+        return self._result.run_tokens, self._result.padding
 
     def _stretches(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
         """Return the real tokens of each stretch that a step runs, and those of its prefix."""

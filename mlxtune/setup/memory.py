@@ -13,11 +13,11 @@ from mlxtune.setup.dataset import Dataset
 
 if TYPE_CHECKING:
     from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.backend.step.forward import Execution
     from mlxtune.backend.step.pipeline import InstructPipeline
     from mlxtune.core.data.encode import Example
+    from mlxtune.core.steps.execution import Execution
     from mlxtune.core.steps.memory_plan import MemoryPlan, Work
-    from mlxtune.core.steps.memory_prediction import ModelShapes, Way
+    from mlxtune.core.steps.shapes import ModelShapes
     from mlxtune.core.training.metrics import StepRecord
 
 
@@ -64,9 +64,8 @@ def work_of(
     Those come from the whole data set or else from the steps. Without either, they are one example
     of --max-seq-len tokens.
     """
-    from mlxtune.backend.step.micro_batches import step_cost
     from mlxtune.core.steps.memory_plan import Work
-    from mlxtune.core.steps.memory_prediction import Load
+    from mlxtune.core.steps.shapes import Load
 
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:
@@ -77,31 +76,23 @@ def work_of(
     return Work(
         steps=steps,
         alone=tuple(Load(1, length, supervised) for length, supervised in sorted(extremes)),
-        cost=step_cost(),
         keyed=lora.dropout > 0,
     )
-
-
-def execution(step: StepConfig, parameters: int, way: Way | None = None) -> Execution:
-    """Return how steps are computed, from the options and the chosen plan."""
-    from mlxtune.backend.step.forward import Execution
-
-    best = Execution.best(parameters)
-    compiles = best.compile if step.compile == "auto" else step.compile == "on"
-    if way is None:
-        return replace(best, compile=compiles)
-    return replace(best, compile=compiles, recompute=way.recompute, loss_chunk=way.loss_chunk)
 
 
 def choose_plan(step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work) -> MemoryPlan:
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
     from mlxtune.backend.model import memory
-    from mlxtune.backend.step.shapes import model_shapes, way_of
+    from mlxtune.backend.step.operations import best_execution
+    from mlxtune.backend.step.shapes import model_shapes, planned_execution
 
-    way = way_of(execution(step, base.parameters), base)
-    shapes = model_shapes(base, lora, kernels=way.kernels)
+    best = best_execution(base.parameters, base.dtype)
+    if step.compile != "auto":
+        best = replace(best, compile=step.compile == "on")
+    execution = planned_execution(best, base)
+    shapes = model_shapes(base, lora, execution.operations.memory)
     limit = memory.find_limits(step.memory_limit).memory
-    return _choose(step, shapes, way, work, limit)
+    return _choose(step, shapes, execution, work, limit)
 
 
 def confirm(
@@ -111,33 +102,39 @@ def confirm(
 
     Only a loaded model shows whether its head can run apart, and its examples packed in one line.
     """
-    how = pipeline.forward.how
-    found = {"kernels": how.cpu_kernels, "split_head": how.split_head}
-    way = replace(plan.way, **found, packs_up_to=pipeline.forward.packs_up_to)
+    allowed = pipeline.forward.execution
+    execution = replace(
+        plan.execution,
+        operations=allowed.operations,
+        split_head=allowed.split_head,
+        packs_up_to=allowed.packs_up_to,
+    )
     shapes = plan.shapes
     plain = shapes.plain_head and pipeline.forward.plain_head
-    if way == plan.way and plain == shapes.plain_head:
+    if execution == plan.execution and plain == shapes.plain_head:
         return plan
-    fixed = replace(step, grad_checkpoint="on" if way.recompute else "off")
-    return _choose(fixed, replace(shapes, plain_head=plain), way, work, plan.limit)
+    fixed = replace(step, grad_checkpoint="on" if execution.recompute else "off")
+    return _choose(fixed, replace(shapes, plain_head=plain), execution, work, plan.limit)
 
 
-def _choose(step: StepConfig, shapes: ModelShapes, way: Way, work: Work, limit: int) -> MemoryPlan:
+def _choose(
+    step: StepConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
+) -> MemoryPlan:
     from mlxtune.backend.model import device
     from mlxtune.core.steps import memory_plan
 
     allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[step.grad_checkpoint]
-    found = memory_plan.choose(
+    plan = memory_plan.choose(
         shapes,
         work,
-        way,
+        execution,
         limit=limit,
         checkpointing=allowed,
         tolerance=_CPU_TOLERANCE if device.on_cpu() else 0.0,
     )
-    if found is None:
-        raise MemoryLimitError(memory_plan.why_not(shapes, work, way, limit, True in allowed))
-    return found
+    if plan is None:
+        raise MemoryLimitError(memory_plan.why_not(shapes, work, execution, limit, True in allowed))
+    return plan
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:

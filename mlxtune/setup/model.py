@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
 from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Reader
-from mlxtune.setup.memory import confirm, execution
+from mlxtune.setup.memory import confirm
 
 if TYPE_CHECKING:
     from mlxtune.backend.adapters.attach import Adapted
@@ -78,8 +78,7 @@ def build_pipeline(
     pipeline = InstructPipeline(
         base.model,
         lora,
-        micro_batch_tokens=plan.way.micro_batch_tokens,
-        how=execution(step, base.parameters, plan.way),
+        execution=plan.execution,
         base_model=step.model_path,
         begins=resume is None,
         provenance=provenance,
@@ -90,7 +89,7 @@ def build_pipeline(
         pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
     console.say("LoRA", pipeline.lora.describe())
     confirmed = confirm(step, pipeline, work, plan)
-    pipeline.micro_batch_tokens = confirmed.way.micro_batch_tokens
+    pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
     return pipeline, confirmed
 
 

@@ -90,12 +90,12 @@ def _times_before(run: RunConfig) -> tuple[str | None, list[str]]:
 
 def _plan(plan: MemoryPlan) -> dict[str, Any]:
     return {
-        "micro_batch_tokens": plan.way.micro_batch_tokens,
+        "micro_batch_tokens": plan.execution.micro_batch_tokens,
         "micro_batches_per_step": round(plan.micro_batches_per_step, 3),
         "padding_share": round(plan.padding_share, 4),
         "run_share": round(plan.run_share, 4),
-        "grad_checkpoint": plan.way.recompute,
-        "loss_chunk": plan.way.loss_chunk,
+        "grad_checkpoint": plan.execution.recompute,
+        "loss_chunk": plan.execution.loss_chunk,
         "memory": {"limit": plan.limit, "peak": plan.peak.total, **asdict(plan.peak)},
     }
 

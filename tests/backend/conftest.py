@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
@@ -37,9 +39,8 @@ def make_pipeline(tmp_path: Path) -> MakePipeline:
         if not folder.exists():
             write_model(folder, model_type, quantize=quantize, **(model_config or {}))
         settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, **config})
-        pipeline = InstructPipeline(
-            load_base(folder, dtype).model, settings, micro_batch_tokens=micro_batch_tokens
-        )
+        execution = replace(best_execution(0), micro_batch_tokens=micro_batch_tokens)
+        pipeline = InstructPipeline(load_base(folder, dtype).model, settings, execution=execution)
         fill_lora_b(pipeline)
         return pipeline
 

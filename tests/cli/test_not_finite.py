@@ -29,15 +29,15 @@ def test_last_good_checkpoint_stays_and_is_named_when_the_loss_is_not_finite(
 ) -> None:
     from mlxtune.backend.step.forward import Forward
 
-    sound = Forward.loss_sum
+    sound = Forward.scaled_loss
     calls = SimpleNamespace(training=0)
 
-    def fails_in_the_third_epoch(self: Forward, arrays: Any) -> Any:
+    def fails_in_the_third_epoch(self: Forward, *args: Any) -> Any:
         calls.training += 1
-        loss = sound(self, arrays)
+        loss = sound(self, *args)
         return loss * (float("nan") if calls.training > 9 else 1.0)
 
-    monkeypatch.setattr(Forward, "loss_sum", fails_in_the_third_epoch)
+    monkeypatch.setattr(Forward, "scaled_loss", fails_in_the_third_epoch)
     error = train("--epochs", 4, "--on-nonfinite", "stop").error
     checkpoints = output.parent / "checkpoints"
     assert re.match(r"step 10: the loss is nan at learning rate \S+", error)
@@ -71,15 +71,15 @@ def test_step_that_is_not_finite_is_skipped_with_a_warning_that_names_its_rows(
 ) -> None:
     from mlxtune.backend.step.forward import Forward
 
-    sound = Forward.loss_sum
+    sound = Forward.scaled_loss
     calls = SimpleNamespace(training=0)
 
-    def fails_once(self: Forward, arrays: Any) -> Any:
+    def fails_once(self: Forward, *args: Any) -> Any:
         calls.training += 1
-        loss = sound(self, arrays)
+        loss = sound(self, *args)
         return loss * (float("nan") if calls.training == 2 else 1.0)
 
-    monkeypatch.setattr(Forward, "loss_sum", fails_once)
+    monkeypatch.setattr(Forward, "scaled_loss", fails_once)
     outcome = train()
     assert outcome.code == 0
     (warning,) = outcome.err.splitlines()

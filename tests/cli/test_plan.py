@@ -113,13 +113,14 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
 @pytest.mark.parametrize("choice", ["on", "off", "auto"])
 def test_compilation_is_as_asked(model: Path, chat: Path, choice: str) -> None:
     from mlxtune.backend.model.device import on_cpu
-    from mlxtune.config import TrainConfig
-    from mlxtune.setup.memory import execution
+    from mlxtune.backend.model.loading import open_base
+    from mlxtune.config import StepConfig, TrainConfig
+    from mlxtune.setup.memory import choose_plan, work_of
 
     config = TrainConfig(str(model), str(chat), compile=choice)
-    assert (
-        execution(config, 10**9).compile == {"on": True, "off": False, "auto": not on_cpu()}[choice]
-    )
+    base, lora = open_base(model, "float32"), config.lora()
+    plan = choose_plan(config.part(StepConfig), lora, base, work_of(lora, []))
+    assert plan.execution.compile == {"on": True, "off": False, "auto": not on_cpu()}[choice]
 
 
 def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
@@ -133,7 +134,8 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     def huge(step: Any, lora: Any, base: Any, work: Any) -> Any:
         plan = choose(replace(step, memory_limit=1000), lora, base, work)
         limit = int(step.memory_limit * 10**9)
-        return replace(plan, way=replace(plan.way, micro_batch_tokens=10**6), limit=limit)
+        execution = replace(plan.execution, micro_batch_tokens=10**6)
+        return replace(plan, execution=execution, limit=limit)
 
     monkeypatch.setattr(recipe, "choose_plan", huge)
     outcome = train("--memory-limit", 0.0005)

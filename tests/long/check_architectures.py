@@ -20,7 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.step.operations import MLX
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.errors import ModelError
 from tests.backend.step.executions import fixed_step, fresh, gradients_of
 from tests.models import write_model
@@ -299,14 +302,16 @@ def check(name: str, folder: Path, **config: Any) -> Result:
     """Compare an architecture with everything on, by the CPU's functions and without them."""
     write_model(folder, name.split()[0], **ARCHITECTURES[name])
     examples = fixed_step()
-    expected_loss, tree, _ = fresh(folder, **config).loss_and_gradients(examples)
+    plain = fresh(folder, **config).loss_and_gradients(examples)
+    expected_loss, tree = plain.loss, plain.gradients
     expected = gradients_of(tree)
     largest = max(np.abs(value).max() for value in expected.values())
     loss_distance = distance = 0.0
-    line = Execution(cpu_kernels=True, pack=True)
-    for how in (Execution(recompute=True), Execution(cpu_kernels=True), line):
+    line = Execution(CPU, packs_up_to=ANY_LENGTH)
+    for how in (Execution(MLX, recompute=True), Execution(CPU), line):
         fast = fresh(folder, how, 10_000, **config)
-        loss, tree, _ = fast.loss_and_gradients(examples)
+        result = fast.loss_and_gradients(examples)
+        loss, tree = result.loss, result.gradients
         found = gradients_of(tree)
         loss_distance = max(loss_distance, abs(loss - expected_loss) / abs(expected_loss))
         for key, value in expected.items():
@@ -314,11 +319,11 @@ def check(name: str, folder: Path, **config: Any) -> Result:
             difference = np.nan_to_num(np.abs(found[key] - value), nan=np.inf)
             distance = max(distance, float(difference.max() / largest))
     gets = {
-        "split": fast.forward.how.split_head,
+        "split": fast.forward.execution.split_head,
         "head": fast.forward.plain_head,
         "prefixes": fast.forward.shares_prefixes,
-        "layerwise": fast.forward._layerwise is not None,
-        "line": fast.forward.packs_up_to > 0,
+        "layerwise": fast.forward.layerwise is not None,
+        "line": fast.forward.execution.packs_up_to > 0,
     }
     return Result(gets, loss_distance, distance)
 

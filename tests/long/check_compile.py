@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
+from mlxtune.core.steps.execution import Execution
 from tests.backend.step.executions import (
     PLAIN,
     assert_same,
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def _compare(folder: Path, options: dict[str, Any]) -> None:
-    compiled = fresh(folder, Execution(compile=True), 10_000, **options)
+    compiled = fresh(folder, Execution(MLX, compile=True), 10_000, **options)
     plain = fresh(folder, PLAIN, **options)
     for step in range(1, 4):
         started = time.perf_counter()

@@ -28,10 +28,11 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 
 from mlxtune.backend.model import loading
-from mlxtune.backend.step import forward, shapes
+from mlxtune.backend.step import operations, shapes
 from mlxtune.config import PlanConfig
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import least
-from mlxtune.core.steps.memory_prediction import Load
+from mlxtune.core.steps.shapes import Load
 from tests.paths import DOCS
 
 GUIDE = DOCS / "guide.md"
@@ -150,10 +151,10 @@ def predicted(name: str, bits: int) -> Row:
         write_headers(folder, MODELS[name], bits)
         base = loading.open_base(folder, "auto")
         config = PlanConfig(model_path=scratch)
-        how = forward.Execution(recompute=True, compile=True)
-        way = shapes.way_of(how, base)
-        found = shapes.model_shapes(base, config.lora(), kernels=way.kernels)
-        peaks = {n: least(found, way, Load(1, n, n)).total for n in LENGTHS}
+        execution = Execution(operations.MLX, recompute=True, compile=True)
+        execution = shapes.planned_execution(execution, base)
+        found = shapes.model_shapes(base, config.lora(), execution.operations.memory)
+        peaks = {n: least(found, execution, Load(1, n, n)).total for n in LENGTHS}
         return Row(name, bits, base.parameters, found.weights, peaks)
 
 

@@ -16,9 +16,11 @@ import json
 import pstats
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InspectConfig, InstructConfig
 from mlxtune.core.steps.order import shuffled_steps
@@ -63,8 +65,10 @@ def main() -> None:
         options = InspectConfig(str(folder), str(data), max_seq_len=512, val_split=0, no_cache=True)
         corpus = load_dataset(options, Reader(options, folder)).corpus
         config = InstructConfig(lora_rank=8, targets=("q_proj", "v_proj"))
-        model = load_base(folder, "float32").model
-        pipeline = InstructPipeline(model, config, micro_batch_tokens=1024)
+        base = load_base(folder, "float32")
+        execution = replace(best_execution(base.parameters), micro_batch_tokens=1024)
+        model = base.model
+        pipeline = InstructPipeline(model, config, execution=execution)
         profile = cProfile.Profile()
         tokens = 0
         for step, rows in enumerate(shuffled_steps(corpus.num_rows, 4, 42, 1)[:5]):

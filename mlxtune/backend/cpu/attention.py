@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.cpu import kernels, packed
+from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, unread, view
+from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 
 # Scores that are held at once, and queries of a head that are worked on at once.

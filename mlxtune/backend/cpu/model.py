@@ -12,11 +12,11 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.cpu import attention, elementwise, packed, products, rotary
+from mlxtune.backend.cpu import attention, elementwise, products, rotary
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kept import in_use, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
-from mlxtune.backend.model import layers
+from mlxtune.backend.model import layers, packed
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
 from mlxtune.backend.model.nf4 import NF4Linear

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.cpu import kernels, packed
+from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, view
+from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 
 # Tables for lines of segments have few lengths.

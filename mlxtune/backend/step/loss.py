@@ -1,4 +1,4 @@
-"""Masked cross-entropy: the plain reference, and the one that holds few logits at once."""
+"""Masked cross-entropy: the plain reference, and one that holds few logits at once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx
 Losses = Callable[[mx.array, mx.array], mx.array]
 
 
-def fused_losses(logits: mx.array, targets: mx.array) -> mx.array:
-    """Return each position's cross-entropy; on Metal and CUDA without logits in float32."""
-    return mx.fast.cross_entropy(logits, targets)
-
-
 def head_losses(
     logits: Callable[[mx.array], mx.array],
     hidden: mx.array,
@@ -46,12 +41,12 @@ def head_losses(
 
     The arguments are those of `head_loss_sum`; no more than `chunk` positions have logits at once.
     """
-    found = []
+    chunks = []
     for start in range(0, hidden.shape[0], chunk):
         at = slice(start, start + chunk)
-        found.append(losses(logits(hidden[at]), targets[at]).astype(mx.float32))
-        mx.eval(found[-1])
-    return mx.concatenate(found)
+        chunks.append(losses(logits(hidden[at]), targets[at]).astype(mx.float32))
+        mx.eval(chunks[-1])
+    return mx.concatenate(chunks)
 
 
 def head_loss_sum(
@@ -64,16 +59,15 @@ def head_loss_sum(
 ) -> mx.array:
     """Return the summed cross-entropy of hidden states, in nats, as a float32 scalar.
 
-    `hidden` is (P, H), `targets` int32 (P,), `weights` float32 (P,) with 0 for what does not count;
-    `logits` takes (p, H) to (p, V), `losses` these and targets (p,) to float32 (p,). No more than
-    `chunk` positions have logits at once: loss and gradient with respect to the hidden states are
-    made in one pass, in the forward pass.
+    `hidden` is (P, H), `targets` int32 (P,), `weights` float32 (P,), 0 for padding; `logits` maps
+    (p, H) to (p, V), `losses` these and targets (p,) to float32 (p,). At most `chunk` positions
+    have logits at once: the forward pass computes the gradient of the hidden states, too.
     """
 
-    def of_chunk(rows: mx.array, wanted: mx.array, counted: mx.array) -> mx.array:
-        return (losses(logits(rows), wanted) * counted).sum()
+    def chunk_loss(rows: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+        return (losses(logits(rows), targets) * weights).sum()
 
-    both = mx.value_and_grad(of_chunk)
+    loss_and_gradient = mx.value_and_grad(chunk_loss)
 
     def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
         gradients: list[mx.array] = []
@@ -82,9 +76,9 @@ def head_loss_sum(
             at = slice(start, start + chunk)
             rows = hidden[at]
             if gradients:
-                # One chunk after the other: logits of all at once are what this is to avoid.
+                # One chunk after the other, or the graph would hold the logits of all at once.
                 rows = mx.depends(rows, gradients[-1])
-            loss, gradient = both(rows, targets[at], weights[at])
+            loss, gradient = loss_and_gradient(rows, targets[at], weights[at])
             total = total + loss
             gradients.append(gradient)
         return total, mx.concatenate(gradients)

@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.adapters import checkpoints, initialise
-from mlxtune.backend.cpu.arrays import quiet
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import make_optimizer, set_rate
 from mlxtune.backend.model import memory
-from mlxtune.backend.step.forward import Execution, Forward
-from mlxtune.backend.step.micro_batches import MicroBatches, step_cost
+from mlxtune.backend.step.forward import Forward
+from mlxtune.backend.step.micro_batches import MicroBatches
+from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.phases import Phases
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import make_folder
-from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.groups import Group, StepCost
+from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_plan import used_tokens
 from mlxtune.core.steps.pack import Pack, Packed
 from mlxtune.core.training.checkpoint import ADAPTER
@@ -39,17 +42,30 @@ def warn_python(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+@dataclass(frozen=True)
+class StepGradients:
+    """Loss and gradients of a step, and how they were computed.
+
+    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are float32, by
+    parameter. `run_tokens` went through the model in `micro_batches`, `padding` among them.
+    """
+
+    loss: float
+    gradients: dict[str, Any]
+    tokens: int
+    micro_batches: int
+    run_tokens: int
+    padding: int
+
+
 class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
 
-    Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `micro_batch_tokens`
-    bounds the padded tokens that run through the model at once; it changes neither loss nor
-    gradient, no more than `how` the step is computed does, and is halved when a step takes more
-    memory than MLX's limit, which `warn` hears of. `base_model` is named in the adapters that are
-    written, with what `base_said` says of its loading. Without `begins`, what LoRA begins as is
-    left to `restore`. `provenance` is asked for more to say in a checkpoint. `tokens_run` counts
-    the tokens that the last step ran, `padding_run` those of padding among them,
-    `micro_batches_run` in how many micro-batches.
+    Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
+    neither loss nor gradient; its micro-batches are halved, and `warn` called, when a step takes
+    more memory than MLX's limit. `base_model` is named in the adapters that are written, with what
+    `base_said` reports of its loading. Without `begins`, LoRA's start is left to `restore`.
+    `provenance` returns what else checkpoints record.
 
     Raises ModelError when a target matches nothing.
     """
@@ -59,9 +75,7 @@ class InstructPipeline:
         model: nn.Module,
         config: InstructConfig,
         *,
-        micro_batch_tokens: int = 2048,
-        how: Execution | None = None,
-        cost: StepCost | None = None,
+        execution: Execution | None = None,
         base_model: str = "",
         base_said: Mapping[str, Any] | None = None,
         begins: bool = True,
@@ -71,32 +85,27 @@ class InstructPipeline:
         self.model = model
         self.config = config
         self.lora: LoRASummary = apply_lora(model, config)
-        how = how or Execution.best(self.lora.total_parameters)
-        self.forward = Forward(model, self.lora.dropout_keys, how)
+        execution = execution or best_execution(self.lora.total_parameters)
+        self.forward = Forward(model, self.lora.dropout_keys, execution)
         self._micro_batches = MicroBatches(
             self.forward,
-            max_tokens=micro_batch_tokens,
-            cost=cost or step_cost(),
             keyed=config.dropout > 0,
             remedy="lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or "
             "fewer --num-layers",
             warn=warn,
         )
-        self.tokens_run = self.padding_run = self.micro_batches_run = 0
         self._base = base_model, base_said
         self._provenance = provenance
-        # SHA-256 of the adapter that LoRA began as, if it did.
+        # SHA-256 of the adapter that LoRA started from, if it did.
         self.initial_hash = initialise.initialise(model, self.lora, config.seed) if begins else None
         self._optimizer = make_optimizer(config)
         self._optimizer.init(model.trainable_parameters())
-        gradients = mx.value_and_grad(self.scaled_loss)
-        self.gradients = mx.compile(gradients) if self.forward.how.compile else gradients
         self.phases = Phases()
         self._steps = 0
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The bound of a micro-batch, which is halved where memory asks for it."""
+        """The bound of a micro-batch, which is halved when memory runs short."""
         return self._micro_batches.max_tokens
 
     @micro_batch_tokens.setter
@@ -126,11 +135,11 @@ class InstructPipeline:
         self._micro_batches.start_peak()
         step = self._steps + 1 if step is None else step
         rate = self.config.learning_rate if learning_rate is None else learning_rate
-        loss, grads, tokens = self.loss_and_gradients(examples, step)
-        grads, norm = _clip(grads, self.config.gradient_clip_norm)
+        result = self.loss_and_gradients(examples, step)
+        grads, norm = _clip(result.gradients, self.config.gradient_clip_norm)
         mx.eval(grads, norm)
         self.phases.end("clip")
-        grad_norm = float(norm)
+        loss, grad_norm = result.loss, float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
             raise NonFiniteLossError(
@@ -143,67 +152,63 @@ class InstructPipeline:
         self._steps = step
         return InstructBatchResult(
             avg_loss=loss,
-            total_response_tokens=tokens,
+            total_response_tokens=result.tokens,
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
             total_tokens=sum(map(len, examples)),
             memory=self._micro_batches.peak(),
-            micro_batches=self.micro_batches_run,
-            run_tokens=self.tokens_run,
-            padding=self.padding_run,
+            micro_batches=result.micro_batches,
+            run_tokens=result.run_tokens,
+            padding=result.padding,
         )
 
-    def loss_and_gradients(
-        self, examples: Sequence[Example], step: int = 1
-    ) -> tuple[float, dict[str, Any], int]:
-        """Return loss, gradients by parameter (float32) and supervised tokens of a step.
+    def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
+        """Return loss and gradients of a step; `step` keys the dropout, nothing is updated."""
+        for attempt in self._micro_batches.attempts(examples):
+            with attempt:
+                result = self._accumulate(examples, step)
+        return result
 
-        `step` keys the dropout; nothing is updated.
-        """
-        return self._micro_batches.within_memory(examples, lambda: self._accumulate(examples, step))
-
-    def _accumulate(
-        self, examples: Sequence[Example], step: int
-    ) -> tuple[float, dict[str, Any], int]:
+    def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:
         self.model.train()
         parameters = self.model.trainable_parameters()
-        tokens = sum(int(example.assistant_mask[1:].sum()) for example in examples)
+        tokens = sum(map(predicted_tokens, examples))
+        micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
-        self.tokens_run = self.padding_run = self.micro_batches_run = 0
+        compute = self.phases.gradients(self.forward)
         try:
             for group, batch in self.micro_batches(examples):
                 arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
                 self.phases.end("data", arrays)
-                with quiet():
-                    part, part_grads = self.phases.gradients(self, parameters, arrays, scale)
+                # A loss that is not finite is reported as such.
+                with np.errstate(all="ignore"):
+                    part, part_grads = compute(parameters, arrays, scale)
                 loss = loss + part
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
                 # The device works on it while the next micro-batch is prepared.
                 mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
-                self.micro_batches_run += 1
-                self.tokens_run += group.tokens
-                self.padding_run += group.tokens - used_tokens(group, examples)
+                micro_batches += 1
+                run_tokens += group.tokens
+                padding += group.tokens - used_tokens(group, examples)
                 memory.relieve_pressure()
             mx.eval(loss, grads)
             self.phases.end("backward")
         finally:
-            # What was traced stands in the model until now.
+            # Tracing left its own arrays in the model.
             self.model.update(parameters)
         assert grads is not None
-        return float(loss), grads, tokens
+        return StepGradients(float(loss), grads, tokens, micro_batches, run_tokens, padding)
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
-        return self._micro_batches.within_memory(examples, lambda: self._evaluate(examples))
-
-    def _evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         self.model.eval()
-        total, tokens = 0.0, 0
-        for _, batch in self.micro_batches(examples):
-            with quiet():
-                total += float(self.forward.losses(batch).sum())
-            tokens += batch.supervised
-            memory.relieve_pressure()
+        for attempt in self._micro_batches.attempts(examples):
+            with attempt:
+                total = 0.0
+                for _, batch in self.micro_batches(examples):
+                    total += float(self.forward.losses(batch).sum())
+                    memory.relieve_pressure()
+        tokens = sum(map(predicted_tokens, examples))
         loss = total / tokens
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
@@ -285,15 +290,6 @@ class InstructPipeline:
         keyed = self.config.dropout and self.model.training
         keys = step_keys(self.config.seed, step, batch.rows) if keyed else None
         return self.forward.arrays(batch, keys)
-
-    def scaled_loss(
-        self, parameters: dict[str, Any], arrays: dict[str, Any], scale: mx.array
-    ) -> mx.array:
-        """Return the loss of a micro-batch with these LoRA matrices, in its share of the step."""
-        self.model.update(parameters)
-        # Scaled by the count of the whole step before the backward pass, which keeps float16
-        # gradients in range; the micro-batches then only add up.
-        return self.forward.loss_sum(arrays) * scale
 
     def micro_batches(
         self, examples: Sequence[Example]

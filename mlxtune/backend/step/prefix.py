@@ -27,8 +27,8 @@ class PrefixCache:
         return self.given[0].shape[2] if self.given else 0
 
     @contextmanager
-    def standing_in(self, given: Sequence[mx.array]) -> Iterator[None]:
-        """Have these arrays stand in the prefix's place."""
+    def substituted(self, given: Sequence[mx.array]) -> Iterator[None]:
+        """Use other arrays in the place of the prefix."""
         before, self.given = self.given, list(given)
         try:
             yield

@@ -16,16 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import numpy as np
 
-from mlxtune.backend.cpu.arrays import quiet
 from mlxtune.backend.model import memory
+from mlxtune.backend.step.micro_batches import Attempt
 from mlxtune.backend.step.phases import MeasuredPhases, Phases
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.recompute import LayerCall, intercept
+from mlxtune.backend.step.recompute import LayerCall, first_trained, intercept, put_in_place
 from mlxtune.core.data.encode import Example
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer
-from mlxtune.errors import MlxTuneError
 
 _HEAD = "head"
 
@@ -66,39 +65,36 @@ class PipelineMeter:
         gradient that comes into it is made up, as its time does not depend on it. Empty where
         memory runs out.
         """
-        found: dict[str, LayerProfile] = {}
+        profiles: dict[str, LayerProfile] = {}
         model = self._pipeline.model
         parameters = model.trainable_parameters()
         model.train()
         with memory.untracked():
             try:
-                for _, batch in self._pipeline.micro_batches(examples):
-                    for call in self._calls(self._pipeline.arrays(batch, step)):
-                        measured = self._measure(call)
-                        known = found.get(call.name)
-                        found[call.name] = known.plus(measured) if known else measured
-                    memory.relieve_pressure()
-            except (RuntimeError, MemoryError) as error:
-                if isinstance(error, MlxTuneError) or not memory.is_out_of_memory(error):
-                    raise
-                found.clear()
-                mx.clear_cache()
+                with Attempt() as attempt:
+                    for _, batch in self._pipeline.micro_batches(examples):
+                        for call in self._calls(self._pipeline.arrays(batch, step)):
+                            measured = self._measure(call)
+                            before = profiles.get(call.name)
+                            profiles[call.name] = before.plus(measured) if before else measured
+                        memory.relieve_pressure()
             finally:
                 model.update(parameters)
+            if attempt.ran_out:
+                mx.clear_cache()
+                return []
         order = [*(_name(i) for i in range(len(list(model.layers)))), _HEAD]
-        return [found[name] for name in order if name in found]
+        return [profiles[name] for name in order if name in profiles]
 
     def _calls(self, arrays: dict[str, Any]) -> list[_Call]:
         """Run the model forward, and return the calls of its layers, the head's last."""
         layers, calls = list(self._pipeline.model.layers), list[_Call]()
         numbers = {id(layer): i for i, layer in enumerate(layers)}
-        trained = [bool(tree_flatten(layer.trainable_parameters())) for layer in layers]
-        first = trained.index(True)
-        dropout = self._pipeline.lora.dropout_keys
+        first, dropout = first_trained(layers), self._pipeline.lora.dropout_keys
 
-        def at(layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            call = LayerCall(layer, plain, dropout, args, options)
-            inputs = [*call.given, *call.trained, *call.kept]
+        def at(layer: nn.Module, *args: Any, **options: Any) -> Any:
+            call = LayerCall(layer, dropout, args, options)
+            inputs = call.inputs
             own = range(len(call.given), len(inputs))
             number = numbers[id(layer)]
             # Below the first layer that is trained nothing has a gradient, nor does its input.
@@ -114,9 +110,10 @@ class PipelineMeter:
             calls.append(_Call(_HEAD, lambda rows: [head(rows)], [rows], [((), mx.float32)], [0]))
             return mx.array(0.0)
 
-        forward = self._pipeline.forward
-        with _intercepted(layers, at), forward.watched(around), quiet():
-            mx.eval(forward.loss_sum(arrays, backward=False), [call.inputs for call in calls])
+        model, forward = self._pipeline.model, self._pipeline.forward
+        with _intercepted(model, layers, at), forward.watched(around), np.errstate(all="ignore"):
+            given = (model.trainable_parameters(), arrays, mx.array(1.0))
+            mx.eval(forward.scaled_loss(*given, backward=False), [call.inputs for call in calls])
         return calls
 
     def _measure(self, call: _Call) -> LayerProfile:
@@ -135,7 +132,7 @@ class PipelineMeter:
             called = perf_counter()
             return outputs
 
-        with self._pipeline.forward.running(), quiet():
+        with self._pipeline.forward.running(), np.errstate(all="ignore"):
             if call.wanted:
                 chosen = [call.inputs[place] for place in call.wanted]
                 coming = [mx.full(shape, 1e-3, dtype) for shape, dtype in call.outputs]
@@ -161,13 +158,12 @@ def _name(number: int) -> str:
 
 
 @contextmanager
-def _intercepted(layers: Sequence[nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Have `call` run in the place of these layers' own calls."""
-    kinds = [type(layer) for layer in layers]
+def _intercepted(
+    model: nn.Module, layers: Sequence[nn.Module], call: Callable[..., Any]
+) -> Iterator[None]:
+    """Run `call` in the place of these layers' own calls."""
+    intercept(model, layers, [call] * len(layers))
     try:
-        for layer in layers:
-            intercept(layer, call)
         yield
     finally:
-        for layer, kind in zip(layers, kinds, strict=True):
-            layer.__class__ = kind
+        put_in_place(model, list(model.layers), layers)

@@ -1,9 +1,4 @@
-"""The backward pass layer by layer: what is kept of each layer's forward pass, and what is redone.
-
-A layer keeps its input, and on the CPU its products, which take most of the time; what lies between
-is computed again when the backward pass comes to the layer, and freed when it leaves. Selective
-recomputation as in arXiv:2205.05198, section 5.
-"""
+"""Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
 
 from __future__ import annotations
 
@@ -16,46 +11,24 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxtune.backend.cpu import packed
-from mlxtune.backend.cpu.arrays import detached, has_nan
-from mlxtune.backend.cpu.kept import KeptProducts, Reads
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model import packed
 from mlxtune.backend.step.prefix import PrefixCache
-
-# Projections of what is before the attention.
-_FIRST = ("q_", "k_", "v_", "qkv")
-Run = Callable[..., list[mx.array]]
+from mlxtune.core.steps.execution import LayerPasses
 
 
 class Layerwise:
-    """Has the layers of one model run this way, within `running()`.
+    """Runs the layers of one model by `passes`, within `running()`."""
 
-    Only these instances change, by a child of their class: other models in the process keep theirs.
-    `eager` evaluates each layer where it is called, as the CPU's functions do.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        dropout: DropoutKeys,
-        *,
-        eager: bool,
-        keep_products: bool,
-    ) -> None:
-        self.eager = eager
-        self.keep_products = keep_products
+    def __init__(self, model: nn.Module, dropout: DropoutKeys, passes: LayerPasses) -> None:
+        self.passes = passes
         self._dropout = dropout
         self._running = False
-        # What the backward pass of a layer turned out to read, by the layer's identity.
-        self._reads: dict[int, Reads] = {}
-        trained = [bool(tree_flatten(layer.trainable_parameters())) for layer in layers]
-        first = trained.index(True)
-        for layer in layers[first:]:
-            intercept(layer, self._call)
+        layers = list(model.layers)
         # Below the first that is trained there is no backward pass, and nothing to keep.
-        for layer in layers[:first] if eager else ():
-            intercept(layer, self._call_below)
+        first = first_trained(layers)
+        calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
+        intercept(model, layers, calls)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -66,112 +39,105 @@ class Layerwise:
         finally:
             self._running = False
 
-    def _call_below(
-        self, layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        y = plain(*args, **options)
+    def _run_frozen(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
+        output = layer(*args, **options)
+        return self.passes.run_frozen(output) if self._running else output
+
+    def _run(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
         if not self._running:
-            return y
-        return tree_map(lambda leaf: detached(leaf) if _is_floating(leaf) else leaf, y)
-
-    def _call(self, layer: nn.Module, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if not self._running:
-            return plain(*args, **options)
-        call = LayerCall(layer, plain, self._dropout, args, options)
-        outputs = self._whole(layer, call.names, call.run, [*call.given, *call.trained, *call.kept])
-        return call.result(outputs)
-
-    def _whole(
-        self, layer: nn.Module, names: Sequence[str], run: Run, given: list[mx.array]
-    ) -> list[mx.array]:
-        """Run a layer as one function, with its backward pass."""
-        kept = KeptProducts(self._reads_of(layer, names)) if self.keep_products else None
-
-        def cut(arrays: Sequence[mx.array]) -> list[mx.array]:
-            return [detached(x) for x in arrays] if self.eager else list(arrays)
-
-        def whole(*inputs: mx.array) -> list[mx.array]:
-            with kept.recording() if kept else nullcontext():
-                return cut(run(*cut(inputs)))
-
-        def gradient(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            # A lone array stands by itself: a layer that nothing in is trained has no other.
-            primals = cut([primals] if isinstance(primals, mx.array) else primals)
-            if kept is None:
-                return cut(mx.vjp(run, primals, list(cotangents))[1])
-            while True:
-                with kept.replaying():
-                    gradients = cut(mx.vjp(run, primals, list(cotangents))[1])
-                # What is not made stands as NaN. One of another origin stays with all that is made.
-                more = kept.reads.more if has_nan(gradients) else None
-                if more is None:
-                    break
-                kept.reads = more
-            if not has_nan(gradients):
-                self._reads[id(layer)] = kept.reads_next
-            kept.clear()
-            return gradients
-
-        return list(differentiable(whole, gradient)(*given))
-
-    def _reads_of(self, layer: nn.Module, names: Sequence[str]) -> Reads:
-        """Return what the backward pass of a layer reads, as far as is known."""
-        behind = not all(name.split(".")[-2:][0].startswith(_FIRST) for name in names)
-        return self._reads.get(id(layer), Reads(inputs=behind))
+            return layer(*args, **options)
+        call = LayerCall(layer, self._dropout, args, options)
+        return call.result(self.passes.run(layer, call.names, call.run, call.inputs))
 
 
 class LayerCall:
     """A call of a layer as a function of arrays alone, which a gradient may flow through.
 
-    `run` takes the arrays `given` to the layer, its own that are `trained`, which have `names`, and
-    the keys and values `kept` of a prefix that ran before; `result` makes of what it returns what
-    the layer returns.
+    `run` takes `inputs`: the arrays `given` to the layer, its own that are `trained`, which have
+    `names`, and the keys and values of a prefix that ran before. `result` turns the arrays that it
+    returns into what the layer returns.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        plain: Callable[..., Any],
-        dropout: DropoutKeys,
-        args: Any,
-        options: Any,
-    ) -> None:
+    def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:
         self.given = _floating((args, options))
         trained = tree_flatten(layer.trainable_parameters())
         self.names = [name for name, _ in trained]
         self.trained = [value for _, value in trained]
         caches = (c for c in (*args, *options.values()) if isinstance(c, PrefixCache))
         self._cache = next(caches, None)
-        self.kept: list[mx.array] = list(self._cache.given) if self._cache else []
-        self._layer, self._plain = layer, plain
-        self._args, self._options = args, options
+        self.inputs: list[mx.array] = [*self.given, *self.trained]
+        self.inputs += self._cache.given if self._cache else []
+        self._layer, self._args, self._options = layer, args, options
         self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
-        self._made: Any = None
+        self._output: Any = None
 
     def run(self, *inputs: mx.array) -> list[mx.array]:
         """Run the layer on its arrays; return those that it gives, and those that are recorded."""
         # By the backward pass, another pass through the model may have set its own.
         self._dropout.set(self._keys.rows, self._keys.positions)
         cache, count = self._cache, len(self.given)
-        own = inputs[count : count + len(self.names)]
-        self._update(own)
+        prefix = count + len(self.names)
+        self._update(inputs[count:prefix])
         args, options = _filled((self._args, self._options), inputs)
-        standing_in = cache.standing_in(inputs[count + len(own) :]) if cache else None
-        with standing_in or nullcontext(), packed.laid_out(self._layout):
-            y = self._plain(*args, **options)
-            # Of what a layer gives, the arrays alone are kept: by the function's outputs.
-            self._made = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, y)
-            return [*_floating(y), *(cache.recorded if cache and not cache.given else ())]
+        substituted = cache.substituted(inputs[prefix:]) if cache else nullcontext()
+        with substituted, packed.laid_out(self._layout):
+            output = self._layer(*args, **options)
+            # Its arrays are those of the function, and are not kept here a second time.
+            self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
+            return [*_floating(output), *(cache.recorded if cache and not cache.given else ())]
 
     def result(self, outputs: list[mx.array]) -> Any:
-        """Return what the layer gives; it has its own arrays again."""
+        """Return what the layer returns; it has its own arrays again."""
         self._update(self.trained)
         if self._cache is not None and not self._cache.given:
-            self._cache.recorded = outputs[len(_floating(self._made)) :]
-        return _filled(self._made, outputs)
+            self._cache.recorded = outputs[len(_floating(self._output)) :]
+        return _filled(self._output, outputs)
 
-    def _update(self, own: Sequence[mx.array]) -> None:
-        self._layer.update(tree_unflatten(list(zip(self.names, own, strict=True))))
+    def _update(self, trained: Sequence[mx.array]) -> None:
+        self._layer.update(tree_unflatten(list(zip(self.names, trained, strict=True))))
+
+
+class Intercepted(nn.Module):
+    """Stands in a module's place in a model: `call(module, *args, **options)` runs instead.
+
+    It has the children, parameters and attributes of the module, so that names stay what they are.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__.update(module.__dict__)
+        dict.update(self, module)
+        # Past Module's own __setattr__, which would make the module a child.
+        object.__setattr__(self, "_intercepted", module)
+        object.__setattr__(self, "_call", call)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call(self._intercepted, *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name] if name in self else getattr(self._intercepted, name)
+
+
+def intercept(
+    model: nn.Module, layers: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
+) -> None:
+    """Put an `Intercepted` in the place of each layer of a model."""
+    replaced = [Intercepted(layer, call) for layer, call in zip(layers, calls, strict=True)]
+    put_in_place(model, layers, replaced)
+
+
+def put_in_place(
+    model: nn.Module, modules: Sequence[nn.Module], replaced: Sequence[nn.Module]
+) -> None:
+    """Put modules in the places that others have in a model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    pairs = zip(modules, replaced, strict=True)
+    model.update_modules(tree_unflatten([(names[id(old)], new) for old, new in pairs]))
+
+
+def first_trained(layers: Sequence[nn.Module]) -> int:
+    """Return the number of the first layer that has trained parameters."""
+    return [bool(tree_flatten(layer.trainable_parameters())) for layer in layers].index(True)
 
 
 # Stands where an array was, in what a layer takes or gives.
@@ -184,23 +150,12 @@ def _is_floating(leaf: Any) -> bool:
 
 def _floating(tree: Any) -> list[mx.array]:
     """Return the arrays in a tree that a gradient may flow through, in order."""
-    found: list[mx.array] = []
-    tree_map(lambda leaf: found.append(leaf) if _is_floating(leaf) else None, tree)
-    return found
+    arrays: list[mx.array] = []
+    tree_map(lambda leaf: arrays.append(leaf) if _is_floating(leaf) else None, tree)
+    return arrays
 
 
 def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
     """Return a tree with these in the place of such arrays."""
     left = iter(arrays)
     return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)
-
-
-def intercept(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have `call(module, plain, *args, **options)` run in the place of a module's own call."""
-    kind = type(module)
-
-    def instead(self: nn.Module, *args: Any, **options: Any) -> Any:
-        return call(self, lambda *a, **o: kind.__call__(self, *a, **o), *args, **options)
-
-    own = {"__call__": instead, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    module.__class__ = type(kind.__name__, (kind,), own)

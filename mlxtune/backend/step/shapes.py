@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.lora import targets
-from mlxtune.backend.model import device
 from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
-from mlxtune.backend.step.forward import Execution
 from mlxtune.config import InstructConfig
-from mlxtune.core.steps.memory_prediction import ModelShapes, Way
+from mlxtune.core.steps.execution import Execution, MemoryUse
 from mlxtune.core.steps.pack import ANY_LENGTH
-
-# Copies of a head that MLX's graph dequantises for its products, forward and backward.
-_UNPACKED_HEAD = 4
+from mlxtune.core.steps.shapes import ModelShapes
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,8 @@ class _Matrix:
     unpacked: bool
 
 
-def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> ModelShapes:
-    """Return the shapes of a model that was opened; `kernels`: run by the CPU's own functions.
+def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
+    """Return the shapes of a model that was opened, to be run by operations of this memory.
 
     Raises ModelError when a target matches nothing.
     """
@@ -48,7 +44,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
     trained, first, keys = _trained(base.model, config)
     sizes = [
         [
-            _matrix(module, dtype, kernels, updated=key in keys)
+            _matrix(module, dtype, memory, updated=key in keys)
             for key, module in targets.projections(layer).items()
         ]
         for layer in layers[first:]
@@ -81,24 +77,20 @@ def model_shapes(base: BaseModel, config: InstructConfig, *, kernels: bool) -> M
         largest_matrix=max(m.entries for m in every),
         cast=sum(casts),
         layer_cast=max(casts),
-        head_cast=_head_cast(base, dtype, kernels),
+        head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),
     )
 
 
-def way_of(how: Execution, base: BaseModel) -> Way:
-    """Return what of an execution memory depends on."""
-    kernels = how.cpu_kernels and base.dtype == "float32"
-    return Way(
-        micro_batch_tokens=0,
-        recompute=how.recompute,
-        loss_chunk=how.loss_chunk,
-        kernels=kernels,
-        # Metal and CUDA have a lean attention, unless it is capped; MLX's on the CPU has not.
-        holds_scores=(device.on_cpu() and not kernels) or _caps(base, attention=True),
-        split_head=how.split_head,
-        packs_up_to=_packs_up_to(base) if how.pack and kernels else 0,
+def planned_execution(execution: Execution, base: BaseModel) -> Execution:
+    """Return an execution as far as the model's config.json tells that the model allows it."""
+    packs = execution.operations.packs and execution.packs_up_to
+    return replace(
+        execution,
+        # Capped scores are held on every device.
+        holds_scores=execution.holds_scores or _caps(base, attention=True),
+        packs_up_to=min(execution.packs_up_to, _packs_up_to(base)) if packs else 0,
     )
 
 
@@ -140,15 +132,16 @@ def _widths(module: nn.Module) -> tuple[int, int, int]:
     return inputs, outputs, experts[0] if experts else 1
 
 
-def _matrix(module: nn.Module, dtype: mx.Dtype, kernels: bool, *, updated: bool) -> _Matrix:
+def _matrix(module: nn.Module, dtype: mx.Dtype, memory: MemoryUse, *, updated: bool) -> _Matrix:
     inputs, outputs, copies = _widths(module)
     unpacked = hasattr(module, "unpacked")
-    cast = unpacked and kernels if "scales" in module else module.weight.dtype != dtype
+    casts = memory.casts_quantized
+    cast = unpacked and casts if "scales" in module else module.weight.dtype != dtype
     entries = inputs * outputs * copies
-    return _Matrix(inputs, outputs, copies, entries, cast, updated, unpacked and not kernels)
+    return _Matrix(inputs, outputs, copies, entries, cast, updated, unpacked and not casts)
 
 
-def _head_cast(base: BaseModel, dtype: mx.Dtype, kernels: bool) -> int:
+def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     text = getattr(base.model, "language_model", base.model)
     head = getattr(text, "lm_head", None)
     if head is None:
@@ -160,7 +153,7 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, kernels: bool) -> int:
         return entries if head.weight.dtype != dtype else 0
     if not hasattr(head, "unpacked"):
         return 0  # MLX's quantised products take the weight as it is.
-    return entries * (1 if kernels else _UNPACKED_HEAD)
+    return entries * memory.head_copies
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:

@@ -36,15 +36,15 @@ class RunPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as docs/plan.md describes it."""
-        plan, way, peak = self.memory, self.memory.way, self.memory.peak
+        plan, execution, peak = self.memory, self.memory.execution, self.memory.peak
         return {
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device,
             "max_seq_len": self.max_seq_len,
-            "micro_batch_tokens": way.micro_batch_tokens,
-            "grad_checkpoint": way.recompute,
-            "loss_chunk": way.loss_chunk,
+            "micro_batch_tokens": execution.micro_batch_tokens,
+            "grad_checkpoint": execution.recompute,
+            "loss_chunk": execution.loss_chunk,
             "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
             "data": None if not self.steps else self._data(),
             "speed": None if self.speed is None else asdict(self.speed),

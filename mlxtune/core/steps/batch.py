@@ -54,6 +54,11 @@ def run_length(example: Example) -> int:
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
 
 
+def predicted_tokens(example: Example) -> int:
+    """Return how many supervised tokens carry loss: nothing predicts the first of an example."""
+    return int(example.assistant_mask[1:].sum())
+
+
 def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = None) -> MicroBatch:
     """Pad examples and shift them: each position predicts the token after it.
 

@@ -9,17 +9,11 @@ from itertools import product
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.groups import Group, StepCost, plan_step
-from mlxtune.core.steps.memory_prediction import (
-    Load,
-    ModelShapes,
-    Prediction,
-    Way,
-    load_of,
-    predict,
-    with_layers,
-)
-from mlxtune.core.steps.pack import Packed, plan_packs
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.groups import Group
+from mlxtune.core.steps.memory_prediction import Prediction, predict
+from mlxtune.core.steps.pack import Packed
+from mlxtune.core.steps.shapes import Load, ModelShapes, load_of
 
 # A prediction is trusted to such a share: what is planned leaves room for it where it can.
 MARGIN = 0.15
@@ -40,14 +34,14 @@ _PLANNED = 256
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A way to run, and what it takes.
+    """How to run a step, and what that takes.
 
     `limit` is in bytes, `time` in times of a token. `steps`, `micro_batches`, `tokens` (all that
     are run), `padding` and `real_tokens` count the steps that were planned.
     """
 
     shapes: ModelShapes
-    way: Way
+    execution: Execution
     peak: Prediction
     limit: int
     time: float
@@ -87,36 +81,14 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be run: the first steps, and what takes most of all examples by themselves."""
+    """What is to be run: the first steps, and the examples that take most by themselves.
+
+    With `keyed`, only examples of equal key share a prefix.
+    """
 
     steps: Sequence[Sequence[Example]]
     alone: tuple[Load, ...]
-    cost: StepCost
-    share_prefixes: bool = True
     keyed: bool = False
-
-    def plan(self, way: Way) -> list[list[Group] | list[Packed]]:
-        """Return the groups of each step."""
-        return [self._plan_one(examples, way) for examples in self.steps]
-
-    def _plan_one(self, examples: Sequence[Example], way: Way) -> list[Group] | list[Packed]:
-        max_tokens, shares, keyed = way.micro_batch_tokens, self.share_prefixes, self.keyed
-        if max(map(run_length, examples)) <= way.packs_up_to:
-            return plan_packs(examples, max_tokens, self.cost.fixed, share=shares, keyed=keyed)
-        return plan_step(examples, max_tokens, self.cost, share_prefixes=shares, keyed=keyed)
-
-    def loads(self, groups: Sequence[Sequence[Group | Packed]]) -> Iterator[Load]:
-        """Yield what each group of the steps runs."""
-        for examples, step in zip(self.steps, groups, strict=True):
-            yield from (load_of(group, examples) for group in step)
-
-    def used(self, groups: Sequence[Sequence[Group | Packed]]) -> int:
-        """Return the tokens that the groups run, padding apart."""
-        return sum(
-            used_tokens(group, examples)
-            for examples, step in zip(self.steps, groups, strict=True)
-            for group in step
-        )
 
 
 def used_tokens(group: Group | Packed, examples: Sequence[Example]) -> int:
@@ -136,28 +108,31 @@ def _candidates(work: Work) -> list[int]:
 
 
 def _plans(
-    shapes: ModelShapes, work: Work, base: Way, limit: int, checkpointing: Sequence[bool]
+    shapes: ModelShapes, work: Work, base: Execution, limit: int, checkpointing: Sequence[bool]
 ) -> Iterator[MemoryPlan]:
-    """Yield what may be chosen."""
-    chunks = (base.loss_chunk,) if base.kernels and shapes.plain_head else _CHUNKS
+    """Yield the plans to choose from."""
+    logits = base.operations.memory.holds_logits(shapes)
+    chunks = _CHUNKS if logits else (base.loss_chunk,)
     for tokens in _candidates(work):
-        groups = work.plan(replace(base, micro_batch_tokens=tokens))
-        loads = {*work.loads(groups), *work.alone}
-        takes = sum(work.cost.of(group) for step in groups for group in step) or 1
-        run = sum(group.tokens for step in groups for group in step)
+        sized = replace(base, micro_batch_tokens=tokens)
+        steps = [(step, sized.plan(step, keyed=work.keyed)) for step in work.steps]
+        groups = [(group, step) for step, planned in steps for group in planned]
+        loads = {*(load_of(group, step) for group, step in groups), *work.alone}
+        time = sum(base.cost.of(group) for group, _ in groups) or 1
+        run = sum(group.tokens for group, _ in groups)
         for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
-            way = replace(base, micro_batch_tokens=tokens, recompute=recompute, loss_chunk=chunk)
-            peaks = [predict(shapes, way, load) for load in loads]
+            execution = replace(sized, recompute=recompute, loss_chunk=chunk)
+            peaks = [predict(shapes, execution, load) for load in loads]
             yield MemoryPlan(
                 shapes=shapes,
-                way=way,
+                execution=execution,
                 peak=max(peaks, key=lambda peak: peak.total),
                 limit=limit,
-                time=takes * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
+                time=time * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
                 steps=len(work.steps),
-                micro_batches=sum(map(len, groups)),
+                micro_batches=len(groups),
                 tokens=run,
-                padding=run - work.used(groups),
+                padding=run - sum(used_tokens(group, step) for group, step in groups),
                 real_tokens=sum(len(example) for step in work.steps for example in step),
             )
 
@@ -165,7 +140,7 @@ def _plans(
 def choose(
     shapes: ModelShapes,
     work: Work,
-    base: Way,
+    base: Execution,
     *,
     limit: int,
     checkpointing: Sequence[bool],
@@ -183,25 +158,27 @@ def choose(
             enough = min(plan.time for plan in fitting) * (1 + tolerance)
             return min(
                 (plan for plan in fitting if plan.time <= enough),
-                key=lambda plan: (plan.peak.total, plan.time, plan.way.micro_batch_tokens),
+                key=lambda plan: (plan.peak.total, plan.time, plan.execution.micro_batch_tokens),
             )
     return None
 
 
-def least(shapes: ModelShapes, way: Way, load: Load) -> Prediction:
+def least(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
     """Return the least that a micro-batch can be run with, whatever the chunks of its head."""
     return min(
-        (predict(shapes, replace(way, loss_chunk=chunk), load) for chunk in _CHUNKS),
+        (predict(shapes, replace(execution, loss_chunk=chunk), load) for chunk in _CHUNKS),
         key=lambda prediction: prediction.total,
     )
 
 
-def why_not(shapes: ModelShapes, work: Work, way: Way, limit: int, may_checkpoint: bool) -> str:
+def why_not(
+    shapes: ModelShapes, work: Work, execution: Execution, limit: int, may_checkpoint: bool
+) -> str:
     """Return why not even one example fits, and what would help."""
-    way = replace(way, recompute=may_checkpoint)
-    load = max(work.alone, key=lambda load: least(shapes, way, load).total)
-    needed = least(shapes, way, load).total
-    found = remedies(shapes, way, load, limit, may_checkpoint=may_checkpoint)
+    execution = replace(execution, recompute=may_checkpoint)
+    load = max(work.alone, key=lambda load: least(shapes, execution, load).total)
+    needed = least(shapes, execution, load).total
+    found = remedies(shapes, execution, load, limit, may_checkpoint=may_checkpoint)
     return (
         f"one example of {load.tokens:,} tokens needs about {needed / 1e9:.2f} GB, of which "
         f"{shapes.weights / 1e9:.2f} GB are the weights, and the limit is {limit / 1e9:.2f} GB: "
@@ -210,21 +187,21 @@ def why_not(shapes: ModelShapes, work: Work, way: Way, limit: int, may_checkpoin
 
 
 def remedies(
-    shapes: ModelShapes, way: Way, load: Load, limit: int, *, may_checkpoint: bool
+    shapes: ModelShapes, execution: Execution, load: Load, limit: int, *, may_checkpoint: bool
 ) -> list[str]:
     """Return what would make one example fit, each by itself, with numbers."""
     found = []
     if may_checkpoint:
-        way = replace(way, recompute=True)
-    elif least(shapes, replace(way, recompute=True), load).total <= limit:
+        execution = replace(execution, recompute=True)
+    elif least(shapes, replace(execution, recompute=True), load).total <= limit:
         found.append("--grad-checkpoint on")
 
     def shorter(tokens: int) -> int:
         positions = max(load.positions * tokens // load.width, 1)
-        return least(shapes, way, Load(1, tokens, positions)).total
+        return least(shapes, execution, Load(1, tokens, positions)).total
 
     def fewer(layers: int) -> int:
-        return least(with_layers(shapes, layers), way, load).total
+        return least(shapes.with_layers(layers), execution, load).total
 
     if (tokens := _most(shorter, load.width, limit)) >= _SHORTEST:
         found.append(f"--max-seq-len {tokens}")
@@ -233,7 +210,7 @@ def remedies(
     if shapes.stored_itemsize:
         each = _BITS / 8 + 2 * shapes.itemsize / _GROUP
         smaller = replace(shapes, weights=int(shapes.weights * each / shapes.stored_itemsize))
-        needed = least(smaller, way, load).total
+        needed = least(smaller, execution, load).total
         fits = "" if needed <= limit else ", still too much"
         found.append(f"--quantize 4 (about {needed / 1e9:.2f} GB{fits})")
     return found

@@ -20,9 +20,10 @@ from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.adapters.checkpoints import pad_rank, unpad_rank
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
 from tests.models import write_model
@@ -50,7 +51,7 @@ def trained(folder: Path, **options: Any) -> InstructPipeline:
     """Return a pipeline that took two steps."""
     given = {"lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2, **options}
     base = load_base(folder, "float32").model
-    pipeline = InstructPipeline(base, InstructConfig(**given), how=Execution())
+    pipeline = InstructPipeline(base, InstructConfig(**given), execution=Execution(MLX))
     for _ in range(2):
         pipeline.train_batch(random_examples(3))
     pipeline.model.eval()

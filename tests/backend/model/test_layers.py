@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,22 +12,25 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model import layers
 from mlxtune.backend.model.layers import DequantizedLinear, PackedRows
 from mlxtune.backend.model.loading import load_base, slow_products
 from mlxtune.backend.model.quantize import FORMATS
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX, plain_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.conftest import fill_lora_b
 from tests.backend.step.executions import model_folder
 from tests.models import write_model
 
 WAYS = {
-    "plain": Execution.plain(),
-    "recompute": Execution(recompute=True),
-    "cpu kernels": Execution(cpu_kernels=True, pack=True),
+    "plain": plain_execution(),
+    "recompute": Execution(MLX, recompute=True),
+    "cpu kernels": Execution(CPU, packs_up_to=ANY_LENGTH),
 }
 
 
@@ -54,9 +58,10 @@ def on_plain_weights(model: nn.Module) -> None:
 
 def step(model: nn.Module, how: Execution) -> tuple[float, dict[str, np.ndarray]]:
     config = InstructConfig(lora_rank=4, lora_alpha=8.0, targets=("all",))
-    pipeline = InstructPipeline(model, config, micro_batch_tokens=100, how=how)
+    pipeline = InstructPipeline(model, config, execution=replace(how, micro_batch_tokens=100))
     fill_lora_b(pipeline)
-    loss, gradients, _ = pipeline.loss_and_gradients(examples(), 1)
+    result = pipeline.loss_and_gradients(examples(), 1)
+    loss, gradients = result.loss, result.gradients
     return loss, {name: np.array(value) for name, value in tree_flatten(gradients)}
 
 
@@ -81,10 +86,10 @@ def test_lora_learns_what_it_learns_on_the_dequantised_weights(
 
     plain = loaded()
     on_plain_weights(plain)
-    loss, gradients = step(plain, Execution.plain())
+    loss, gradients = step(plain, plain_execution())
     runs = {way: (loaded(), how) for way, how in WAYS.items()}
     if name != "nf4":
-        runs["native"] = (loaded("quantized"), Execution.plain())
+        runs["native"] = (loaded("quantized"), plain_execution())
         runs["native, cpu kernels"] = (loaded("quantized"), WAYS["cpu kernels"])
     for way, (model, how) in runs.items():
         found, theirs = step(model, how)

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.model import memory
-from mlxtune.backend.step.forward import Forward
+from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples
@@ -48,14 +48,14 @@ def adapters(pipeline: InstructPipeline) -> dict[str, Any]:
 
 def fail(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Have the second micro-batch run out of memory, and those after it, so many times."""
-    whole, calls = Forward.loss_sum, iter(range(10**9))
+    whole, calls = SplitModel.hidden, iter(range(10**9))
 
-    def failing(self: Forward, *args: Any, **options: Any) -> mx.array:
+    def failing(self: SplitModel, *args: Any, **options: Any) -> mx.array:
         if 1 <= next(calls) <= times:
             raise RuntimeError("[malloc] Unable to allocate 78643200 bytes.")
         return whole(self, *args, **options)
 
-    monkeypatch.setattr(Forward, "loss_sum", failing)
+    monkeypatch.setattr(SplitModel, "hidden", failing)
 
 
 def test_failed_allocation_halves_and_the_step_is_that_of_half(
@@ -93,7 +93,7 @@ def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("[matmul] shapes")
 
     pipeline, warnings = make(80)
-    monkeypatch.setattr(Forward, "loss_sum", broken)
+    monkeypatch.setattr(SplitModel, "hidden", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         pipeline.train_batch(EXAMPLES)
     assert warnings == []

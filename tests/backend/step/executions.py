@@ -14,16 +14,19 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import plain_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import StepCost
+from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 
-PLAIN = Execution.plain()
+PLAIN = plain_execution()
 SPLIT = replace(PLAIN, split_head=True)
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
@@ -31,14 +34,16 @@ WAYS: dict[str, Execution] = {
     "shared prefixes": replace(SPLIT, share_prefixes=True),
     "recompute": replace(PLAIN, recompute=True),
     "recompute with shared prefixes": replace(SPLIT, recompute=True, share_prefixes=True),
-    "cpu kernels": replace(PLAIN, cpu_kernels=True),
-    "cpu kernels with recompute": replace(PLAIN, cpu_kernels=True, recompute=True),
-    "cpu kernels with split head": replace(SPLIT, cpu_kernels=True, loss_chunk=3),
-    "cpu kernels with shared prefixes": replace(SPLIT, cpu_kernels=True, share_prefixes=True),
-    "in one line": replace(SPLIT, cpu_kernels=True, pack=True),
-    "in one line with recompute": replace(SPLIT, cpu_kernels=True, pack=True, recompute=True),
-    "in one line with shared prefixes": Execution(cpu_kernels=True, pack=True, loss_chunk=3),
-    "all": Execution(cpu_kernels=True, pack=True, recompute=True, loss_chunk=3),
+    "cpu kernels": replace(PLAIN, operations=CPU),
+    "cpu kernels with recompute": replace(PLAIN, operations=CPU, recompute=True),
+    "cpu kernels with split head": replace(SPLIT, operations=CPU, loss_chunk=3),
+    "cpu kernels with shared prefixes": replace(SPLIT, operations=CPU, share_prefixes=True),
+    "in one line": replace(SPLIT, operations=CPU, packs_up_to=ANY_LENGTH),
+    "in one line with recompute": replace(
+        SPLIT, operations=CPU, packs_up_to=ANY_LENGTH, recompute=True
+    ),
+    "in one line with shared prefixes": Execution(CPU, packs_up_to=ANY_LENGTH, loss_chunk=3),
+    "all": Execution(CPU, packs_up_to=ANY_LENGTH, recompute=True, loss_chunk=3),
 }
 # Prefixes are shared wherever that saves a token.
 EAGER = StepCost(fixed=0)
@@ -95,9 +100,7 @@ def fresh(
     made = InstructPipeline(
         load_base(folder, "float32").model,
         settings,
-        micro_batch_tokens=tokens,
-        how=how,
-        cost=cost,
+        execution=replace(how, micro_batch_tokens=tokens, cost=cost),
     )
     fill_lora_b(made)
     return made
@@ -115,12 +118,14 @@ class Step:
     loss: float
     gradients: Gradients
     tokens: int
+    run_tokens: int
 
 
 def computed(by: InstructPipeline, examples: list[Example]) -> Step:
     """Return loss and gradients of a step."""
-    loss, found, tokens = by.loss_and_gradients(examples, step=3)
-    return Step(loss, gradients_of(found), tokens)
+    result = by.loss_and_gradients(examples, step=3)
+    gradients = gradients_of(result.gradients)
+    return Step(result.loss, gradients, result.tokens, result.run_tokens)
 
 
 def assert_same(found: Step, expected: Step) -> None:

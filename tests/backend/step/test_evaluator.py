@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,14 +14,17 @@ import pytest
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu import products
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.models import sums, write_chat
 
-KERNELS = Execution(cpu_kernels=True, pack=True)
+KERNELS = Execution(CPU, packs_up_to=ANY_LENGTH)
 
 
 def plain(model: object, example: Example) -> float:
@@ -54,28 +58,31 @@ def test_each_examples_loss_is_that_of_full_logits(way: Execution, tokens_at_onc
     examples = fixed_step()
     wanted = expected(base.model, examples)
     evaluator = Evaluator(
-        base.model, base.parameters, pytest.fail, how=way, tokens_at_once=tokens_at_once
+        base.model,
+        base.parameters,
+        pytest.fail,
+        execution=replace(way, micro_batch_tokens=tokens_at_once),
     )
     np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3_text"])
-@pytest.mark.parametrize("way", [Execution(), KERNELS], ids=["plain", "kernels"])
+@pytest.mark.parametrize("way", [Execution(MLX), KERNELS], ids=["plain", "kernels"])
 def test_other_heads_and_windows_give_it_too(architecture: str, way: Execution) -> None:
     base = load_base(model_folder(architecture), "float32")
     wanted = expected(base.model, fixed_step())
-    evaluator = Evaluator(base.model, base.parameters, pytest.fail, how=way)
+    evaluator = Evaluator(base.model, base.parameters, pytest.fail, execution=way)
     np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", [Execution(), KERNELS], ids=["plain", "kernels"])
+@pytest.mark.parametrize("way", [Execution(MLX), KERNELS], ids=["plain", "kernels"])
 def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Execution) -> None:
     examples, folder = fixed_step(), model_folder("qwen3")
     untouched = expected(load_base(folder, "float32").model, examples)
     adapted: Adapted = load_adapted(load_base(folder, "float32"), str(adapter))
     with_it = expected(adapted.model, examples)
     assert np.abs(with_it - untouched).max() > 0.1
-    evaluator = Evaluator(adapted.model, adapted.base.parameters, pytest.fail, how=way)
+    evaluator = Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=way)
     for on, wanted in ((False, untouched), (True, with_it), (False, untouched)):
         adapted.use_adapter(on)
         np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
@@ -89,7 +96,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
     without = adapted.model(tokens)
     adapted.use_adapter(True)
     with closing(
-        Evaluator(adapted.model, adapted.base.parameters, pytest.fail, how=KERNELS)
+        Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=KERNELS)
     ) as evaluator:
         # Modules that are off the model when it closes are restored too.
         adapted.use_adapter(False)
@@ -107,7 +114,10 @@ def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int)
     examples = [first_supervised(example) for example in fixed_step()]
     wanted = expected(base.model, examples)
     evaluator = Evaluator(
-        base.model, base.parameters, pytest.fail, how=way, tokens_at_once=tokens_at_once
+        base.model,
+        base.parameters,
+        pytest.fail,
+        execution=replace(way, micro_batch_tokens=tokens_at_once),
     )
     np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
     np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import plain_execution
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import StepCost
 from tests.backend.step.executions import (
+    EAGER,
     WAYS,
     assert_same,
     computed,
@@ -111,7 +113,7 @@ def test_whatever_is_trained(way: str, trained: dict[str, Any]) -> None:
     assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
 
 
-NAMED = {"shared": WAYS["shared prefixes"], "all": ALL, "plain": Execution.plain()}
+NAMED = {"shared": WAYS["shared prefixes"], "all": ALL, "plain": plain_execution()}
 
 
 @pytest.mark.parametrize("how", NAMED.values(), ids=NAMED)
@@ -125,28 +127,27 @@ def test_micro_batches_of_any_width(how: Execution, tokens: int) -> None:
 def test_rounded_widths_share_rounded_prefixes() -> None:
     cost = StepCost(fixed=0, width_multiple=8)
     fast = pipeline("gemma3_text", ALL, tokens=10_000, cost=cost)
-    assert_same(computed(fast, fixed_step()), plain_step("gemma3_text"))
-    assert fast.tokens_run % 8 == 0
+    found = computed(fast, fixed_step())
+    assert_same(found, plain_step("gemma3_text"))
+    assert found.run_tokens % 8 == 0
 
 
 def test_shared_prefixes_are_run_once() -> None:
     together = pipeline("gemma3_text", WAYS["shared prefixes"], tokens=10_000)
     apart = pipeline("gemma3_text", WAYS["split head"], tokens=1)
-    for each in (together, apart):
-        computed(each, fixed_step())
+    once, again = (computed(each, fixed_step()).run_tokens for each in (together, apart))
     real = sum(len(example) - 1 for example in fixed_step())
-    assert apart.tokens_run == real
-    assert together.tokens_run < 0.75 * real
+    assert again == real
+    assert once < 0.75 * real
 
 
 def test_dropout_shares_a_prefix_within_a_row_alone() -> None:
     way = WAYS["shared prefixes"]
     rows = [replace(example, row=i) for i, example in enumerate(fixed_step())]
     fast = pipeline("gemma3_text", way, tokens=10_000, dropout=0.3)
-    computed(fast, fixed_step())
-    shared = fast.tokens_run
+    shared = computed(fast, fixed_step()).run_tokens
     apart = computed(fast, rows)
-    assert fast.tokens_run >= sum(len(example) - 1 for example in rows) > shared
+    assert apart.run_tokens >= sum(len(example) - 1 for example in rows) > shared
     assert_same(apart, computed(pipeline("gemma3_text", dropout=0.3), rows))
 
 
@@ -163,5 +164,8 @@ def test_evaluation_equals_the_plain_one(way: str) -> None:
 def test_asked_for_is_what_is_used() -> None:
     for name, how in WAYS.items():
         forward = pipeline("gemma3_text", how, tokens=10_000).forward
-        assert forward.how == how, name
+        window = forward.execution.packs_up_to
+        assert (window > 0) == (how.packs_up_to > 0)
+        asked = replace(how, micro_batch_tokens=10_000, cost=EAGER, packs_up_to=window)
+        assert forward.execution == asked, name
         assert forward.shares_prefixes == how.share_prefixes

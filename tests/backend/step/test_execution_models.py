@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters, load_model
 
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close
 from tests.backend.step.executions import (
     PLAIN,
@@ -103,7 +103,7 @@ def fresh_of(model: object, how: Execution) -> InstructPipeline:
     from mlxtune.config import InstructConfig
     from tests.backend.conftest import fill_lora_b
 
-    made = InstructPipeline(model, InstructConfig(lora_rank=4, targets=("all",)), how=how)
+    made = InstructPipeline(model, InstructConfig(lora_rank=4, targets=("all",)), execution=how)
     fill_lora_b(made)
     return made
 

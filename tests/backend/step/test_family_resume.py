@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora import pissa
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
 from tests.backend.step.test_pipeline_resume import STEPS, STOP, state, take
@@ -40,13 +44,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipeline(folder: Path, how: Execution, *, begins: bool = True, **options: Any) -> Any:
     config = InstructConfig(**{"lora_rank": 4, "targets": ("q_proj", "down_proj"), **options})
     model = load_base(folder, "float32").model
-    return InstructPipeline(model, config, how=how, micro_batch_tokens=60, begins=begins)
+    return InstructPipeline(
+        model, config, execution=replace(how, micro_batch_tokens=60), begins=begins
+    )
 
 
 @pytest.mark.parametrize(
     ("member", "how"),
-    [(member, Execution()) for member in FAMILY]
-    + [(member, Execution(cpu_kernels=True, pack=True)) for member in ("PiSSA", "all")],
+    [(member, Execution(MLX)) for member in FAMILY]
+    + [(member, Execution(CPU, packs_up_to=ANY_LENGTH)) for member in ("PiSSA", "all")],
 )
 def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     folder: Path, tmp_path: Path, member: str, how: Execution, monkeypatch: pytest.MonkeyPatch
@@ -77,12 +83,12 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
 def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
     folder: Path, tmp_path: Path, member: str
 ) -> None:
-    made = pipeline(folder, Execution(), **FAMILY[member])
+    made = pipeline(folder, Execution(MLX), **FAMILY[member])
     made.save(tmp_path)
     weights = tmp_path / "adapters.safetensors"
     count = len(safetensors.numpy.load_file(weights))
     assert checkpoints.check_adapter(weights, made.model, made.lora) == count
-    other = pipeline(folder, Execution(), **FAMILY[member] | {"lora_rank": 3})
+    other = pipeline(folder, Execution(MLX), **FAMILY[member] | {"lora_rank": 3})
     with pytest.raises(ModelError, match="does not fit the model"):
         checkpoints.check_adapter(weights, other.model, other.lora)
     path = tmp_path / checkpoints.PARAMETERS
@@ -114,7 +120,7 @@ def test_b_and_sizes_learn_faster_by_the_ratio(folder: Path) -> None:
     rate, ratio, decay = 1e-3, 16.0, 0.5
     made = pipeline(
         folder,
-        Execution(),
+        Execution(MLX),
         dora=True,
         lr_ratio=ratio,
         learning_rate=rate,
@@ -127,7 +133,7 @@ def test_b_and_sizes_learn_faster_by_the_ratio(folder: Path) -> None:
     seen: dict[str, list[Any]] = {name: [] for name in begun}
     for step in (1, 2, 3):
         one = random_examples(2, seed=step)
-        _, gradients, _ = made.loss_and_gradients(one, step)
+        gradients = made.loss_and_gradients(one, step).gradients
         for name, value in tree_flatten(gradients):
             seen[name].append(np.array(value))
         made.train_batch(one, step=step)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.layers import PackedRows
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.head import SplitModel
-from mlxtune.backend.step.loss import fused_losses, head_loss_sum
+from mlxtune.backend.step.loss import head_loss_sum
+from mlxtune.backend.step.operations import MLX
+from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import (
     assert_same,
@@ -138,7 +140,7 @@ class Renamed(nn.Module):  # type: ignore[misc]
         return list(self.backbone.layers)
 
 
-@pytest.mark.parametrize("how", [Execution(), Execution(cpu_kernels=True)], ids=["mlx", "cpu"])
+@pytest.mark.parametrize("how", [Execution(MLX), Execution(CPU)], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("kind", [Wrapped, Renamed])
 def test_model_whose_trunk_is_not_found_runs_whole(
     kind: Any, how: Execution, monkeypatch: pytest.MonkeyPatch
@@ -149,13 +151,13 @@ def test_model_whose_trunk_is_not_found_runs_whole(
 
     monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
     odd = fresh(model_folder("qwen3"), how, 10_000)
-    assert not odd.forward.how.split_head
+    assert not odd.forward.execution.split_head
     assert not odd.forward.shares_prefixes
     assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
 
 
 def test_head_is_run_on_supervised_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = pipeline("gemma2", Execution(loss_chunk=5), tokens=10_000)
+    fast = pipeline("gemma2", Execution(MLX, loss_chunk=5), tokens=10_000)
     counts: list[int] = []
     plain = SplitModel.logits
 
@@ -184,7 +186,7 @@ def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
             assert len(rows) <= chunk
             return mx.tanh(rows @ weight.T)
 
-        return head_loss_sum(logits, hidden, targets, counted, chunk, fused_losses)
+        return head_loss_sum(logits, hidden, targets, counted, chunk, mx.fast.cross_entropy)
 
     assert_same_function(in_chunks, whole, random(7, 8))
 
@@ -194,7 +196,9 @@ def test_loss_scales_with_what_it_is_part_of() -> None:
 
     def loss(hidden: mx.array, factor: float) -> mx.array:
         ones = mx.ones(2)
-        total = head_loss_sum(lambda x: x @ weight.T, hidden, targets, ones, 1, fused_losses)
+        total = head_loss_sum(
+            lambda x: x @ weight.T, hidden, targets, ones, 1, mx.fast.cross_entropy
+        )
         return total * factor
 
     one, half = (mx.grad(lambda x, f=f: loss(x, f))(hidden) for f in (1.0, 0.5))

@@ -82,11 +82,11 @@ def test_loss_and_gradients_equal_the_formula(
     pipeline = make_pipeline(architecture, micro_batch_tokens=micro_batch_tokens, targets=("all",))
     examples = random_examples()
 
-    loss, gradients, _ = pipeline.loss_and_gradients(examples)
+    result = pipeline.loss_and_gradients(examples)
 
     expected, expected_gradients = reference(pipeline, tmp_path / f"{architecture}-None", examples)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_same_gradients(gradients, expected_gradients)
+    assert result.loss == pytest.approx(expected, rel=1e-5)
+    assert_same_gradients(result.gradients, expected_gradients)
 
 
 def test_evaluation_equals_the_formula_and_is_weighted_by_tokens(
@@ -132,11 +132,11 @@ def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     examples = at_the_edges()
     predicted = [1, 1, 1, 5, 1, 3]
 
-    loss, gradients, tokens = pipeline.loss_and_gradients(examples)
+    result = pipeline.loss_and_gradients(examples)
     expected, expected_gradients = reference(pipeline, tmp_path / "qwen3-None", examples)
-    assert tokens == sum(predicted)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_same_gradients(gradients, expected_gradients)
+    assert result.tokens == sum(predicted)
+    assert result.loss == pytest.approx(expected, rel=1e-5)
+    assert_same_gradients(result.gradients, expected_gradients)
 
     evaluated, step = pipeline.evaluate(examples), pipeline.train_batch(examples)
     assert evaluated.total_response_tokens == step.total_response_tokens == sum(predicted)
@@ -157,13 +157,15 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(
     whole = make_pipeline("gemma3_text", quantize=quantize, dropout=dropout)
     split = make_pipeline("gemma3_text", quantize=quantize, dropout=dropout, micro_batch_tokens=30)
 
-    loss, gradients, tokens = whole.loss_and_gradients(examples, step=3)
-    split_loss, split_gradients, split_tokens = split.loss_and_gradients(examples[::-1], step=3)
+    expected = whole.loss_and_gradients(examples, step=3)
+    found = split.loss_and_gradients(examples[::-1], step=3)
 
-    assert split_loss == pytest.approx(loss, rel=1e-5)
-    assert split_tokens == tokens
+    assert found.micro_batches > expected.micro_batches
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.tokens == expected.tokens
     assert_same_gradients(
-        split_gradients, {name: np.array(value) for name, value in tree_flatten(gradients)}
+        found.gradients,
+        {name: np.array(value) for name, value in tree_flatten(expected.gradients)},
     )
 
 
@@ -173,7 +175,7 @@ def test_dropout_depends_on_seed_step_and_row_alone(make_pipeline: MakePipeline)
     def loss(step: int, seed: int = 42, dropout: float = 0.5) -> float:
         pipeline = make_pipeline("qwen3", dropout=dropout, seed=seed)
         pipeline.loss_and_gradients(examples, step=step + 1)  # what ran before has no part in it
-        return pipeline.loss_and_gradients(examples, step=step)[0]
+        return pipeline.loss_and_gradients(examples, step=step).loss
 
     assert loss(1) == loss(1)
     assert len({loss(1), loss(2), loss(1, seed=43), loss(1, dropout=0.0)}) == 4
@@ -187,7 +189,7 @@ def test_each_step_draws_the_dropout_of_its_number(make_pipeline: MakePipeline) 
         return pipeline.train_batch(examples, step=step, learning_rate=1e-3).avg_loss
 
     drawn = make_pipeline("qwen3", dropout=0.5)
-    expected = [drawn.loss_and_gradients(examples, step=step)[0] for step in (1, 2, 3)]
+    expected = [drawn.loss_and_gradients(examples, step=step).loss for step in (1, 2, 3)]
     assert [first_loss(step) for step in (1, 2, 3)] == expected
     assert first_loss(2) == first_loss(2)
     assert len(set(expected)) == 3
@@ -197,7 +199,7 @@ def test_steps_without_a_number_count_from_1(make_pipeline: MakePipeline) -> Non
     """At a learning rate of 0 the parameters stay, so that dropout alone tells steps apart."""
     examples = random_examples(3)
     pipeline = make_pipeline("qwen3", dropout=0.5)
-    expected = [pipeline.loss_and_gradients(examples, step=step)[0] for step in (1, 2, 8, 9)]
+    expected = [pipeline.loss_and_gradients(examples, step=step).loss for step in (1, 2, 8, 9)]
     found = [pipeline.train_batch(examples, learning_rate=0.0).avg_loss for _ in range(2)]
     found.append(pipeline.train_batch(examples, step=8, learning_rate=0.0).avg_loss)
     found.append(pipeline.train_batch(examples, learning_rate=0.0).avg_loss)
@@ -211,7 +213,7 @@ def test_each_row_draws_its_own_dropout(make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline("qwen3", dropout=0.5)
 
     def loss(*rows: int) -> float:
-        return pipeline.loss_and_gradients([replace(one, row=row) for row in rows])[0]
+        return pipeline.loss_and_gradients([replace(one, row=row) for row in rows]).loss
 
     assert loss(1) != loss(2)
     assert loss(1, 2) == pytest.approx((loss(1) + loss(2)) / 2, rel=1e-5)
@@ -240,7 +242,7 @@ def test_update_is_adamw_with_bias_correction_and_clipping(
     m = {name: np.zeros_like(value) for name, value in theta.items()}
     v = {name: np.zeros_like(value) for name, value in theta.items()}
     for step, rate in enumerate((1e-2, 5e-3, 2e-2), start=1):
-        _, gradients, _ = pipeline.loss_and_gradients(examples)
+        gradients = pipeline.loss_and_gradients(examples).gradients
         g = {name: np.array(value, np.float64) for name, value in tree_flatten(gradients)}
         norm = np.sqrt(sum((value**2).sum() for value in g.values()))
         shrink = min(1.0, clip / norm) if clip else 1.0
@@ -286,14 +288,15 @@ def test_half_precision_keeps_float32_lora_matrices_and_gradients(
     full = make_pipeline("qwen3")
     examples = random_examples(3)
 
-    loss, gradients, _ = pipeline.loss_and_gradients(examples)
+    result = pipeline.loss_and_gradients(examples)
+    loss, gradients = result.loss, result.gradients
 
     assert {value.dtype for _, value in tree_flatten(gradients)} == {mx.float32}
     assert {value.dtype for _, value in tree_flatten(pipeline.model.trainable_parameters())} == {
         mx.float32
     }
     assert pipeline.model(mx.array([[1, 2, 3]])).dtype == getattr(mx, dtype)
-    assert loss == pytest.approx(full.loss_and_gradients(examples)[0], rel=2e-2)
+    assert loss == pytest.approx(full.loss_and_gradients(examples).loss, rel=2e-2)
 
 
 def test_step_that_is_not_finite_is_an_error_and_changes_nothing(
@@ -318,10 +321,8 @@ def test_infinite_gradient_norm_of_a_finite_loss_is_an_error_and_changes_nothing
     pipeline = make_pipeline("qwen3")
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
     grads = tree_unflatten([(name, mx.full(x.shape, 1e30)) for name, x in before.items()])
-    computed = pipeline.loss_and_gradients(random_examples(2))
-    monkeypatch.setattr(
-        pipeline, "loss_and_gradients", lambda *_: (computed[0], grads, *computed[2:])
-    )
+    computed = replace(pipeline.loss_and_gradients(random_examples(2)), gradients=grads)
+    monkeypatch.setattr(pipeline, "loss_and_gradients", lambda *_: computed)
 
     with pytest.raises(NonFiniteLossError, match="gradient norm is inf"):
         pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from tests.models import VOCAB_SIZE, write_model
@@ -24,9 +28,9 @@ from tests.slow import slow, slow_except
 
 STEPS, STOP = 6, 3
 WAYS = {
-    "plain": Execution(),
-    "layer by layer": Execution(recompute=True),
-    "the CPU's own functions": Execution(cpu_kernels=True, pack=True),
+    "plain": Execution(MLX),
+    "layer by layer": Execution(MLX, recompute=True),
+    "the CPU's own functions": Execution(CPU, packs_up_to=ANY_LENGTH),
 }
 
 
@@ -34,7 +38,7 @@ def pipeline(folder: Path, how: Execution, **options: Any) -> InstructPipeline:
     given: dict[str, Any] = {"lora_rank": 4, "targets": ("all",), "dropout": 0.1}
     config = InstructConfig(**given | options)
     return InstructPipeline(
-        load_base(folder, "float32").model, config, how=how, micro_batch_tokens=60
+        load_base(folder, "float32").model, config, execution=replace(how, micro_batch_tokens=60)
     )
 
 

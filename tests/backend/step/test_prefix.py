@@ -10,10 +10,12 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.forward import Execution
 from mlxtune.backend.step.head import SplitModel
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.prefix import PrefixCache
+from mlxtune.core.steps.execution import Execution, Operations
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
     EAGER,
@@ -106,18 +108,18 @@ def test_architecture_with_other_caches_runs_each_example_whole(
     folder = write_model(tmp_path / "m", architecture, **HYBRIDS[architecture])
     rng = np.random.default_rng(0)
     examples = family(1, rng.integers(0, 320, 20).tolist(), [3, 5], rng, one_row=False)
-    fast = fresh(folder, Execution(), 10_000)
-    assert fast.forward.how.split_head
+    fast = fresh(folder, Execution(MLX), 10_000)
+    assert fast.forward.execution.split_head
     found = computed(fast, examples)
     assert not fast.forward.shares_prefixes
-    assert fast.tokens_run == 22 + 24
+    assert found.run_tokens == 22 + 24
     assert_same(found, computed(fresh(folder), examples))
 
 
-@pytest.mark.parametrize("cpu_kernels", [False, True])
+@pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("rests", [[1, 1, 1], [1], [1, 8]], ids=str)
-def test_single_tokens_after_a_prefix(rests: list[int], cpu_kernels: bool) -> None:
+def test_single_tokens_after_a_prefix(rests: list[int], operations: Operations) -> None:
     rng = np.random.default_rng(1)
     examples = family(1, rng.integers(0, 320, 15).tolist(), rests, rng, one_row=False)
-    fast = pipeline("gemma3_text", Execution(cpu_kernels=cpu_kernels), tokens=10_000, cost=EAGER)
+    fast = pipeline("gemma3_text", Execution(operations), tokens=10_000, cost=EAGER)
     assert_same(computed(fast, examples), computed(pipeline("gemma3_text"), examples))

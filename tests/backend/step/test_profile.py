@@ -11,9 +11,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.model import memory
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.profile import PipelineMeter
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
 from tests.slow import slow, slow_except
@@ -39,10 +40,12 @@ def test_profiled_run_gives_the_same_bits(way: str) -> None:
     plain, profiled = (fresh(model_folder("qwen3"), WAYS[way], **options) for _ in range(2))
     profiled_step(profiled, 1)
     plain.train_batch(fixed_step(), step=1, learning_rate=1e-2)
-    for pipeline in (plain, profiled):
+    one, other = (
         pipeline.train_batch(fixed_step(), step=2, learning_rate=1e-2)
+        for pipeline in (plain, profiled)
+    )
     assert bits(plain) == bits(profiled)
-    assert plain.tokens_run == profiled.tokens_run
+    assert one.run_tokens == other.run_tokens
 
 
 @pytest.mark.parametrize("model_type", [slow("llama"), slow("gemma2"), "gemma3_text"])
@@ -88,7 +91,7 @@ def test_next_to_nothing_of_a_step_is_left_to_no_phase() -> None:
 def test_loss_counts_to_the_forward_phase_where_a_graph_shows_no_border() -> None:
     mx.disable_compile()
     try:
-        compiled = fresh(model_folder("qwen3"), Execution(compile=True), 60)
+        compiled = fresh(model_folder("qwen3"), Execution(MLX, compile=True), 60)
         whole = fresh(model_folder("qwen3"), PLAIN, 60)
         for pipeline in (compiled, whole):
             found, _ = profiled_step(pipeline, 1)
@@ -102,7 +105,7 @@ def test_layer_keeps_what_its_backward_pass_needs() -> None:
     """Of a layer that is computed again in the backward pass, its outputs alone are kept."""
     found = {}
     for way in ("split head", "recompute"):
-        how = Execution(recompute=way == "recompute", share_prefixes=False)
+        how = Execution(MLX, recompute=way == "recompute", share_prefixes=False)
         pipeline = fresh(model_folder("qwen3"), how, 10_000)
         (layer, *_) = PipelineMeter(pipeline).layers(fixed_step(), 1)
         arrays = [batch.inputs for _, batch in pipeline.micro_batches(fixed_step())]

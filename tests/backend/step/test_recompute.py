@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,12 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.cpu.kept import Reads
+from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.step.recompute import Layerwise
+from mlxtune.backend.step.operations import Recompute
+from mlxtune.backend.step.recompute import Intercepted, Layerwise
+from mlxtune.core.steps.execution import LayerPasses
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
     SPLIT,
@@ -26,7 +30,11 @@ from tests.backend.step.executions import (
     model_folder,
 )
 
-WAYS = [(False, False), (True, False), (True, True)]
+PASSES: dict[str, Callable[[], LayerPasses]] = {
+    "recompute": Recompute,
+    "kernels with recompute": lambda: KernelLayers(keep_products=False),
+    "kernels": lambda: KernelLayers(keep_products=True),
+}
 
 
 class Gain(nn.Module):  # type: ignore[misc]
@@ -85,12 +93,12 @@ def plainly() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("eager, keeps", WAYS)
+@pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("trained", [(True, True, True), (False, True, False, True), (True,)])
-def test_gradients_stay_the_same(trained: tuple[bool, ...], eager: bool, keeps: bool) -> None:
+def test_gradients_stay_the_same(trained: tuple[bool, ...], passes: str) -> None:
     expected_value, expected = gradients(Stack(*trained), plainly)
     stack = Stack(*trained)
-    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=eager, keep_products=keeps)
+    layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
     value, found = gradients(stack, layerwise.running)
     assert_close(value, expected_value, 1e-6)
     assert found.keys() == expected.keys() != set()
@@ -98,19 +106,17 @@ def test_gradients_stay_the_same(trained: tuple[bool, ...], eager: bool, keeps: 
         assert_close(found[name], expected[name], 1e-6)
 
 
-@pytest.mark.parametrize("eager, keeps", WAYS)
-def test_each_layer_is_run_again_but_those_below_the_first_trained(
-    eager: bool, keeps: bool
-) -> None:
+@pytest.mark.parametrize("passes", PASSES)
+def test_each_layer_is_run_again_but_those_below_the_first_trained(passes: str) -> None:
     stack = Stack(False, False, True, False)
-    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=eager, keep_products=keeps)
+    layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
     gradients(stack, layerwise.running)
     assert [len(layer.calls) for layer in stack.layers] == [1, 1, 2, 2]
 
 
 def test_outside_of_running_nothing_differs() -> None:
     stack = Stack(True, True)
-    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=True, keep_products=False)
+    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
     gradients(stack, plainly)
     assert [len(layer.calls) for layer in stack.layers] == [1, 1]
     gradients(stack, layerwise.running)
@@ -121,17 +127,20 @@ def test_outside_of_running_nothing_differs() -> None:
 def test_only_these_instances_change() -> None:
     stack, other = Stack(True, True), Stack(True, True)
     call = Layer.__call__
-    Layerwise(stack.layers, DropoutKeys(), eager=False, keep_products=False)
+    Layerwise(stack, DropoutKeys(), Recompute())
     assert Layer.__call__ is call
     assert all(type(layer) is Layer for layer in other.layers)
-    assert all(isinstance(layer, Layer) for layer in stack.layers)
-    assert all(type(layer).__name__ == "Layer" for layer in stack.layers)
+    assert all(isinstance(layer, Intercepted) for layer in stack.layers)
+    names = [name for name, _ in tree_flatten(other.parameters())]
+    assert [name for name, _ in tree_flatten(stack.parameters())] == names
+    trained = [name for name, _ in tree_flatten(other.trainable_parameters())]
+    assert [name for name, _ in tree_flatten(stack.trainable_parameters())] == trained
 
 
 def test_layers_keep_the_parameters_they_were_given() -> None:
     """What stands in their place while a layer runs as a function does not stay there."""
     stack = Stack(True, True)
-    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=False, keep_products=False)
+    layerwise = Layerwise(stack, DropoutKeys(), Recompute())
 
     def loss(parameters: dict[str, Any]) -> mx.array:
         stack.update(parameters)
@@ -147,7 +156,7 @@ def test_layers_keep_the_parameters_they_were_given() -> None:
 
 def test_error_ends_the_running() -> None:
     stack = Stack(True)
-    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=True, keep_products=False)
+    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
     with pytest.raises(RuntimeError, match="stop"), layerwise.running():
         raise RuntimeError("stop")
     gradients(stack, plainly)
@@ -177,11 +186,11 @@ class _Sharing(Stack):
         return x
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_layers_that_hand_on_more_than_hidden_states(eager: bool) -> None:
+@pytest.mark.parametrize("passes", ["recompute", "kernels with recompute"])
+def test_layers_that_hand_on_more_than_hidden_states(passes: str) -> None:
     _, expected = gradients(_Sharing(True, True, True), plainly)
     stack = _Sharing(True, True, True)
-    layerwise = Layerwise(stack.layers, DropoutKeys(), eager=eager, keep_products=False)
+    layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
     _, found = gradients(stack, layerwise.running)
     for name in expected:
         assert_close(found[name], expected[name], 1e-6)
@@ -199,22 +208,24 @@ def test_layers_that_hand_on_more_than_hidden_states(eager: bool) -> None:
 def test_what_a_layer_reads_is_found_out(
     architecture: str, targets: tuple[str, ...], expected: Reads
 ) -> None:
-    how = replace(SPLIT, cpu_kernels=True)
+    how = replace(SPLIT, operations=CPU)
     pipeline = fresh(model_folder(architecture), how, tokens=10_000, targets=targets)
     plain = fresh(model_folder(architecture), tokens=1, targets=targets)
     for _ in range(2):
         assert_same(computed(pipeline, fixed_step()), computed(plain, fixed_step()))
-    layerwise = pipeline.forward._layerwise
+    layerwise = pipeline.forward.layerwise
     assert layerwise is not None
-    assert set(layerwise._reads.values()) == {expected}
+    assert isinstance(layerwise.passes, KernelLayers)
+    assert set(layerwise.passes.reads.values()) == {expected}
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_of_what_layers_keep() -> None:
-    how = replace(SPLIT, cpu_kernels=True)
+    how = replace(SPLIT, operations=CPU)
     pipeline = fresh(model_folder("qwen3"), how, tokens=10_000, targets=("q_proj",))
     parameters = pipeline.model.trainable_parameters()
     pipeline.model.update(tree_map(lambda value: value * mx.array(math.nan), parameters))
-    loss, _, _ = pipeline.loss_and_gradients(fixed_step())
+    loss = pipeline.loss_and_gradients(fixed_step()).loss
     assert math.isnan(loss)
-    assert pipeline.forward._layerwise is not None
-    assert not pipeline.forward._layerwise._reads
+    assert pipeline.forward.layerwise is not None
+    assert isinstance(pipeline.forward.layerwise.passes, KernelLayers)
+    assert not pipeline.forward.layerwise.passes.reads

@@ -13,20 +13,30 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_base, open_base, read_weights
 from mlxtune.backend.model.quantize import FORMATS
-from mlxtune.backend.step.forward import Execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.shapes import model_shapes, way_of
+from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import least, remedies
-from mlxtune.core.steps.memory_prediction import Load, Way, load_of, predict
+from mlxtune.core.steps.memory_prediction import GraphMemory, KernelMemory, predict
+from mlxtune.core.steps.pack import ANY_LENGTH
+from mlxtune.core.steps.shapes import Load, load_of
 from mlxtune.errors import ModelError
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import slow, slow_except
 
+# By whether the CPU's kernels compute. MLX's attention holds scores on the CPU alone.
+EXECUTIONS = {
+    True: Execution(CPU, 10**6, packs_up_to=ANY_LENGTH),
+    False: Execution(MLX, 10**6, holds_scores=on_cpu()),
+}
 # Large enough that what is counted outweighs what is not.
 SHAPE = {
     "hidden_size": 256,
@@ -48,7 +58,7 @@ def test_shapes_are_those_of_the_model_once_loaded(
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, dtype="bfloat16", quantize=quantize)
     config = InstructConfig(lora_rank=4, targets=targets, num_layers=1)
-    shapes = model_shapes(open_base(folder, "float32"), config, kernels=False)
+    shapes = model_shapes(open_base(folder, "float32"), config, GraphMemory())
 
     model = load_base(folder, "float32").model
     assert shapes.weights == sum(value.nbytes for _, value in tree_flatten(model.parameters()))
@@ -74,7 +84,7 @@ def test_trained_parameters_of_the_family_are_counted(
 ) -> None:
     folder = write_model(tmp_path / "model", "qwen3")
     config = InstructConfig(lora_rank=4, targets=("all",), **member)
-    shapes = model_shapes(open_base(folder, "float32"), config, kernels=False)
+    shapes = model_shapes(open_base(folder, "float32"), config, GraphMemory())
     model = load_base(folder, "float32").model
     plain = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
     trained = apply_lora(model, config).trainable_parameters
@@ -87,7 +97,7 @@ def test_opening_a_model_reads_no_weights(tmp_path: Path) -> None:
     gc.collect()
     before = mx.get_active_memory()
     base = open_base(folder, "float32")
-    model_shapes(base, InstructConfig(), kernels=True)
+    model_shapes(base, InstructConfig(), KernelMemory())
     assert mx.get_active_memory() - before < 1_000_000
     read_weights(base)
     assert mx.get_active_memory() - before > 10_000_000
@@ -96,9 +106,9 @@ def test_opening_a_model_reads_no_weights(tmp_path: Path) -> None:
 def test_wrong_targets_are_found_before_the_weights_are_read(tmp_path: Path) -> None:
     base = open_base(write_model(tmp_path / "model", "qwen3"), "float32")
     with pytest.raises(ModelError, match="did you mean"):
-        model_shapes(base, InstructConfig(targets=("qproj",)), kernels=True)
+        model_shapes(base, InstructConfig(targets=("qproj",)), KernelMemory())
     with pytest.raises(ModelError, match="has 2 layers"):
-        model_shapes(base, InstructConfig(num_layers=9), kernels=True)
+        model_shapes(base, InstructConfig(num_layers=9), KernelMemory())
 
 
 def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
@@ -116,11 +126,11 @@ def check_peak(
     base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
 ) -> None:
     """Take a step with a model that was opened; its peak is about as predicted."""
-    shapes = model_shapes(base, config, kernels=how.cpu_kernels)
+    shapes = model_shapes(base, config, how.operations.memory)
     gc.collect()  # what earlier tests left
     elsewhere = mx.get_active_memory()
     read_weights(base)
-    pipeline = InstructPipeline(base.model, config, micro_batch_tokens=10**6, how=how)
+    pipeline = InstructPipeline(base.model, config, execution=how)
     (group,) = [group for group, _ in pipeline.micro_batches(step)]
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -128,7 +138,7 @@ def check_peak(
     pipeline.train_batch(step)
 
     measured = mx.get_peak_memory() - elsewhere
-    predicted = predict(shapes, way_of(how, base), load_of(group, step)).total
+    predicted = predict(shapes, planned_execution(how, base), load_of(group, step)).total
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
@@ -159,7 +169,7 @@ def test_predicted_peak_is_near_the_measured(
     lora = {name: value for name, value in changes.items() if name not in model}
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE | model)
     base, config = open_base(folder, "float32"), InstructConfig(lora_rank=8, **lora)
-    how = Execution(cpu_kernels=kernels, pack=kernels, recompute=recompute)
+    how = replace(EXECUTIONS[kernels], recompute=recompute)
     check_peak(base, config, how, step)
 
 
@@ -170,7 +180,7 @@ def test_bytes_of_quantised_weights_are_known_before_they_are_read(
     folder = write_model(tmp_path / "model", architecture, dtype="bfloat16")
     for name, double in [*((name, False) for name in FORMATS), ("nf4", True)]:
         base = open_base(folder, "auto", quantize=name, double_quant=double)
-        predicted = model_shapes(base, InstructConfig(), kernels=False)
+        predicted = model_shapes(base, InstructConfig(), GraphMemory())
         read_weights(base)
         found = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
         assert predicted.weights == found, name
@@ -179,10 +189,10 @@ def test_bytes_of_quantised_weights_are_known_before_they_are_read(
 
 def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
-    config, load, way = InstructConfig(lora_rank=8), Load(1, 512, 100), Way(512)
-    shapes = model_shapes(open_base(folder, "float32"), config, kernels=True)
+    config, load, way = InstructConfig(lora_rank=8), Load(1, 512, 100), Execution(CPU)
+    shapes = model_shapes(open_base(folder, "float32"), config, KernelMemory())
     advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
-    quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, kernels=True)
+    quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, KernelMemory())
     needed = least(replace(shapes, weights=quantised.weights), way, load).total
     assert advice.startswith("--quantize 4 (about ")
     assert float(advice.split()[3]) == pytest.approx(needed / 1e9, abs=0.006)
@@ -201,5 +211,4 @@ def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
     base = open_base(folder, "float32", quantize=quantize)
     config, step = InstructConfig(lora_rank=8, targets=("all",)), examples(4, 128)
-    how = Execution(cpu_kernels=kernels, pack=kernels)
-    check_peak(base, config, how, step)
+    check_peak(base, config, EXECUTIONS[kernels], step)

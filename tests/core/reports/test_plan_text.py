@@ -7,14 +7,15 @@ from dataclasses import replace
 
 from mlxtune.core.reports.plan_text import micro_batches_line, peak_line, plan_lines
 from mlxtune.core.runs.run_plan import RunPlan
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan
-from mlxtune.core.steps.memory_prediction import Prediction, Way
+from mlxtune.core.steps.memory_prediction import Prediction
 from mlxtune.core.training.speed import Speed
 from tests.core.steps.shapes import shapes
 
 MEMORY = MemoryPlan(
     shapes=shapes(),
-    way=Way(256),
+    execution=Execution(None, 256),
     peak=Prediction(1_200_000_000, 20_000_000, 400_000_000, 80_000_000),
     limit=24_000_000_000,
     time=1.0,
@@ -39,9 +40,9 @@ def test_micro_batches_and_peak_take_a_line_each() -> None:
     assert micro_batches_line(MEMORY) == (
         "micro-batches of up to 256 tokens, 2.1 a step with 3.0% padding; activations kept"
     )
-    alone = replace(MEMORY, way=Way(1))
+    alone = replace(MEMORY, execution=Execution(None, 1))
     assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
-    again = replace(MEMORY, way=Way(256, recompute=True))
+    again = replace(MEMORY, execution=Execution(None, 256, recompute=True))
     assert "recomputed" in micro_batches_line(again)
     assert peak_line(MEMORY) == "predicted peak memory 1.7 GB of 24 GB"
 

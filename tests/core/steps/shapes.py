@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from mlxtune.core.steps.memory_prediction import ModelShapes
+from mlxtune.core.steps.memory_prediction import GraphMemory, KernelMemory
+from mlxtune.core.steps.shapes import ModelShapes
+
+# All that core asks of operations. They stand for those of a backend, which needs mlx.
+GRAPH_OPERATIONS: Any = SimpleNamespace(memory=GraphMemory())
+KERNEL_OPERATIONS: Any = SimpleNamespace(memory=KernelMemory())
 
 
 def shapes(**changes: Any) -> ModelShapes:

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import StepCost
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Work, choose, planned, why_not
-from mlxtune.core.steps.memory_prediction import Load, ModelShapes, Way
-from tests.core.steps.shapes import shapes
+from mlxtune.core.steps.shapes import Load, ModelShapes
+from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
 AMPLE = 10**12
+KERNELS, GRAPH = Execution(KERNEL_OPERATIONS), Execution(GRAPH_OPERATIONS)
 
 
 def example(length: int, row: int = 1) -> Example:
@@ -24,18 +26,18 @@ def example(length: int, row: int = 1) -> Example:
     return Example(row, (np.arange(length) + row).astype(np.int32), mask)
 
 
-def work(*lengths: int, steps: int = 2, fixed: int = 32) -> Work:
+def work(*lengths: int, steps: int = 2) -> Work:
     """Steps of examples of these lengths, which share nothing."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
-    return Work(every, (Load(1, longest, 2),), StepCost(fixed))
+    return Work(every, (Load(1, longest, 2),))
 
 
 def chosen(
     given: Work,
     limit: int = AMPLE,
     *,
-    way: Way | None = None,
+    execution: Execution | None = None,
     checkpointing: tuple[bool, ...] = (False, True),
     tolerance: float = 0.1,
     of: ModelShapes | None = None,
@@ -43,7 +45,7 @@ def chosen(
     return choose(
         of or shapes(),
         given,
-        way or Way(0, kernels=True),
+        execution or KERNELS,
         limit=limit,
         checkpointing=checkpointing,
         tolerance=tolerance,
@@ -51,11 +53,11 @@ def chosen(
 
 
 def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
-    given = work(*[64] * 8, fixed=1)
-    narrow, wide = chosen(given), chosen(given, tolerance=0.0)
+    given, cheap = work(*[64] * 8), replace(KERNELS, cost=StepCost(1))
+    narrow, wide = (chosen(given, execution=cheap, tolerance=share) for share in (0.1, 0.0))
     assert narrow
     assert wide
-    assert narrow.way.micro_batch_tokens < wide.way.micro_batch_tokens
+    assert narrow.execution.micro_batch_tokens < wide.execution.micro_batch_tokens
     assert narrow.peak.total < wide.peak.total
     assert narrow.time <= 1.1 * wide.time
 
@@ -64,10 +66,10 @@ def test_checkpointing_is_for_what_does_not_fit_without() -> None:
     given = work(400, 400)
     free = chosen(given)
     assert free
-    assert not free.way.recompute
+    assert not free.execution.recompute
     tight = chosen(given, int(chosen_least(given, False).peak.total) - 1)
     assert tight
-    assert tight.way.recompute
+    assert tight.execution.recompute
     assert chosen(given, tight.limit, checkpointing=(False,)) is None
 
 
@@ -80,14 +82,14 @@ def chosen_least(given: Work, recompute: bool) -> MemoryPlan:
 def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
-    given = Work([[one]], (Load(1, 300, 299),), StepCost())
+    given = Work([[one]], (Load(1, 300, 299),))
     large = shapes(vocab=100_000)
-    free = chosen(given, way=Way(0), of=large)
-    tight = chosen(given, 60_000_000, way=Way(0), of=large)
+    free = chosen(given, execution=GRAPH, of=large)
+    tight = chosen(given, 60_000_000, execution=GRAPH, of=large)
     assert free
     assert tight
-    assert free.way.loss_chunk == 256
-    assert tight.way.loss_chunk < 64
+    assert free.execution.loss_chunk == 256
+    assert tight.execution.loss_chunk < 64
 
 
 def test_longest_example_of_the_data_has_to_fit_too() -> None:
@@ -127,10 +129,10 @@ def test_counts_are_those_of_the_steps() -> None:
 
 
 def test_without_data_one_example_is_planned_for() -> None:
-    plan = chosen(Work([], (Load(1, 512, 512),), StepCost()))
+    plan = chosen(Work([], (Load(1, 512, 512),)))
     assert plan
-    assert plan.way.micro_batch_tokens == 512
-    assert not plan.way.recompute
+    assert plan.execution.micro_batch_tokens == 512
+    assert not plan.execution.recompute
 
 
 def test_only_the_first_steps_are_planned() -> None:
@@ -140,9 +142,9 @@ def test_only_the_first_steps_are_planned() -> None:
 
 
 def test_what_would_help_is_said_with_numbers_that_help() -> None:
-    given, way = work(400), Way(0, kernels=True)
+    given, execution = work(400), KERNELS
     limit = 300_000
-    message = why_not(shapes(), given, way, limit, False)
+    message = why_not(shapes(), given, execution, limit, False)
     assert "one example of 400 tokens needs about 0.00 GB" in message
     assert "raise --memory-limit" in message
     tokens = int(message.split("--max-seq-len ")[1].split(",")[0])
@@ -156,16 +158,16 @@ def test_what_would_help_is_said_with_numbers_that_help() -> None:
 
 
 def test_checkpointing_is_advised_where_it_was_off_and_would_do() -> None:
-    given, way = work(400), Way(0, kernels=True)
+    given, execution = work(400), KERNELS
     limit = chosen_least(given, True).peak.total
-    assert "--grad-checkpoint on" in why_not(shapes(), given, way, limit, False)
-    assert "--grad-checkpoint" not in why_not(shapes(), given, way, limit - 1, True)
+    assert "--grad-checkpoint on" in why_not(shapes(), given, execution, limit, False)
+    assert "--grad-checkpoint" not in why_not(shapes(), given, execution, limit - 1, True)
 
 
 def test_quantised_base_is_advised_to_those_who_have_none() -> None:
-    given, way = work(40), Way(0, kernels=True)
+    given, execution = work(40), KERNELS
     heavy = shapes(weights=10**9)
-    assert "--quantize 4 (about 0.16 GB)" in why_not(heavy, given, way, 2 * 10**8, True)
-    assert "still too much" in why_not(heavy, given, way, 10**8, True)
+    assert "--quantize 4 (about 0.16 GB)" in why_not(heavy, given, execution, 2 * 10**8, True)
+    assert "still too much" in why_not(heavy, given, execution, 10**8, True)
     quantised = replace(heavy, stored_itemsize=0)
-    assert "quantised" not in why_not(quantised, given, way, 2 * 10**8, True)
+    assert "quantised" not in why_not(quantised, given, execution, 2 * 10**8, True)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.memory_prediction import Load, Way, load_of, predict, with_layers
+from mlxtune.core.steps.memory_prediction import predict
 from mlxtune.core.steps.pack import Packed
-from tests.core.steps.shapes import shapes
+from mlxtune.core.steps.shapes import Load, load_of
+from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
-KERNELS = Way(64, kernels=True)
-GRAPH = Way(64)
+KERNELS, GRAPH = Execution(KERNEL_OPERATIONS, 64), Execution(GRAPH_OPERATIONS, 64)
 
 
 def test_weights_and_optimizer_are_counted_by_parameter() -> None:
@@ -72,7 +73,7 @@ def test_updates_keep_what_they_read_and_add_to_products_that_are_made_again() -
 
 
 def test_fewer_trained_layers_keep_less() -> None:
-    fewer = with_layers(shapes(), 1)
+    fewer = shapes().with_layers(1)
     assert (fewer.layers, fewer.products, fewer.trainable, fewer.read) == (1, 100, 50, 10)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.cpu import attention, model, rotary
-from mlxtune.backend.cpu.packed import CannotPackError, Layout, PackedCache, laid_out, layout
+from mlxtune.backend.model.packed import CannotPackError, Layout, PackedCache, laid_out, layout
 from mlxtune.core.steps.pack import ANY_LENGTH, Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import (
@@ -122,18 +122,18 @@ IN_LINE = WAYS["in one line with shared prefixes"]
 
 
 def test_architectures_that_stand_in_one_line() -> None:
-    assert pipeline("qwen3", IN_LINE).forward.packs_up_to == ANY_LENGTH
-    assert pipeline("llama", IN_LINE).forward.packs_up_to == ANY_LENGTH
+    assert pipeline("qwen3", IN_LINE).forward.execution.packs_up_to == ANY_LENGTH
+    assert pipeline("llama", IN_LINE).forward.execution.packs_up_to == ANY_LENGTH
     # Its attention is its own, and makes masks of its own.
-    assert pipeline("gemma2", IN_LINE).forward.packs_up_to == 0
-    assert pipeline("qwen3", SPLIT).forward.packs_up_to == 0
+    assert pipeline("gemma2", IN_LINE).forward.execution.packs_up_to == 0
+    assert pipeline("qwen3", SPLIT).forward.execution.packs_up_to == 0
 
 
 @pytest.mark.parametrize("window", [8, 64])
 def test_examples_longer_than_a_window_are_padded(window: int) -> None:
     folder = model_folder("gemma3_text", overrides=(("sliding_window", window),))
     fast = fresh(folder, IN_LINE, tokens=10_000)
-    assert fast.forward.packs_up_to == window
+    assert fast.forward.execution.packs_up_to == window
     batches = [batch for _, batch in fast.micro_batches(fixed_step())]
     longest = max(len(example) - 1 for example in fixed_step())
     assert all(hasattr(batch, "segments") == (longest <= window) for batch in batches)
@@ -143,11 +143,11 @@ def test_examples_longer_than_a_window_are_padded(window: int) -> None:
 
 def test_a_step_in_one_line_runs_each_token_once() -> None:
     fast = pipeline("qwen3", IN_LINE, tokens=10_000)
-    computed(fast, fixed_step())
+    run_tokens = computed(fast, fixed_step()).run_tokens
     beginnings = {
         tuple(one.tokens[: i + 1].tolist()) for one in fixed_step() for i in range(len(one) - 1)
     }
-    assert fast.tokens_run == len(beginnings)
+    assert run_tokens == len(beginnings)
 
 
 def test_the_line_under_way_is_that_of_the_backward_pass() -> None:

@@ -1,0 +1,60 @@
+"""The CPU's operations: numpy's BLAS for products, kernels compiled by numba for all else.
+
+Their modules are imported at first use: numba takes long to import and is a dependency on Linux
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.core.steps.execution import LinearHead, MemoryUse
+from mlxtune.core.steps.memory_prediction import KernelMemory
+
+
+class CpuOperations:
+    """See `Operations`."""
+
+    packs = True
+    memory: MemoryUse = KernelMemory()
+
+    @property
+    def linear_head(self) -> LinearHead:
+        """Cross-entropy by blocks of the vocabulary."""
+        from mlxtune.backend.cpu import products
+
+        return products
+
+    def load(self) -> None:
+        """Import numba and the kernels."""
+        from mlxtune.backend.cpu import kernels
+
+        kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
+
+    def serves(self, dtype: mx.Dtype | None) -> bool:
+        """Return whether this is float32, all that the kernels take."""
+        return dtype is not None and dtype == mx.float32
+
+    def prepare(self, model: nn.Module) -> Callable[[], None]:
+        """Make a model compute with the kernels; return a function that undoes it."""
+        from mlxtune.backend.cpu.model import make_fast
+
+        return make_fast(model)
+
+    def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
+        """Return the cross-entropy (P,) of logits (P, V) against targets (P,)."""
+        from mlxtune.backend.cpu import products
+
+        return products.losses(logits, targets)
+
+    def layer_passes(self, recompute: bool) -> KernelLayers:
+        """Return passes that keep the products of each layer, or its input only."""
+        return KernelLayers(keep_products=not recompute)
+
+
+CPU = CpuOperations()

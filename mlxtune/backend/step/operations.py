@@ -1,0 +1,109 @@
+"""MLX's own operations, and the choice of those that compute a step on the device in use."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.device import on_cpu
+from mlxtune.core.steps.execution import Execution, MemoryUse
+from mlxtune.core.steps.groups import StepCost
+from mlxtune.core.steps.memory_prediction import GraphMemory
+from mlxtune.core.steps.pack import ANY_LENGTH
+
+# From this many parameters on, the CPU's kernels gain more than calling them costs.
+_LARGE_MODEL = 10_000_000
+_CPU_COST, _GPU_COST = StepCost(fixed=80), StepCost(fixed=512, width_multiple=32)
+
+
+class Recompute:
+    """`LayerPasses` that keep the inputs of each layer and run it again in the backward pass."""
+
+    def run(
+        self,
+        layer: nn.Module,
+        names: Sequence[str],
+        function: Callable[..., list[mx.array]],
+        inputs: Sequence[mx.array],
+    ) -> list[mx.array]:
+        """Return what a layer gives."""
+
+        def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+            # A lone array is passed by itself, as to a layer with no trained parameters.
+            primals = [primals] if isinstance(primals, mx.array) else list(primals)
+            return list(mx.vjp(function, primals, list(cotangents))[1])
+
+        return list(differentiable(function, backward)(*inputs))
+
+    def run_frozen(self, output: Any) -> Any:
+        """Return the output of a layer below the first that is trained: a graph keeps nothing."""
+        return output
+
+
+class MlxOperations:
+    """MLX's own, for any device; see `Operations`."""
+
+    packs = False
+    memory: MemoryUse = GraphMemory()
+    linear_head = None
+    # On Metal and CUDA it makes no logits in float32.
+    cross_entropies = staticmethod(mx.fast.cross_entropy)
+
+    def load(self) -> None:
+        """Do nothing: MLX is loaded."""
+
+    def serves(self, dtype: mx.Dtype | None) -> bool:
+        """Return True: MLX computes in any dtype."""
+        return True
+
+    def prepare(self, model: nn.Module) -> Callable[[], None]:
+        """Leave a model as it is."""
+        return lambda: None
+
+    def layer_passes(self, recompute: bool) -> Recompute | None:
+        """Return what runs layers again, None where the graph keeps what it needs."""
+        return Recompute() if recompute else None
+
+
+MLX = MlxOperations()
+
+
+def plain_execution() -> Execution:
+    """Return the reference: the model as mlx-lm runs it, with all logits."""
+    return Execution(MLX, split_head=False, share_prefixes=False)
+
+
+def best_execution(parameters: int, dtype: str = "float32") -> Execution:
+    """Return what measured best on the device in use, for a base of this size and dtype."""
+    if not on_cpu():
+        return Execution(MLX, compile=True, cost=_GPU_COST)
+    # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
+    large = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
+    if large and CPU.serves(getattr(mx, dtype)):
+        return Execution(CPU, packs_up_to=ANY_LENGTH, cost=_CPU_COST)
+    # Of MLX's attention, only that of Metal and CUDA does without the scores of a layer.
+    return Execution(MLX, holds_scores=True, cost=_CPU_COST)
+
+
+def load_ahead(folder: Path) -> None:
+    """Start loading what computing with a model needs, while the caller does something else.
+
+    The choice is guessed from the size of its files.
+    """
+    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    threading.Thread(target=_load, args=[best_execution(size)], daemon=True).start()
+
+
+def _load(execution: Execution) -> None:
+    # Errors surface at first real use.
+    with suppress(Exception):
+        execution.operations.load()

@@ -1,0 +1,48 @@
+"""The way from the command to the loss is short enough to read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlxtune.backend  # noqa: F401  # isort: split
+from mlxtune.backend.step.operations import MlxOperations
+from tests.models import sums, write_chat, write_model
+
+# From `train` of the command line to the function that calls mx.fast.cross_entropy.
+MOST = 14
+
+
+def test_loss_is_few_frames_from_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts Python frames of mlxtune's files; click's and MLX's own are not counted."""
+    from mlxtune.cli.train import train
+
+    stacks: list[list[str]] = []
+
+    def cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
+        frame, names = sys._getframe(1), []
+        while frame.f_code is not train.callback.__code__:
+            module = frame.f_globals["__name__"]
+            if module.startswith("mlxtune."):
+                names.append(f"{module}.{frame.f_code.co_qualname}")
+            assert frame.f_back is not None
+            frame = frame.f_back
+        stacks.append([*names, "mlxtune.cli.train.train"][::-1])
+        return mx.fast.cross_entropy(logits, targets)
+
+    monkeypatch.setattr(MlxOperations, "cross_entropies", staticmethod(cross_entropies))
+    folder = write_model(tmp_path / "model", "qwen3")
+    chat = write_chat(tmp_path / "chat.jsonl", sums(8))
+    output = tmp_path / "out" / "adapters.safetensors"
+    arguments = ["--model-path", folder, "--data", chat, "--output", output, "--max-steps", 1]
+    arguments += ["--val-split", 0, "--samples", 0, "--quiet"]
+    train.main([str(argument) for argument in arguments], standalone_mode=False)
+
+    assert stacks
+    deepest = max(stacks, key=len)
+    assert len(deepest) <= MOST, "\n".join(deepest)
