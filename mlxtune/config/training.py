@@ -67,7 +67,7 @@ class RunConfig(Checked):
 class InstructTrainingConfig(Checked):
     """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
 
-    `learning_rate` is the peak that the schedule scales.
+    `learning_rate` is the peak that the schedule scales; None takes the pipeline's.
 
     Raises ConfigError, with every problem at once.
     """
@@ -79,7 +79,7 @@ class InstructTrainingConfig(Checked):
     checkpoint_dir: str = option("checkpoint_dir", "checkpoints")
     seed: int = option("seed", 42)
     log_interval: int = option("log_every", 1)
-    learning_rate: float = option("lr", 2e-4)
+    learning_rate: float | None = option("lr", None)
     warmup_fraction: float = option("warmup_fraction", 0.1)
     lr_min: float = option("lr_min", 1e-6)
     batch_size: int = option("batch_size", 4)
@@ -100,8 +100,8 @@ class InstructTrainingConfig(Checked):
 class InstructConfig(Checked):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
-    `learning_rate` is for calls of `train_step` and `train_batch` that name none; a trainer hands
-    each step the rate of its own schedule.
+    `learning_rate` is for calls of `train_step` and `train_batch` that name none, and the peak of
+    a trainer whose config names none; a trainer hands each step the rate of its schedule.
 
     Raises ConfigError, with every problem at once.
     """

@@ -112,6 +112,11 @@ class InstructPipeline:
     def micro_batch_tokens(self, tokens: int) -> None:
         self._micro_batches.max_tokens = tokens
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate of a step that is given none."""
+        return self.config.learning_rate
+
     def train_step(self, example: Example) -> InstructStepResult:
         """Take one optimizer step on one example, at the config's learning rate."""
         result = self.train_batch([example])
@@ -134,7 +139,7 @@ class InstructPipeline:
         """
         self._micro_batches.start_peak()
         step = self._steps + 1 if step is None else step
-        rate = self.config.learning_rate if learning_rate is None else learning_rate
+        rate = self.learning_rate if learning_rate is None else learning_rate
         result = self.loss_and_gradients(examples, step)
         grads, norm = _clip(result.gradients, self.config.gradient_clip_norm)
         mx.eval(grads, norm)

@@ -136,7 +136,7 @@ def plan_line(trainer: InstructTrainer) -> str:
     return (
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
         f"{count(config.epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
-        f"learning rate {config.learning_rate:g}, {config.schedule}; "
+        f"learning rate {trainer.learning_rate:g}, {config.schedule}; "
         f"seed {config.seed}"
     )
 

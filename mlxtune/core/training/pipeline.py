@@ -14,6 +14,10 @@ from mlxtune.core.training.saving import Snapshot
 class Pipeline(Protocol):
     """A model with its LoRA matrices and an optimizer."""
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the pipeline was configured with."""
+
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
     ) -> InstructBatchResult:

@@ -81,9 +81,11 @@ class InstructTrainer:
         self.total_steps = config.epochs * self.steps_per_epoch
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
+        own = config.learning_rate
+        self.learning_rate = pipeline.learning_rate if own is None else own
         self._schedule = make_schedule(
             config.schedule,
-            peak=config.learning_rate,
+            peak=self.learning_rate,
             total_steps=self.total_steps,
             warmup_fraction=config.warmup_fraction,
             lr_min=config.lr_min,

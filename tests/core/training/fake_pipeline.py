@@ -45,6 +45,10 @@ class FakePipeline:
         self.saves: list[tuple[str, int]] = []
         self.loads = 0
 
+    @property
+    def learning_rate(self) -> float:
+        return 3e-4
+
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
     ) -> InstructBatchResult:

@@ -184,7 +184,7 @@ def test_learning_rate_of_each_step_follows_the_schedule_over_the_whole_run(
     assert pipeline.learning_rates == pytest.approx(expected, rel=1e-12)
 
 
-def test_trainer_without_a_learning_rate_starts_from_the_default_of_its_config(
+def test_trainer_without_a_learning_rate_takes_the_pipelines(
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline()
@@ -193,7 +193,7 @@ def test_trainer_without_a_learning_rate_starts_from_the_default_of_its_config(
     )
     InstructTrainer(pipeline, CORPUS, config, validation=[]).train()
 
-    assert pipeline.learning_rates == [2e-4] * 4
+    assert pipeline.learning_rates == [3e-4] * 4
 
 
 def test_max_steps_ends_the_run_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
