@@ -135,7 +135,7 @@ def _read_items(value: Any, *, blank: bool) -> tuple[Any, str | None]:
     if not all(isinstance(item, str | os.PathLike) for item in items):
         return None, f"must be text, or several texts, {_not(value)}"
     texts = map(os.fspath, items)
-    return tuple(text for text in texts if blank or text.strip()), None
+    return tuple(text for text in texts if (text if blank else text.strip())), None
 
 
 def _read_number(value: Any, kind: type[int] | type[float]) -> tuple[Any, str | None]:

@@ -95,7 +95,7 @@ def test_defaults_of_the_trainer_and_the_pipeline_are_those_that_are_promised() 
             "log_interval": 1,
             "warmup_fraction": 0.1,
             "lr_min": 1e-6,
-            "learning_rate": 2e-4,
+            "learning_rate": None,
         }
         == trainer
     )
