@@ -363,8 +363,10 @@ def wait_for(done: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
 def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
-    read = read_until(long_bench, "Run ")
+    read = read_until(long_bench, "Steps ")
+    wait_for(lambda: bool(workers(long_bench.scratch)))
     long_bench.send_signal(signal.SIGINT)
     outcome = finish(long_bench, read)
     assert outcome.code == 130
@@ -379,7 +381,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     "number", [slow(signal.SIGINT), slow(signal.SIGTERM), signal.SIGKILL], ids=int
 )
 def test_no_process_outlives_the_command(long_bench: Any, number: signal.Signals) -> None:
-    read_until(long_bench, "Run ")
+    read_until(long_bench, "Steps ")
     wait_for(lambda: bool(workers(long_bench.scratch)))
     long_bench.send_signal(number)
     long_bench.wait(20)

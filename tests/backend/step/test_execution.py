@@ -30,6 +30,7 @@ from tests.slow import slow, slow_except
 ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
 SHARING = [name for name, how in WAYS.items() if how.share_prefixes]
 ALL = WAYS["all"]
+SOME = ("split head", "shared prefixes", "recompute", "cpu kernels", "in one line", "all")
 few = settings(
     max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -48,7 +49,7 @@ def test_step_equals_the_plain_one(architecture: str, way: str) -> None:
     assert_same(computed(fast, fixed_step()), plain_step(architecture))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except(WAYS, *SOME))
 def test_supervised_first_token_changes_neither_loss_nor_count(way: str) -> None:
     """Nothing predicts it, in a micro-batch, a line or behind a shared prefix."""
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000)
@@ -79,7 +80,7 @@ def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> Non
     assert_same(computed(fast, fixed_step()), plain_step(architecture, 4))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except(WAYS, *SOME))
 def test_dropout_is_that_of_the_plain_step(way: str) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, dropout=0.3)
     found = computed(fast, fixed_step())

@@ -28,6 +28,7 @@ from tests.backend.step.executions import (
     model_folder,
 )
 from tests.models import write_model
+from tests.slow import slow_except
 
 ALL = WAYS["all"]
 TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90]])
@@ -141,7 +142,7 @@ def test_steps_give_the_same_bytes_again_and_in_another_process() -> None:
     assert result.stdout.strip() == here
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except(WAYS, "recompute", "cpu kernels", "all"))
 def test_step_gives_the_same_bytes_again(way: str) -> None:
     made = fresh(model_folder("qwen3"), WAYS[way], 60)
     first = computed(made, fixed_step())
