@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-# Below so many elements a second thread takes longer to wake than it saves.
+# With fewer elements, waking a second thread takes longer than it saves.
 _WORTH_SHARING = 1 << 17
 
 
@@ -31,7 +31,7 @@ def empty(*shape: int) -> tuple[mx.array, Floats]:
 
 
 def unread(*shape: int) -> mx.array:
-    """Return what stands for a value that nothing is to read: not a number, at no cost."""
+    """Return NaNs, at no cost, in the place of a value that nothing should read."""
     return mx.broadcast_to(mx.array(math.nan), shape)
 
 
@@ -41,7 +41,7 @@ def detached(x: mx.array) -> mx.array:
 
 
 def has_nan(arrays: Iterable[mx.array]) -> bool:
-    """Tell whether there is a NaN in any array."""
+    """Return whether any array has a NaN."""
     return any(math.isnan(np.vdot(x, x)) for x in map(view, arrays))
 
 
@@ -51,13 +51,8 @@ def matrix(x: mx.array) -> Floats:
 
 
 def computes(*arrays: Any) -> bool:
-    """Tell whether these functions serve for such arrays: float32, with something in them."""
+    """Return whether the kernels can take these: float32 arrays that are not empty."""
     return all(isinstance(x, mx.array) and x.dtype == mx.float32 and x.size for x in arrays)
-
-
-def quiet() -> np.errstate:
-    """Have numpy say nothing of overflows, as MLX does: what is not finite is found in the loss."""
-    return np.errstate(all="ignore")
 
 
 @lru_cache(maxsize=1)

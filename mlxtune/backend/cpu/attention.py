@@ -14,7 +14,7 @@ from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, unread, view
 from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 
-# Scores that are held at once, and queries of a head that are worked on at once.
+# Scores that are held at once, and queries of a head in a block.
 _SCORES = 1 << 21
 _QUERIES = 128
 
@@ -112,7 +112,7 @@ class _Attention:
     def scores(self, q: Floats, part: _Part) -> Floats:
         """Return the scores (groups, H / G * queries, keys) of scaled queries.
 
-        They are masked by an array if there is one; what is causal is left to the softmax.
+        An array mask is applied; the softmax applies a causal one.
         """
         scores = q @ self.seen(self.k, part).swapaxes(1, 2)
         if self.mask is not None:
@@ -171,7 +171,7 @@ def attention(
     "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). Where
     the value is not `needed`, only its gradient, nothing that may be read is in its place.
     """
-    # The gradient is asked for when another line may be under way.
+    # By the backward pass, another line may be running.
     layout = packed.layout()
     if layout is not None and not isinstance(mask, str):
         raise packed.CannotPackError

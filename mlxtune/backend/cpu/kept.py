@@ -1,4 +1,4 @@
-"""The products of a layer's forward pass, for its backward pass to take again."""
+"""The products of a layer's forward pass, which its backward pass replays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlxtune.backend.cpu.arrays import unread
 class Reads:
     """What the backward pass of a layer reads beyond the products that are kept.
 
-    `inputs`: what projections behind the attention read, as those do that have an update. `last`:
-    the last product, as a norm behind it does. What is not read is not made again, or not kept.
+    `inputs`: the inputs of projections behind the attention, which those with LoRA read. `last`:
+    the last product, which a norm behind it reads. What is not read is neither recomputed nor kept.
     """
 
     inputs: bool
@@ -24,7 +24,7 @@ class Reads:
 
     @property
     def more(self) -> Reads | None:
-        """What is to be read where this turned out not to be enough; None for nothing."""
+        """What to read when this was not enough; None if this is everything."""
         if not self.last:
             return replace(self, last=True)
         return None if self.inputs else replace(self, inputs=True)
@@ -41,12 +41,12 @@ class KeptProducts:
 
     @property
     def replays(self) -> bool:
-        """Tell whether products are taken again."""
+        """Return whether products are replayed."""
         return self._taken is not None
 
     @property
     def reads_next(self) -> Reads:
-        """What to begin with next time.
+        """What to start from next time.
 
         Where the last product had to be made again, and with it what it reads, keeping it may do.
         """
@@ -55,7 +55,7 @@ class KeptProducts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Have the products made in here kept."""
+        """Keep the products made in here."""
         with _use(self):
             yield
         if self._made and not self.reads.last:
@@ -63,13 +63,13 @@ class KeptProducts:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Have the products asked for in here be those kept, in their order."""
+        """Replay the kept products in here, in their order."""
         self._taken = 0
         with _use(self):
             yield
 
     def clear(self) -> None:
-        """Let go of all products."""
+        """Free all products."""
         self._made.clear()
 
     def product(self, make: Callable[[], mx.array]) -> mx.array:
@@ -100,10 +100,10 @@ def _use(kept: KeptProducts) -> Iterator[None]:
 
 
 def in_use() -> KeptProducts | None:
-    """Return those of the layer that is being run, if it keeps any."""
+    """Return the products of the layer that is running, if it keeps any."""
     return _kept
 
 
 def values_needed() -> bool:
-    """Tell whether the value of what a projection reads is needed, not only its gradient."""
+    """Return whether the value of a projection's input is needed, not only its gradient."""
     return _kept is None or _kept.reads.inputs or not _kept.replays

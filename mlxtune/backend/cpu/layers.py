@@ -34,7 +34,7 @@ class KernelLayers:
     def run(
         self, layer: nn.Module, names: Sequence[str], function: Run, inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return what a layer gives, whose gradient is computed when it is asked for."""
+        """Return the outputs of a layer, with a backward pass that replays kept products."""
         kept = KeptProducts(self._reads_of(layer, names)) if self._keep_products else None
 
         def forward(*given: mx.array) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""Has a model compute with this room's functions: that instance alone, no class is changed."""
+"""Makes one model compute with the functions of this folder; no class that others use changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Weight = products.Weight
 
 
 def _product(x: mx.array, weight: Callable[[], Weight]) -> mx.array:
-    """Return x times the transpose of a frozen weight, whose gradient is never asked for."""
+    """Return x times the transpose of a frozen weight, which has no gradient."""
     kept = in_use()
 
     def run(x: mx.array) -> mx.array:
@@ -114,7 +114,7 @@ def _serves_layer(layer: LoRALinear, x: mx.array) -> bool:
 
 
 class _Unpacked(_Product):
-    """Unpacks the weight for each use: MLX's quantised products are some 30 times slower."""
+    """Unpacks the weight for each use, as MLX's quantised products are some 30 times slower."""
 
     def frozen_weight(self) -> Weight:
         """Return the weight (out, in), to be unpacked."""
@@ -216,8 +216,7 @@ _REPLACED: dict[int, Any] = {
 }
 
 
-# What computes by these functions for what; quantised layers that MLX's own products are asked for
-# are not among them.
+# The faster subclass of each layer. Quantised layers that use MLX's own products have none.
 _KINDS: dict[type, type] = {
     nn.Linear: _Linear,
     nn.Embedding: _Embedding,
@@ -236,7 +235,7 @@ def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
 
 @cache
 def _fast_kind(kind: type) -> type | None:
-    """Return a child of a module class whose call uses this room's functions, if it has any use."""
+    """Return a subclass that uses the functions of this folder, None if it has no use for any."""
     if kind in _KINDS:
         return _KINDS[kind]
     call = kind.__dict__.get("__call__")
@@ -250,6 +249,8 @@ def _fast_kind(kind: type) -> type | None:
     }
     if not replaced:
         return None
+    # mlx-lm's modules look functions up in the globals of their Python module. Replacing them there
+    # would change every model in the process, so a copy of the call gets separate globals.
     own = {**call.__globals__, **replaced}
     fast = FunctionType(call.__code__, own, call.__name__, call.__defaults__, call.__closure__)
     fast.__kwdefaults__ = call.__kwdefaults__
@@ -267,6 +268,8 @@ def make_fast(module: nn.Module) -> Callable[[], None]:
         fast = _fast_kind(kind)
         if fast is not None:
             changed.append((part, kind))
+            # In place, unlike `Intercepted`: the model itself has no parent to hold a replacement,
+            # and adapters hold their modules to take them off and put them back.
             part.__class__ = fast
 
     def undo() -> None:

@@ -21,18 +21,18 @@ from mlxtune.backend.model.layers import PackedRows
 # A frozen matrix (out, in), as it is or quantised.
 Weight = mx.array | PackedRows
 
-# Rows of the vocabulary that are worked on at once.
+# Rows of the vocabulary in a block.
 _VOCABULARY = 4096
-# Elements of a weight that is cast whole.
+# The largest weight, in elements, that is cast whole.
 _LARGEST = 1 << 26
 
 
-# Where weights are cast to, one at a time: new memory for each would have to be faulted in.
+# Weights are cast here, one at a time: new memory for each would have to be faulted in.
 _scratch: dict[str, npt.NDArray[np.uint32]] = {}
 
 
 def in_float32(weight: Weight) -> Floats:
-    """Return a weight (m, n) as float32, for numpy, until the next is asked for."""
+    """Return a weight (m, n) as float32, for numpy, until the next call."""
     if isinstance(weight, PackedRows):
         return view(weight[:])
     if weight.dtype == mx.float32:
@@ -180,7 +180,7 @@ def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tup
 def _blocks(weight: Weight, hidden: Floats) -> Iterator[tuple[Floats, Floats]]:
     """Yield the logits (P, v) of a block of the vocabulary after the other, and its weights (v, H).
 
-    Both stand until the next block is asked for.
+    Both are overwritten by the next block.
     """
     logits = np.empty(len(hidden) * _VOCABULARY, dtype=np.float32)
     for start in range(0, weight.shape[0], _VOCABULARY):

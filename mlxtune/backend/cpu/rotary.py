@@ -56,8 +56,14 @@ def rope(
     if not (fast and computes(x)):
         if layout is not None:
             raise packed.CannotPackError
-        how = {"traditional": traditional, "base": base, "scale": scale, "offset": offset}
-        return mx.fast.rope(x, dims, **how, freqs=freqs, **options)
+        options = {
+            **options,
+            "traditional": traditional,
+            "base": base,
+            "scale": scale,
+            "offset": offset,
+        }
+        return mx.fast.rope(x, dims, freqs=freqs, **options)
     given = None if freqs is None else np.array(freqs.astype(mx.float32)).tobytes()
     if layout is None:
         cosines, sines = _table(x.shape[2], dims, offset, base, scale, given)

@@ -1,1 +1,1 @@
-"""One optimizer step: forward, loss, gradients, and how they are laid out."""
+"""One optimizer step: the forward pass, the loss, its gradients and the update."""

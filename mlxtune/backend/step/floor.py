@@ -1,4 +1,4 @@
-"""The matrix products that a step cannot do without, and how long they take by themselves.
+"""The matrix products that a step needs, and how long they take by themselves.
 
 Their time over that of the step is the step's efficiency. What is counted is a floor: real tokens
 only, no padding, no product that is computed twice.
@@ -198,8 +198,8 @@ class ProductTimer:
         rows = max(1, int(product.m * min(1.0, largest / product.flops)))
         shape = (product.batch, rows, product.k, product.n)
         if shape not in self._seconds:
-            ways = [self._mlx(*shape), *([_numpy(*shape)] if on_cpu() else [])]
-            self._seconds[shape] = min(map(_time, ways))
+            runs = [self._mlx(*shape), *([_numpy(*shape)] if on_cpu() else [])]
+            self._seconds[shape] = min(map(_time, runs))
             mx.clear_cache()
         return self._seconds[shape] * product.m / rows
 

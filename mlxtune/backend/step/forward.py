@@ -38,9 +38,9 @@ Head = Callable[[mx.array], mx.array]
 class Forward:
     """Computes losses of one model, which has its LoRA already.
 
-    `execution` is what was asked for as far as the model allows it. Without `trains`, no gradient
-    is asked for, and the model may have no LoRA. An adapter that is taken off and put back later
-    has to be on the model here. `restore_model` makes the model compute as it did before.
+    `execution` is the one given, as far as the model allows it. Without `trains`, it computes no
+    gradients, and the model may have no LoRA. An adapter that is taken off and put back later has
+    to be on the model here. `restore_model` makes the model compute as it did before.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Forward:
 
         `parameters` are the model's LoRA matrices, which it keeps. They are scaled by the count of
         the whole step before the backward pass, which keeps float16 gradients in range. Without
-        `backward`, no gradient is asked for.
+        `backward`, layers keep nothing for a gradient.
         """
         self.model.update(parameters)
         with self.running() if backward else nullcontext(), laid_out(arrays.get("layout")):
@@ -172,7 +172,7 @@ class Forward:
         return sums
 
     def running(self) -> AbstractContextManager[None]:
-        """Have the layers that run in it prepare for their backward pass."""
+        """Make the layers that run in here prepare for their backward passes."""
         return nullcontext() if self.layerwise is None else self.layerwise.running()
 
     @contextmanager
@@ -203,7 +203,7 @@ class Forward:
         )
 
     def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:
-        """Return what each layer takes for its cache; set where dropout finds its keys."""
+        """Return the cache of each layer; set the keys of dropout."""
         keys, prefix, layout = (arrays.get(name) for name in ("keys", "prefix", "layout"))
         if layout is not None:
             self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))

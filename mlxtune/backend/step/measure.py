@@ -1,4 +1,4 @@
-"""What a benchmark asks of the device and the process: memory, and an end to what is queued."""
+"""The memory of the device and the process, and the end of queued work, for benchmarks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlxtune.backend.model import memory
 
 
 def finish() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has done all queued work."""
     mx.synchronize()
 
 
 def reset_peak() -> None:
-    """Let the peak of MLX's memory start anew from what is in use."""
+    """Reset the peak of MLX's memory to what is in use."""
     memory.forget_peak()
 
 

@@ -18,7 +18,7 @@ from mlxtune.errors import MemoryLimitError, MlxTuneError
 
 
 class Attempt:
-    """A context in which memory may run out: the error ends it, and `ran_out` is then True."""
+    """A context in which memory may run out: the error is suppressed and sets `ran_out`."""
 
     ran_out = False
 

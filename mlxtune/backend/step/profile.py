@@ -34,7 +34,7 @@ class _Call:
     """A call of a layer, or of the head, that is to be measured.
 
     `run` takes `inputs` and gives `outputs`, of which the shapes and dtypes are kept. The gradient
-    is asked for those of the inputs that are `wanted`.
+    is computed for the inputs that are `wanted`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class _Call:
 
 
 class PipelineMeter:
-    """What the profiler asks of a pipeline."""
+    """Measures one pipeline for the profiler."""
 
     def __init__(self, pipeline: InstructPipeline) -> None:
         self._pipeline = pipeline
@@ -55,7 +55,7 @@ class PipelineMeter:
         return int(mx.get_active_memory()), memory.lap_peak()
 
     def attach(self, timer: PhaseTimer | None) -> None:
-        """Have the pipeline's next steps tell of their borders; None ends that."""
+        """Measure the phases of the pipeline's next steps; None stops that."""
         self._pipeline.phases = Phases() if timer is None else MeasuredPhases(timer)
 
     def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:

@@ -32,7 +32,7 @@ class Layerwise:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have the forward passes in here prepare for their backward passes this way."""
+        """Make the layers that run in here prepare for their backward passes."""
         self._running = True
         try:
             yield

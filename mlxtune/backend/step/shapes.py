@@ -1,4 +1,4 @@
-"""What a model's shapes say of the memory that training takes, before its weights are read."""
+"""The shapes of a model that memory depends on, before its weights are read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     every = [matrix for layer in sizes for matrix in layer]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
-        # What PiSSA takes out of the weights stands beside LoRA, which is as large.
+        # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
         weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
         stored_itemsize=(
             0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
@@ -84,7 +84,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
 
 
 def planned_execution(execution: Execution, base: BaseModel) -> Execution:
-    """Return an execution as far as the model's config.json tells that the model allows it."""
+    """Return an execution as far as the model's config.json allows it."""
     packs = execution.operations.packs and execution.packs_up_to
     return replace(
         execution,
@@ -95,7 +95,7 @@ def planned_execution(execution: Execution, base: BaseModel) -> Execution:
 
 
 def _packs_up_to(base: BaseModel) -> int:
-    """Return how long examples may be that stand in one line, as far as config.json tells."""
+    """Return the longest examples that may be packed, by config.json."""
     if _caps(base, attention=True):
         return 0
     window = base.text_config.get("sliding_window")
@@ -105,7 +105,7 @@ def _packs_up_to(base: BaseModel) -> int:
 
 
 def _trained(model: nn.Module, config: InstructConfig) -> tuple[int, int, set[str]]:
-    """Return how many LoRA parameters there will be, the first layer that has some, and where.
+    """Return the number of LoRA parameters, the first layer with some, and their paths in layers.
 
     Raises ModelError when a target matches nothing.
     """
@@ -157,7 +157,7 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:
-    """Tell whether the scores of attention, or else the logits, are capped or scaled."""
+    """Return whether the scores of attention, or else the logits, are capped or scaled."""
     text = getattr(base.model, "language_model", base.model)
     # What config.json leaves out has its default here.
     options = {**base.text_config, **vars(getattr(text, "args", object))}

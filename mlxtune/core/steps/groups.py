@@ -122,7 +122,7 @@ def _context(example: Example) -> npt.NDArray[np.int32]:
 
 
 def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """Return how many tokens two texts both begin with."""
+    """Return how many tokens two texts share from the first on."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest

@@ -1,4 +1,4 @@
-"""How to run a step within the memory that there is, and what to say where nothing fits."""
+"""How to run a step within the memory limit, and what to advise if nothing fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxtune.core.steps.memory_prediction import Prediction, predict
 from mlxtune.core.steps.pack import Packed
 from mlxtune.core.steps.shapes import Load, ModelShapes, load_of
 
-# A prediction is trusted to such a share: what is planned leaves room for it where it can.
+# How far a prediction may be off, as a share: plans leave this much free where they can.
 MARGIN = 0.15
 # What may be tried, in tokens of a micro-batch and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
@@ -24,11 +24,11 @@ _CHUNKS = (256, 64, 16)
 # large, for which no time was measured: more than memory is worth where all fits, and less than
 # running again.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
-# Examples shorter than this are not worth advising.
+# No shorter --max-seq-len is worth advising.
 _SHORTEST = 16
-# What --quantize 4 makes of a weight, in bits, and how many weights share a scale and a bias.
+# The bits of a weight with --quantize 4, and how many weights share a scale and a bias.
 _BITS, _GROUP = 4, 64
-# Examples that are planned to choose: what is found in them is taken for the rest.
+# Examples to choose a plan by, as a sample of the rest.
 _PLANNED = 256
 
 
@@ -68,7 +68,7 @@ class MemoryPlan:
 
 
 def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
-    """Return as many of the first steps as are worth planning to choose, of a large one a part."""
+    """Return the first steps, or a part of a large one, as a sample to choose a plan by."""
     chosen: list[Sequence[Example]] = []
     count = 0
     for examples in steps:
@@ -152,9 +152,9 @@ def choose(
     `recompute` that are allowed, `tolerance` the share of time that memory may cost. None when
     nothing fits. The choice is a function of the arguments.
     """
-    found = list(_plans(shapes, work, base, limit, checkpointing))
-    for room in (limit / (1 + MARGIN), limit):
-        if fitting := [plan for plan in found if plan.peak.total <= room]:
+    plans = list(_plans(shapes, work, base, limit, checkpointing))
+    for bound in (limit / (1 + MARGIN), limit):
+        if fitting := [plan for plan in plans if plan.peak.total <= bound]:
             enough = min(plan.time for plan in fitting) * (1 + tolerance)
             return min(
                 (plan for plan in fitting if plan.time <= enough),
@@ -217,5 +217,5 @@ def remedies(
 
 
 def _most(needs: Callable[[int], int], most: int, limit: int) -> int:
-    """Return the largest number up to `most` that needs no more than the limit; 0 for none."""
+    """Return the largest number up to `most` within the limit, 0 if there is none."""
     return bisect_right(range(1, most + 1), limit, key=needs)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.corpus import CorpusRows
 
-# Rows of lengths that differ by so much, as a share, may change places when sorted by length.
+# Sorting by length may swap rows whose lengths differ by up to this share.
 _LENGTH_NOISE = 0.1
 
 
@@ -38,15 +38,15 @@ def split_rows(
         raise ValueError("a split needs at least two rows that differ")
     wanted = min(math.ceil(len(which) * val_split), val_rows, len(which) - 1)
     chosen = np.zeros(len(copies), dtype=bool)
-    room = wanted
+    left = wanted
     for i in _permutation(len(which), f"{seed}/split"):
         # Drawn by its first copy, so that a row with many is not drawn more often.
-        if first[which[i]] == i and copies[which[i]] <= room:
+        if first[which[i]] == i and copies[which[i]] <= left:
             chosen[which[i]] = True
-            room -= copies[which[i]]
-        if room == 0:
+            left -= copies[which[i]]
+        if left == 0:
             break
-    if room == wanted:  # each row has more copies than are wanted
+    if left == wanted:  # each row has more copies than are wanted
         chosen[copies.argmin()] = True
     held_out = chosen[which]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()

@@ -2,7 +2,7 @@
 
     tokens           a b c d e      a b x y      p q r
     in one line      a b c d   x    p q          the last token of each is predicted, not run
-    segments         [a b] [c d] [x] [p q]       c and x continue a b, p begins anew
+    segments         [a b] [c d] [x] [p q]       c and x continue a b, p starts anew
 
 A token attends to those before it in its own segment and to the segments that this continues, and
 has the position that it has in its example. So no token sees another example.
@@ -129,13 +129,13 @@ class _Lines:
 
         Of the best cut of the order, and ways to fill as few lines as there can be, or more.
         """
-        found = [self._cut(fixed)]
+        options = [self._cut(fixed)]
         beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
         fewest = -(-(self.tokens(range(len(self._runs))) - beyond) // self._max_tokens)
-        for count in range(max(fewest, 1), len(found[0]) + 1):
-            ways = (self._fill(count, sharing_first=first) for first in (True, False))
-            found += [lines for lines in ways if lines is not None]
-        return min(found, key=lambda lines: sum(fixed + self.tokens(line) for line in lines))
+        for count in range(max(fewest, 1), len(options[0]) + 1):
+            filled = (self._fill(count, sharing_first=first) for first in (True, False))
+            options += [lines for lines in filled if lines is not None]
+        return min(options, key=lambda lines: sum(fixed + self.tokens(line) for line in lines))
 
     def tokens(self, line: Sequence[int]) -> int:
         """Return how many tokens a line has."""
@@ -145,7 +145,7 @@ class _Lines:
         return self._shared[i][j - i - 1]
 
     def _added(self, line: Sequence[int], place: int) -> int:
-        """Return how many tokens a line would have more with another place."""
+        """Return how many tokens another place adds to a line."""
         added, at = self._runs[place], bisect(line, place)
         if at:
             added -= self._common(line[at - 1], place)
@@ -243,7 +243,7 @@ def _common(one: Example, other: Example, keyed: bool) -> int:
 
 
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
-    """Cut a line where an example begins, and where another one goes on from there.
+    """Cut a line where an example starts, and where another one branches off.
 
     A link is where tokens begin, their position, and the place of the token before, -1 for none.
     """
