@@ -129,10 +129,10 @@ def test_going_on_with_another_base_is_said(
     assert said(adapter, "same", "--quantize", "nf4", "--double-quant") == ""
     assert said(adapter, "other").endswith(
         "was trained on the base quantised to nf4 with double quantisation: "
-        "give --quantize nf4 --double-quant to go on with that\n"
+        "give --quantize nf4 --double-quant to continue with that\n"
     )
     assert said(tmp_path / "plain", "quantised", "--quantize", "8").endswith(
-        "was trained on the base as it is: leave out --quantize to go on with that\n"
+        "was trained on the base as it is: leave out --quantize to continue with that\n"
     )
 
 
@@ -227,4 +227,7 @@ def test_adapter_of_an_unknown_format_is_an_error(
     config["mlxtune"]["quantize"] = "q3"
     (odd / "adapter_config.json").write_text(json.dumps(config))
     asked = ["--model-path", home / "model", "--adapter", odd]
-    assert "'q3', which is unknown" in cli("eval", *asked, "--data", home / "chat.jsonl").error
+    assert (
+        "'q3', which this version does not know"
+        in cli("eval", *asked, "--data", home / "chat.jsonl").error
+    )
