@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem, shell_complete
 VARIABLE = "_MLXTUNE_COMPLETE"
 _FOLDERS, _FILES = ("DIR", "RUN"), ("PATH", "FILE")
 
-_HELP = """Print the script that lets a shell complete commands.
+_HELP = """Print the completion script of a shell.
 
 \b
 bash: put   eval "$(mlxtune completion bash)"   into ~/.bashrc (bash 4.4 or later)

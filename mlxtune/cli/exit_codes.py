@@ -5,8 +5,8 @@ EXIT_CODES = {
     DONE: "done",
     FAILED: "a file, a model or a run failed; verify: a check failed; doctor: training is "
     "impossible here",
-    MISUSED: "options are wrong",
-    129: "the terminal was closed; what was trained is saved",
-    130: "Ctrl-C; what was trained is saved",
-    143: "SIGTERM; what was trained is saved",
+    MISUSED: "invalid options",
+    129: "the terminal was closed; the run was saved",
+    130: "Ctrl-C; the run was saved",
+    143: "SIGTERM; the run was saved",
 }

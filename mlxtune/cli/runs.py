@@ -14,7 +14,7 @@ from mlxtune.cli.options import debug_option, json_option
     type=click.Choice(["when", "name", "val", "train", "speed", "steps"]),
     default="when",
     show_default=True,
-    help="Which runs come first: the newest, by name, the lowest loss, the fastest, the longest.",
+    help="Order of the runs: newest, name, lowest loss (val, train), fastest or longest first.",
 )
 @json_option
 @debug_option

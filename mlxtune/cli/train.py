@@ -20,7 +20,7 @@ from mlxtune.config import TrainConfig
     is_flag=False,
     flag_value="",
     metavar="[DIR]",
-    help="Resume the run in a folder, with its own options; default: where checkpoints would be.",
+    help="Resume the run in a folder with its saved options; default: the checkpoint folder.",
 )
 @click.option("--dry-run", is_flag=True, help="Stop before the first step, and print the plan.")
 def train(config: str | None, dry_run: bool, resume: str | None, **options: Any) -> None:

@@ -10,7 +10,9 @@ from mlxtune.cli.options import debug_option, json_option
 @click.command(epilog="Example: mlxtune verify out --replay")
 @click.argument("run", metavar="RUN")
 @click.option("--replay", is_flag=True, help="Train again from the first checkpoint, and compare.")
-@click.option("--model-path", default="", metavar="PATH", help="Where the base model is now.")
+@click.option(
+    "--model-path", default="", metavar="PATH", help="Folder of the base model, if it has moved."
+)
 @json_option
 @debug_option
 def verify(run: str, replay: bool, model_path: str, as_json: bool) -> None:

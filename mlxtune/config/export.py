@@ -9,7 +9,7 @@ from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
 from mlxtune.config.paths import as_path
 
-_PROMPTS = "Data that gives the prompts of the proof; default: the run's own, or built-in ones."
+_PROMPTS = "Data to take the prompts of the proof from; default: the run's own, or built-in ones."
 _PROOF_DTYPE = "Dtype of the proof; auto is the model's own on a GPU, else float32."
 _OVERWRITE = "Replace an earlier result."
 _BASE = "Folder of the base model; default: the one that the adapter names."

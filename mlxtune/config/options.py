@@ -44,13 +44,13 @@ SECTIONS: dict[str, dict[str, Option]] = {
             inherited=False,
         ),
         "output": Option(
-            "Adapter file to write; adapter_config.json is written beside it.",
+            "Adapter file to write; adapter_config.json is written next to it.",
             PLACES,
             path=True,
             if_empty="is empty: name the adapter file to write",
         ),
         "checkpoint_dir": Option(
-            "Folder of checkpoints, metrics and ledger; default: checkpoints beside --output.",
+            "Folder of checkpoints, metrics and ledger; default: checkpoints next to --output.",
             PLACES,
             path=True,
         ),
@@ -167,7 +167,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             at_most=1,
         ),
         "stop": Option(
-            "Text that ends an answer, beside the model's own end tokens; may be repeated.",
+            "Text that ends an answer, like the model's own end tokens; may be repeated.",
             COMMAND,
             several=True,
             blank=True,
@@ -306,7 +306,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "save_minutes": Option(
             "Minutes between checkpoints within an epoch; 0 turns these off.", EXECUTION, at_least=0
         ),
-        "keep": Option("Recent checkpoints to keep, beside best/.", EXECUTION, at_least=1),
+        "keep": Option("Recent checkpoints to keep, in addition to best/.", EXECUTION, at_least=1),
         "overwrite": Option(
             "Start over if the folder holds an unfinished run.", PLACES, inherited=False
         ),

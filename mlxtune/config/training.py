@@ -138,7 +138,7 @@ def _lora_problems(config: InstructConfig | TrainConfig) -> list[str]:
         return [*problems, problem]
     if config.init != "lora" and config.dora:
         problems.append(
-            f"--init {config.init} changes the weights whose row sizes --dora trains: "
+            f"--init {config.init} changes the weights whose row norms --dora trains: "
             "leave one of them out"
         )
     if config.init != "lora" and config.init_adapter is not None:

@@ -10,7 +10,7 @@ from mlxtune.config.fields import Checked
 from mlxtune.config.options import option
 from mlxtune.config.step import quantization_problems
 
-_SEED = "Seed of the sampling; default: another each time."
+_SEED = "Sampling seed; default: a new one each time."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EvalConfig(UseConfig):
     max_seq_len: int = option("max_seq_len", 512)
     format: str = option("format", "auto")
     field: tuple[str, ...] = option("field", ())
-    turns: str = option("turns", "all", "Assistant turns that count.")
+    turns: str = option("turns", "all", "Assistant turns to score.")
     strict: bool = option("strict", False)
     cache_dir: str | None = option("cache_dir", None)
     no_cache: bool = option("no_cache", False)

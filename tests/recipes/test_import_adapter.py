@@ -110,7 +110,7 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
             {"modules_to_save": ["lm_head"], "fan_in_fan_out": True},
             "modules_to_save, fan_in_fan_out",
         ),
-        ({"r": 4}, "says rank 4"),
+        ({"r": 4}, "gives rank 4"),
         ({"lora_alpha": None}, "has no valid r and lora_alpha"),
         ({"lora_alpha": float("inf")}, "has no valid r and lora_alpha"),
         ({"lora_alpha": 0}, "lora_alpha 0.0 is out of range"),
@@ -174,7 +174,7 @@ def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda name: {name: np.full((64, 2), np.nan, np.float32)}, "not finite, in"),
+        (lambda name: {name: np.full((64, 2), np.nan, np.float32)}, "NaN or infinite values in"),
         (lambda name: {"x" * 2000 + name: np.ones(2, np.float32)}, "name has 2,0"),
     ],
     ids=["nan", "long name"],

@@ -129,10 +129,10 @@ def test_going_on_with_another_base_is_said(
     assert said(adapter, "same", "--quantize", "nf4", "--double-quant") == ""
     assert said(adapter, "other").endswith(
         "was trained on the base quantised to nf4 with double quantisation: "
-        "give --quantize nf4 --double-quant to continue with that\n"
+        "add --quantize nf4 --double-quant to continue with that\n"
     )
     assert said(tmp_path / "plain", "quantised", "--quantize", "8").endswith(
-        "was trained on the base as it is: leave out --quantize to continue with that\n"
+        "was trained on the base as stored: leave out --quantize to continue with that\n"
     )
 
 
@@ -213,8 +213,8 @@ def test_folder_that_mlx_lm_converted_is_the_same_base(
     assert json.loads(again.out)["adapted"] == json.loads(whole.out)["adapted"]
     other = tmp_path / "other"
     convert(str(home / "model"), str(other), quantize=True, q_group_size=64, q_bits=8)
-    assert "is not quantised to 4" in cli("eval", *asked, other).error
-    with pytest.raises(ModelError, match="is not quantised to 4"):
+    assert "is quantised, but not to 4" in cli("eval", *asked, other).error
+    with pytest.raises(ModelError, match="is quantised, but not to 4"):
         fuse(FuseConfig(adapter=str(adapter), output=str(tmp_path / "x"), model_path=str(other)))
 
 
@@ -228,6 +228,6 @@ def test_adapter_of_an_unknown_format_is_an_error(
     (odd / "adapter_config.json").write_text(json.dumps(config))
     asked = ["--model-path", home / "model", "--adapter", odd]
     assert (
-        "'q3', which this version does not know"
+        "'q3', which this version does not support"
         in cli("eval", *asked, "--data", home / "chat.jsonl").error
     )

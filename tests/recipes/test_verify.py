@@ -194,4 +194,4 @@ def test_folder_without_a_run_is_an_error(cli: Cli, tmp_path: Path, place: str) 
     if place == "none":
         assert "no such folder" in outcome.error
     else:
-        assert "there are none" in outcome.out
+        assert "none found" in outcome.out

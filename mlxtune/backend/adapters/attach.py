@@ -145,7 +145,7 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
         return {}
     if quantize not in FORMATS or (double and quantize != NF4):
         raise ModelError(
-            f"{path}: quantize is {quantize!r:.40}, which this version does not know: "
+            f"{path}: quantize is {quantize!r:.40}, which this version does not support: "
             "upgrade mlxtune"
         )
     config = read_config(folder, trust_remote_code=trust_remote_code)
@@ -153,7 +153,7 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
         return {"quantize": quantize, "double_quant": bool(double)}
     if quantize == NF4 or quantization_of(config) != format_parameters(quantize):
         raise ModelError(
-            f"{folder}: is not quantised to {quantize}, on which the adapter was trained: "
+            f"{folder}: is quantised, but not to {quantize}, as in training: "
             "name the full-precision model"
         )
     return {}
@@ -167,9 +167,9 @@ def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = F
         return str(problem)
     if trained == base_quantization(base):
         return None
-    trained_on, remedy = "the base as it is", "leave out --quantize"
+    trained_on, remedy = "the base as stored", "leave out --quantize"
     if trained:
         trained_on = f"the base quantised to {format_name(**trained)}"
         double = " --double-quant" if trained["double_quant"] else ""
-        remedy = f"give --quantize {trained['quantize']}{double}"
+        remedy = f"add --quantize {trained['quantize']}{double}"
     return f"{weights}: was trained on {trained_on}: {remedy} to continue with that"

@@ -78,7 +78,7 @@ def unpad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.a
         mx.split(x, [rank], axis=axis) for x, axis in zip((a, b), _rank_axes(a), strict=True)
     )
     if extra_b.size and (mx.any(extra_b) or mx.any(extra_a)):
-        raise ValueError(f"has values other than zero beyond rank {rank}")
+        raise ValueError(f"has non-zero values beyond rank {rank}")
     return a, (b if factor == 1 else b / factor)
 
 

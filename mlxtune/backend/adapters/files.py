@@ -154,11 +154,11 @@ def check_shapes(
     path: Path, shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, mx.array]
 ) -> None:
     """Raise ModelError, naming every tensor whose shape is not the expected one."""
-    wanted = {name: tuple(value.shape) for name, value in expected.items()}
+    needed = {name: tuple(value.shape) for name, value in expected.items()}
     problems = [
-        f"{name} is {shapes.get(name, 'missing')}, the model has {wanted.get(name, 'none')}"
-        for name in sorted(wanted.keys() | shapes.keys())
-        if wanted.get(name) != shapes.get(name)
+        f"{name} is {shapes.get(name, 'missing')}, the model needs {needed.get(name, 'none')}"
+        for name in sorted(needed.keys() | shapes.keys())
+        if needed.get(name) != shapes.get(name)
     ]
     if problems:
         raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")
@@ -176,7 +176,7 @@ def check_rank(weights: Path, shapes: Mapping[str, tuple[int, ...]], info: Adapt
         rank = shape[1]
         if rank != info.rank:
             raise ModelError(
-                f"{weights.with_name(ADAPTER_CONFIG)}: says rank {info.rank}, but {name:.200} has "
+                f"{weights.with_name(ADAPTER_CONFIG)}: gives rank {info.rank}, but {name:.200} has "
                 f"{rank:,}: the two files do not belong together"
             )
 

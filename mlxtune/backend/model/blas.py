@@ -1,6 +1,6 @@
 """A fast BLAS and allocator settings for the CPU on Linux, before mlx is loaded.
 
-The Linux CPU wheel of mlx bundles the reference BLAS, some 27 times slower in float32 than a tuned
+The Linux CPU wheel of mlx bundles the reference BLAS, about 27 times slower in float32 than a tuned
 one. A tuned BLAS that is loaded first, with its symbols global, takes its place.
 """
 
@@ -38,7 +38,7 @@ def prepare_cpu() -> str | None:
             continue
         return Path(path).name
     _warn(
-        "no fast BLAS found, training on the CPU will be some 27 times slower: "
+        "no fast BLAS found, training on the CPU will be about 27 times slower: "
         "install one (apt-get install libopenblas0, or pip install mkl)"
     )
     return None

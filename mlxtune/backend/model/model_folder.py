@@ -117,7 +117,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
     """Raise ModelError unless a file may run as the model's code: trusted, and of its folder."""
     if not trusted:
         raise ModelError(
-            f"{path}: asks to run {file!r:.100} of its folder: read that file, then give "
+            f"{path}: asks to run {file!r:.100} of its folder: read that file, then add "
             "--trust-remote-code"
         )
     inside = isinstance(file, str) and not PurePosixPath(file).is_absolute()

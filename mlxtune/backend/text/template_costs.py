@@ -47,7 +47,7 @@ class TooLarge(Harmful):
     """A template produces too much text, or too many values."""
 
     def __init__(self) -> None:
-        super().__init__("produces more text or values than a conversation can need")
+        super().__init__("produces more text or values than any conversation needs")
 
 
 class TookTooLong(Harmful):

@@ -102,7 +102,7 @@ def _compile(source: str) -> _Compiled:
     if len(source) > MAX_SOURCE:
         raise Harmful(f"is longer than {MAX_SOURCE:,} characters")
     if _COMPILE not in _RENDER.__code__.co_names:
-        raise Harmful("cannot be checked with this version of transformers: install another")
+        raise Harmful("cannot be checked with this version of transformers: install another one")
     environment = _Sandbox(chat_template_utils._compile_jinja_template("").environment)
     try:
         template = environment.from_string(source)

@@ -186,7 +186,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTok
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ModelError(
                 f"{folder}: its tokenizer runs code (auto_map in tokenizer_config.json): read "
-                "that code, then give --trust-remote-code"
+                "that code, then add --trust-remote-code"
             ) from error
         raise ModelError(
             f"{folder}: its tokenizer.json or config.json cannot be loaded "

@@ -63,7 +63,7 @@ def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
 def template_findings(source: str, thinking: str) -> Iterator[Finding]:
     """Yield what is wrong with a template whatever the rows, judging by its text."""
     if "strftime_now" in source:
-        advice = "the same rows give other tokens on another day, at inference too"
+        advice = "the same rows give different tokens on another day, also at inference"
         yield Finding("warning", "the template writes today's date", 0, advice)
     if thinking != "auto" and "enable_thinking" not in source:
         advice = "the template has no thinking mode: leave the option out"

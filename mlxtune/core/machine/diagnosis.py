@@ -220,7 +220,9 @@ def _speed(m: Machine) -> Iterator[Check]:
         remedy = "apt-get install libopenblas0, or pip install mkl"
         yield Check(PROBLEM, "speed", found, remedy)
     elif numpy and device.gflops < _SLOW_BLAS * numpy:
-        remedy = "check again when nothing else runs; if it stays, install libopenblas0 or mkl"
+        remedy = (
+            "check again when nothing else runs; if it is still slow, install libopenblas0 or mkl"
+        )
         yield Check(NOTE, "speed", found, remedy)
     else:
         yield Check(OK, "speed", found)

@@ -51,7 +51,7 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
         source = Path(os.path.realpath(path))
         if source == real_target or real_target in source.parents:
             raise OutputError(
-                f"{target}: contains what is read here ({path}): choose another --output"
+                f"{target}: contains {path}, which is an input: choose another --output"
             )
 
 

@@ -61,7 +61,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     for folder, problem in sorted(bad.items()):
         verification.add(folder.name, problem, "")
     if not good and not bad:
-        verification.add("checkpoints", "there are none", "")
+        verification.add("checkpoints", "none found", "")
     progress = _verify_metrics(verification, run)
     _verify_best(verification, progress, good)
     _verify_ledger(verification, run)
@@ -167,7 +167,9 @@ def _verify_result(verification: Verification, run: Path, progress: Progress | N
         verification.add("adapter", f"{adapter}: {missing.strerror}", "")
         return
     changed = f"{adapter} has changed since the run wrote it: its SHA-256 differs"
-    verification.add("adapter", None if same else changed, f"{adapter} is as the run wrote it")
+    verification.add(
+        "adapter", None if same else changed, f"{adapter} has not changed since the run wrote it"
+    )
 
 
 def _verify_evaluation(verification: Verification, run: Path) -> None:

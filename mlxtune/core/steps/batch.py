@@ -77,7 +77,7 @@ def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = No
     shared = examples[0].tokens[:prefix]
     for example, run in zip(examples, runs, strict=True):
         if run <= prefix or not np.array_equal(example.tokens[:prefix], shared):
-            raise ValueError(f"row {example.row} does not begin with the prefix of its group")
+            raise ValueError(f"row {example.row} does not start with the prefix of its group")
         if example.assistant_mask[1 : prefix + 1].any():
             raise ValueError(f"row {example.row} has a supervised token in its prefix")
     shape = (len(examples), max(runs) - prefix if width is None else width)

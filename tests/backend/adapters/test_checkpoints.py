@@ -115,7 +115,9 @@ def test_adapter_that_does_not_fit_is_an_error_that_names_each_tensor(
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
     with pytest.raises(ModelError) as caught:
         pipeline.load(tmp_path)
-    assert "layers.0.self_attn.q_proj.lora_a is (64, 8), the model has (64, 4)" in str(caught.value)
+    assert "layers.0.self_attn.q_proj.lora_a is (64, 8), the model needs (64, 4)" in str(
+        caught.value
+    )
     assert "layers.1.self_attn.k_proj.lora_b is missing" in str(caught.value)
     for name, value in tree_flatten(pipeline.model.trainable_parameters()):
         assert mx.array_equal(value, before[name])

@@ -71,7 +71,7 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model)
     for target in (model, tmp_path / "models", tmp_path / "link"):
         with (
-            pytest.raises(OutputError, match="contains what is read here"),
+            pytest.raises(OutputError, match="which is an input"),
             new_folder(target, [model], marker="mark", overwrite=True),
         ):
             pytest.fail("the folder was given")

@@ -47,11 +47,11 @@ def test_prefix_is_taken_off_every_line_and_lines_are_as_wide_as_asked_for() -> 
 @pytest.mark.parametrize(
     ("second", "mask", "width", "problem"),
     [
-        ([1, 9, 3, 4], [0, 0, 0, 1], None, "row 2 does not begin with the prefix"),
+        ([1, 9, 3, 4], [0, 0, 0, 1], None, "row 2 does not start with the prefix"),
         ([1, 2, 3, 4], [0, 1, 0, 1], None, "row 2 has a supervised token in its prefix"),
         # Nor may the prefix predict what carries loss, for it runs once and not once a line.
         ([1, 2, 3, 4], [0, 0, 1, 1], None, "row 2 has a supervised token in its prefix"),
-        ([1, 2, 3], [0, 0, 1], None, "row 2 does not begin with the prefix"),
+        ([1, 2, 3], [0, 0, 1], None, "row 2 does not start with the prefix"),
         ([1, 2, 3, 4], [0, 0, 0, 1], 1, "broadcast"),
     ],
 )

@@ -92,7 +92,7 @@ def read_tensors(path: Path) -> dict[str, Matrix]:
     """Return the tensors of a safetensors file as float32. Raises ModelError."""
     tensors = {name: np.array(value) for name, value in files.read_tensors(path).items()}
     if broken := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
-        raise ModelError(f"{path}: has numbers that are not finite, in {join_few(broken)}")
+        raise ModelError(f"{path}: has NaN or infinite values in {join_few(broken)}")
     return tensors
 
 

@@ -43,8 +43,8 @@ def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -
         name = f"lora.{layer}.{path.rsplit('.', 1)[-1]}"
         if f"{name}.lora_a" in tensors:
             raise ModelError(
-                f"{module}: another module of its layer has the same last name, which is all that "
-                "the flat file keeps: use --format peft"
+                f"{module}: another module of its layer has the same last name, and the flat file "
+                "keeps no more of a name: use --format peft"
             )
         tensors |= {f"{name}.lora_a": update.a.T, f"{name}.lora_b": update.b.T}
     rank, scale = adapter.rank, adapter.scale
@@ -76,5 +76,5 @@ def read_flat(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
         updates = {name: Update(each["lora_a"], each["lora_b"]) for name, each in parts.items()}
         layers = layers_from(updates, num_layers)
     except (KeyError, ValueError) as error:
-        raise ModelError(f"{path}: lacks its scale, or half of a module") from error
+        raise ModelError(f"{path}: has no valid scale, or a module without its A or B") from error
     return Adapter(scale=scale, num_layers=layers, modules=updates)

@@ -68,7 +68,7 @@ def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str
         else:
             missing.append(name)
     if missing:
-        raise ModelError(f"{where}: has no single module for {join_few(missing)}")
+        raise ModelError(f"{where}: does not have exactly one module for {join_few(missing)}")
     return matches
 
 

@@ -208,7 +208,7 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix, deadli
         ) from error
     if config_rank != rank:
         raise ModelError(
-            f"{folder / CONFIG}: says rank {config_rank} for {name}, whose tensors have {rank}: "
+            f"{folder / CONFIG}: gives rank {config_rank} for {name}, whose tensors have {rank}: "
             "the two files do not belong together"
         )
     return scale
