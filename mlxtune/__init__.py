@@ -10,8 +10,8 @@ Also public: `StepHistory` and `TrainingMetrics` of mlxtune.core.training.metric
 mlxtune.core.training.profile, `reserve` and `reservations` of mlxtune.core.machine.reservation, and
 `NF4Linear`, `quantize` and `dequantize` of mlxtune.backend.model.nf4.
 
-Names that need mlx or numpy are imported on first use, so that `import mlxtune` and
-`mlxtune --help` start without them, and `mlxtune.core` works where mlx is not installed.
+Recipes and classes are imported on first use, so that `import mlxtune` and `mlxtune --help` start
+without mlx and numpy, and `mlxtune.core` works where mlx is not installed.
 """
 
 from __future__ import annotations
@@ -40,19 +40,6 @@ from mlxtune.errors import (
     OutputError,
     TrainingInterrupted,
 )
-from mlxtune.recipes.doctor import doctor
-from mlxtune.recipes.evaluate import evaluate
-from mlxtune.recipes.export import export
-from mlxtune.recipes.fuse import fuse
-from mlxtune.recipes.generate import generate
-from mlxtune.recipes.import_adapter import import_adapter
-from mlxtune.recipes.inspect import inspect
-from mlxtune.recipes.report import report
-from mlxtune.recipes.resume import resume
-from mlxtune.recipes.runs import runs
-from mlxtune.recipes.train import TrainResult, train
-from mlxtune.recipes.verify import verify
-from mlxtune.setup.proof import ExportResult
 
 if TYPE_CHECKING:
     from mlxtune.backend.step.pipeline import InstructPipeline
@@ -61,6 +48,19 @@ if TYPE_CHECKING:
     from mlxtune.core.training.evaluation import Evaluation
     from mlxtune.core.training.metrics import InstructTrainResult
     from mlxtune.core.training.trainer import InstructTrainer
+    from mlxtune.recipes.doctor import doctor
+    from mlxtune.recipes.evaluate import evaluate
+    from mlxtune.recipes.export import export
+    from mlxtune.recipes.fuse import fuse
+    from mlxtune.recipes.generate import generate
+    from mlxtune.recipes.import_adapter import import_adapter
+    from mlxtune.recipes.inspect import inspect
+    from mlxtune.recipes.report import report
+    from mlxtune.recipes.resume import resume
+    from mlxtune.recipes.runs import runs
+    from mlxtune.recipes.train import TrainResult, train
+    from mlxtune.recipes.verify import verify
+    from mlxtune.setup.proof import ExportResult
 
 __all__ = [
     "ConfigError",
@@ -105,10 +105,24 @@ __all__ = [
 _LAZY = {
     "Evaluation": "mlxtune.core.training.evaluation",
     "Example": "mlxtune.core.data.encode",
+    "ExportResult": "mlxtune.setup.proof",
     "Inspection": "mlxtune.core.data.inspection",
     "InstructPipeline": "mlxtune.backend.step.pipeline",
     "InstructTrainResult": "mlxtune.core.training.metrics",
     "InstructTrainer": "mlxtune.core.training.trainer",
+    "TrainResult": "mlxtune.recipes.train",
+    "doctor": "mlxtune.recipes.doctor",
+    "evaluate": "mlxtune.recipes.evaluate",
+    "export": "mlxtune.recipes.export",
+    "fuse": "mlxtune.recipes.fuse",
+    "generate": "mlxtune.recipes.generate",
+    "import_adapter": "mlxtune.recipes.import_adapter",
+    "inspect": "mlxtune.recipes.inspect",
+    "report": "mlxtune.recipes.report",
+    "resume": "mlxtune.recipes.resume",
+    "runs": "mlxtune.recipes.runs",
+    "train": "mlxtune.recipes.train",
+    "verify": "mlxtune.recipes.verify",
 }
 
 

@@ -12,15 +12,23 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from rich.console import Console
+
+from mlxtune.backend.model import device, model_folder
+from mlxtune.backend.step import peers
 from mlxtune.config import BenchConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine import files
+from mlxtune.core.reports import benchmark_text
+from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep, write_steps
+from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.bench_worker import OURS, Job
 from mlxtune.setup.dataset import (
     Dataset,
     Reader,
-    check_outputs,
     data_files,
     load_dataset,
     say_findings,
@@ -28,12 +36,9 @@ from mlxtune.setup.dataset import (
 from mlxtune.setup.memory import choose_plan, first_epoch, work_of
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions
+from mlxtune.terminal.bench_console import show_benchmark
+from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
-
-if TYPE_CHECKING:
-    from mlxtune.core.data.encode import Example
-    from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
-    from mlxtune.terminal.console import RunConsole
 
 
 def bench(config: BenchConfig) -> Benchmark:
@@ -44,15 +49,10 @@ def bench(config: BenchConfig) -> Benchmark:
     Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
     when our own process is killed.
     """
-    from mlxtune.backend.model import device, model_folder
-    from mlxtune.core.machine import files
-    from mlxtune.core.runs import benchmark
-    from mlxtune.terminal.console import RunConsole
-
     folder = model_folder.find_folder(config.model_path)
     if config.json_path is not None:
         read = [*data_files(config), *folder.iterdir()]
-        check_outputs([config.json_path], read, "--json")
+        files.check_outputs([config.json_path], read, "--json")
     with closing(RunConsole(quiet=config.quiet)) as console:
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
         say_findings(dataset, console)
@@ -62,7 +62,7 @@ def bench(config: BenchConfig) -> Benchmark:
         with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as scratch:
             job = _prepare(config, folder, steps, Path(scratch), console)
             ours, theirs = _alternate(config, job, len(steps), Path(scratch), console)
-    result = benchmark.Benchmark(
+    result = Benchmark(
         model=config.model_path,
         device=device.device_name(),
         dtype=job.options["dtype"],
@@ -82,10 +82,6 @@ def bench(config: BenchConfig) -> Benchmark:
 
 def show(config: BenchConfig) -> None:
     """Run the benchmark and print its table, or JSON if --json is `-`."""
-    from rich.console import Console
-
-    from mlxtune.terminal.bench_console import show_benchmark
-
     result = bench(config)
     as_json = config.json == "-"
     if as_json:
@@ -112,15 +108,12 @@ def _prepare(
     Returns our job; a peer's differs only in its name. Reads no weights. Raises ModelError, and
     MemoryLimitError when even one example does not fit.
     """
-    from mlxtune.backend.step import peers
-    from mlxtune.core.runs import benchmark
-
     parts = config.training(config.dtype).split()
     base = open_model(parts.step, folder, console)
     console.say("Model", base.describe())
     choose_plan(parts.step, parts.lora, base, work_of(parts.lora, steps))
     peers.write_start(base, parts.lora, scratch / "adapter")
-    benchmark.write_steps(scratch / "steps.npz", steps)
+    write_steps(scratch / "steps.npz", steps)
     return Job(
         side=OURS,
         folder=str(folder),
@@ -135,8 +128,6 @@ def _report_work(
     config: BenchConfig, steps: Sequence[Sequence[Sequence[Example]]], console: RunConsole
 ) -> None:
     """Report what will be measured; warn if the data has fewer steps than asked for."""
-    from mlxtune.core.text import count
-
     rows = sum(map(len, steps))
     each = [example for step in steps for row in step for example in row]
     several = f" in {len(each):,} examples" if len(each) > rows else ""
@@ -160,11 +151,8 @@ def _alternate(
 
     A peer that fails is not run again. Raises MlxTuneError when ours does.
     """
-    from mlxtune.core.reports import benchmark_text
-    from mlxtune.core.runs import benchmark
-
-    ours = benchmark.Side(OURS)
-    theirs = benchmark.Side(config.against) if config.against else None
+    ours = Side(OURS)
+    theirs = Side(config.against) if config.against else None
     sides = [side for side in (ours, theirs) if side is not None]
     for repeat, side in product(range(1, config.repeats + 1), sides):
         if side.failed:
@@ -196,8 +184,6 @@ def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Ben
     Raises MlxTuneError with the error that the process reports or, if it ends early without one,
     with how it ended.
     """
-    from mlxtune.core.runs.benchmark import BenchmarkRun, TimedStep
-
     path = scratch / "job.json"
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
     steps: list[TimedStep] = []

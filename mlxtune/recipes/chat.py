@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.text.generate import Generator, Sampling
 from mlxtune.config import ChatConfig, as_path
+from mlxtune.core.data.conversation import to_json
+from mlxtune.core.data.encode import Encoder
+from mlxtune.core.data.prompt import prompt_of
+from mlxtune.core.machine.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
 from mlxtune.setup.model import (
     LoadedModel,
@@ -23,11 +28,8 @@ from mlxtune.setup.model import (
     prompt_reader,
     start_generator,
 )
+from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_answer, print_line
-
-if TYPE_CHECKING:
-    from mlxtune.backend.text.generate import Generator, Sampling
-    from mlxtune.core.data.encode import Encoder
 
 HELP = """\
 /base          answer with the base model
@@ -49,8 +51,6 @@ def chat(config: ChatConfig) -> None:
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    from mlxtune.terminal.console import RunConsole
-
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = prompt_reader(config, folder)
@@ -80,8 +80,6 @@ class _Conversation:
 
     def send(self, text: str) -> None:
         """Send a message and print the answer; without an answer, the message is dropped."""
-        from mlxtune.core.data.prompt import prompt_of
-
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
             prompt = prompt_of(self.encoder, {"messages": [*self._system(), *asked]}, "message")
@@ -141,9 +139,6 @@ class _Conversation:
         _note("new conversation")
 
     def _save(self, name: str) -> None:
-        from mlxtune.core.data.conversation import to_json
-        from mlxtune.core.machine.files import append_line
-
         if not self.messages:
             _note("nothing to save yet")
             return

@@ -8,15 +8,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlxtune.config import StepConfig, user_cache
+from mlxtune.core.machine import facts, requirements
+from mlxtune.core.machine.diagnosis import Diagnosis, check_lines, diagnose
+from mlxtune.core.machine.reservation import reservations
 from mlxtune.errors import one_line
 from mlxtune.terminal.output import print_json, print_line
-
-if TYPE_CHECKING:
-    from mlxtune.core.machine.diagnosis import Diagnosis
-    from mlxtune.core.machine.facts import Device
 
 # MLX starts within a second; the first time after an update perhaps within a few.
 _MLX_SECONDS = 30.0
@@ -27,10 +25,6 @@ def doctor() -> Diagnosis:
 
     Raises nothing: problems are among the checks.
     """
-    from mlxtune.core.machine import facts, requirements
-    from mlxtune.core.machine.diagnosis import diagnose
-    from mlxtune.core.machine.reservation import reservations
-
     values = facts.sysctl()
     name, release = facts.system_name()
     wired = values.get("iogpu.wired_limit_mb", "")
@@ -63,8 +57,6 @@ def doctor() -> Diagnosis:
 
 def show(*, as_json: bool) -> bool:
     """Print the checks as lines or JSON; return whether training is possible."""
-    from mlxtune.core.machine.diagnosis import check_lines
-
     diagnosis = doctor()
     if as_json:
         print_json(diagnosis.as_dict())
@@ -74,10 +66,8 @@ def show(*, as_json: bool) -> bool:
     return diagnosis.can_train
 
 
-def _device() -> tuple[Device | None, str]:
+def _device() -> tuple[facts.Device | None, str]:
     """Return what MLX computes on; or None, and why it does not start."""
-    from mlxtune.core.machine.facts import Device
-
     # A separate process survives a crash of MLX. It imports this very package.
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (package, os.environ.get("PYTHONPATH")) if part)
@@ -101,10 +91,10 @@ def _device() -> tuple[Device | None, str]:
     if process.returncode:
         lines = process.stderr.split("\n\n")[-1].strip().splitlines()
         return None, one_line(RuntimeError(lines[-1] if lines else "it failed without a message"))
-    return Device(**json.loads(process.stdout)), ""
+    return facts.Device(**json.loads(process.stdout)), ""
 
 
-def _mlx_first(device: Device | None) -> bool:
+def _mlx_first(device: facts.Device | None) -> bool:
     """Return whether mlx was imported here before mlxtune, too early for the BLAS of `device`."""
     loaded_blas = getattr(sys.modules.get("mlxtune.backend"), "BLAS", None)
     has_blas = device is not None and device.blas is not None

@@ -5,17 +5,22 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.step import operations
 from mlxtune.config import EvalConfig
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.datafiles import held_out_file
+from mlxtune.core.machine.files import read_json
+from mlxtune.core.reports import run_text
+from mlxtune.core.reports.evaluation_text import evaluation_lines
+from mlxtune.core.training.checkpoint import BEST
+from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.setup.dataset import Reader, load_dataset, say_findings
 from mlxtune.setup.judge import answer_rows, compare_losses
 from mlxtune.setup.model import find_model, load_model
+from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json, print_line
-
-if TYPE_CHECKING:
-    from mlxtune.core.data.corpus import Corpus
-    from mlxtune.core.training.evaluation import Evaluation
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -23,10 +28,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    from mlxtune.backend.step import operations
-    from mlxtune.core.reports import run_text
-    from mlxtune.terminal.console import RunConsole
-
     folder = find_model(config)
     reading = config.reading(data=_data_files(config))
     operations.load_ahead(folder)
@@ -50,8 +51,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 def show(config: EvalConfig) -> None:
     """Evaluate, and print the result as lines or JSON."""
-    from mlxtune.core.reports.evaluation_text import evaluation_lines
-
     evaluation = evaluate(config)
     if config.json:
         print_json(evaluation.as_dict())
@@ -62,10 +61,6 @@ def show(config: EvalConfig) -> None:
 
 def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
     """Return whether the adapter's run, if its records are there, had this data."""
-    from mlxtune.backend.adapters.files import find_adapter
-    from mlxtune.core.machine.files import read_json
-    from mlxtune.core.training.checkpoint import BEST
-
     if config.adapter is None:
         return False
     folder = find_adapter(config.adapter).parent
@@ -77,7 +72,5 @@ def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
 
 def _data_files(config: EvalConfig) -> tuple[str, ...]:
     """Return the files to evaluate: for a folder, its test file or else its validation file."""
-    from mlxtune.core.data.datafiles import held_out_file
-
     files = (Path(data).expanduser() for data in config.data)
     return tuple(str(held_out_file(path) if path.is_dir() else path) for path in files)

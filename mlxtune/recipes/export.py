@@ -6,8 +6,12 @@ import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.adapters.attach import load_adapted
+from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, names, peft
+from mlxtune.backend.adapters.formats.adapter import Adapter, completed
+from mlxtune.backend.model.loading import BaseModel, open_base
 from mlxtune.config import ExportConfig
 from mlxtune.setup.proof import (
     ExportResult,
@@ -18,12 +22,8 @@ from mlxtune.setup.proof import (
     make_reference,
     output_folder,
     print_result,
-    start_console,
 )
-
-if TYPE_CHECKING:
-    from mlxtune.backend.adapters.formats.adapter import Adapter
-    from mlxtune.backend.model.loading import BaseModel
+from mlxtune.terminal.console import RunConsole
 
 
 def export(config: ExportConfig) -> ExportResult:
@@ -31,7 +31,7 @@ def export(config: ExportConfig) -> ExportResult:
 
     Raises a child of MlxTuneError; the output folder is then not written.
     """
-    console = start_console(config)
+    console = RunConsole(quiet=config.quiet)
     source = find_source(config)
     with output_folder(config, source, console) as folder:
         # Written first: it fails at once if the format has no place for the adapter.
@@ -65,9 +65,6 @@ def show(config: ExportConfig) -> None:
 
 
 def _write(config: ExportConfig, source: Source, folder: Path) -> None:
-    from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, peft
-    from mlxtune.backend.model.loading import open_base
-
     if config.format == "mlx-lm":
         mlx_lm.copy_mlx_lm(source.weights, folder)
     elif config.format == "peft":
@@ -86,10 +83,6 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
 
 def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     """Return a fresh base model with the adapter of a folder, in any of the formats."""
-    from mlxtune.backend.adapters.attach import load_adapted
-    from mlxtune.backend.adapters.formats import mlx_lm, names
-    from mlxtune.backend.adapters.formats.adapter import completed
-
     base = load_base(config, source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base by MLX's functions, which do not support nf4.
@@ -104,8 +97,6 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
 
 
 def _read_back(config: ExportConfig, base: BaseModel, folder: Path) -> Adapter:
-    from mlxtune.backend.adapters.formats import flat, gguf, names, peft
-
     modules, layers = names.projections_of(base.model), base.num_layers
     if config.format == "peft":
         return peft.read_peft(folder, modules, layers)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.model import memory
+from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.model.quantize import NF4
 from mlxtune.config import FuseConfig
 from mlxtune.setup.proof import (
     ExportResult,
@@ -12,8 +16,8 @@ from mlxtune.setup.proof import (
     make_reference,
     output_folder,
     print_result,
-    start_console,
 )
+from mlxtune.terminal.console import RunConsole
 
 
 def fuse(config: FuseConfig) -> ExportResult:
@@ -21,13 +25,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 
     Raises a child of MlxTuneError; the output folder is then not written.
     """
-    console = start_console(config)
-
-    from mlxtune.backend.adapters import fuse as fusing
-    from mlxtune.backend.model import memory
-    from mlxtune.backend.model.loading import load_base
-    from mlxtune.backend.model.quantize import NF4
-
+    console = RunConsole(quiet=config.quiet)
     source = find_source(config)
     trust = config.trust_remote_code
     with output_folder(config, source, console) as folder:

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.text.generate import Answer
 from mlxtune.config import GenerateConfig, as_path
+from mlxtune.core.data.prompt import parse_content, prompt_of
 from mlxtune.errors import DataError
 from mlxtune.setup.model import (
     check_prompt_length,
@@ -17,10 +19,8 @@ from mlxtune.setup.model import (
     prompt_reader,
     start_generator,
 )
+from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_answer, print_json
-
-if TYPE_CHECKING:
-    from mlxtune.backend.text.generate import Answer
 
 _STDIN = "standard input"
 _MAX_BYTES = 64 * 2**20
@@ -31,9 +31,6 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    from mlxtune.core.data.prompt import prompt_of
-    from mlxtune.terminal.console import RunConsole
-
     folder = find_model(config)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
@@ -48,8 +45,6 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
 def show(config: GenerateConfig) -> None:
     """Print the answer as it arrives, or as JSON once it is complete."""
-    from mlxtune.terminal.console import RunConsole
-
     if config.json:
         answer = generate(config)
         print_json(
@@ -76,8 +71,6 @@ def show(config: GenerateConfig) -> None:
 
 def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
     """Return the conversation to answer, and its name for an error. Raises DataError."""
-    from mlxtune.core.data.prompt import parse_content
-
     if config.messages is not None:
         where = _STDIN if config.messages == "-" else config.messages
         content = parse_content(_read(config.messages), where)

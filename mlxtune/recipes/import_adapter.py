@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from mlxtune.backend.adapters.formats import names
+from mlxtune.backend.adapters.formats.adapter import completed
+from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
+from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_peft
+from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ImportConfig, as_path
+from mlxtune.core.machine.output_folder import new_folder
+from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.setup.proof import find_base
 from mlxtune.terminal.output import print_line
@@ -17,15 +24,6 @@ def import_adapter(config: ImportConfig) -> Path:
     Names and shapes are checked against the base model, whose weights are not read. Raises
     ModelError, which names what LoRA in mlx-lm has no place for, or OutputError.
     """
-    import mlxtune.backend  # noqa: F401  loads a fast BLAS before anything imports mlx
-    from mlxtune.backend.adapters.formats import names
-    from mlxtune.backend.adapters.formats.adapter import completed
-    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
-    from mlxtune.backend.adapters.formats.peft import base_of, read_peft
-    from mlxtune.backend.model.loading import open_base
-    from mlxtune.core.machine.output_folder import new_folder
-    from mlxtune.core.training.checkpoint import ADAPTER
-
     given, is_peft = _find(config.adapter)
     named = base_of(given.parent) if is_peft else read_mlx_lm(given).model
     folder = find_base(config, named, str(given.parent), str(given))
@@ -47,9 +45,6 @@ def show(config: ImportConfig) -> None:
 
 def _find(path: str) -> tuple[Path, bool]:
     """Return the weights file that a path names, and whether it is PEFT's. Raises ModelError."""
-    from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS
-    from mlxtune.core.training.checkpoint import ADAPTER
-
     given = as_path(path)
     for candidate in (given, given / WEIGHTS, given / ADAPTER):
         if candidate.is_file() and candidate.name != PICKLED:

@@ -5,32 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from mlxtune.backend.model import model_folder
 from mlxtune.config import InspectConfig
+from mlxtune.core.data import findings, inspection
+from mlxtune.core.machine.files import check_outputs, make_folder, write_file
+from mlxtune.core.reports import run_text
+from mlxtune.core.reports.inspect_page import PAGE, render_page
+from mlxtune.core.steps import order
 from mlxtune.errors import DataError
-from mlxtune.setup.dataset import Dataset, Reader, check_outputs, data_files, load_dataset
+from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset
+from mlxtune.terminal.console import RunConsole
+from mlxtune.terminal.inspect_console import show_inspection
 from mlxtune.terminal.output import print_json
-
-if TYPE_CHECKING:
-    from mlxtune.core.data.inspection import Inspection
 
 # Examples on a page, and elsewhere; a terminal shows a few of these.
 ON_PAGE, ELSEWHERE = 200, 12
 
 
-def inspect(config: InspectConfig) -> Inspection:
+def inspect(config: InspectConfig) -> inspection.Inspection:
     """Read the data as `train` with the same options would, and return what it contains.
 
     Writes the files that --html and --dump name.
 
     Raises DataError, ModelError or OutputError.
     """
-    from mlxtune.backend.model import model_folder
-    from mlxtune.core.machine.files import make_folder, write_file
-    from mlxtune.core.reports.inspect_page import PAGE, render_page
-    from mlxtune.terminal.console import RunConsole
-
     folder = model_folder.find_folder(config.model_path, weights=False)
     written = [path for path in (config.html_path, config.dump_path) if path is not None]
     check_outputs(written, [*data_files(config), *folder.iterdir()], "--html or --dump")
@@ -51,12 +52,6 @@ def inspect(config: InspectConfig) -> Inspection:
 
 def show(config: InspectConfig) -> None:
     """Print the inspection. Raises DataError for data that `train` refuses."""
-    from rich.console import Console
-
-    from mlxtune.core.reports import run_text
-    from mlxtune.terminal.console import RunConsole
-    from mlxtune.terminal.inspect_console import show_inspection
-
     found = inspect(config)
     if config.json:
         print_json(found.as_dict())
@@ -72,11 +67,8 @@ def show(config: InspectConfig) -> None:
         raise DataError(f"train refuses this data: {kinds}")
 
 
-def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> Inspection:
+def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection.Inspection:
     """Make the inspection of a data set."""
-    from mlxtune.core.data import findings, inspection
-    from mlxtune.core.steps import order
-
     held_out: list[int] = []
     if dataset.validation is None:
         identities = dataset.corpus.identities

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from mlxtune.backend.model import device, loading, model_folder
 from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
+from mlxtune.core.reports.plan_text import plan_lines
+from mlxtune.core.runs.run_plan import RunPlan
+from mlxtune.core.training.speed import read_speed
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
 from mlxtune.setup.memory import choose_plan, first_steps, speed_key, training_rows, work_of
+from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
-
-if TYPE_CHECKING:
-    from mlxtune.core.runs.run_plan import RunPlan
 
 
 def plan(config: PlanConfig) -> RunPlan:
@@ -22,11 +25,6 @@ def plan(config: PlanConfig) -> RunPlan:
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
     if even one example does not fit.
     """
-    from mlxtune.backend.model import device, loading, model_folder
-    from mlxtune.core.runs.run_plan import RunPlan
-    from mlxtune.core.training.speed import read_speed
-    from mlxtune.terminal.console import RunConsole
-
     folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
     dataset = None
@@ -52,8 +50,6 @@ def plan(config: PlanConfig) -> RunPlan:
 
 def show(config: PlanConfig) -> None:
     """Print the plan as lines or JSON."""
-    from mlxtune.core.reports.plan_text import plan_lines
-
     planned = plan(config)
     if config.json:
         print_json(planned.as_dict())
@@ -63,8 +59,6 @@ def show(config: PlanConfig) -> None:
 
 
 def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:
-    import numpy as np
-
     corpus, chosen = dataset.corpus, training_rows(config, dataset)
     tokens, supervised = (
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[chosen].sum()

@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.core.machine.files import check_outputs, make_folder, write_file
+from mlxtune.core.reports.run_evaluation import verdict_sentence
+from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs
+from mlxtune.core.runs.run import Run, read_run, run_folder_at
+from mlxtune.core.runs.summary import (
+    RunSummary,
+    differing_options,
+    measured_shares,
+    planned_shares,
+    summarize,
+)
+from mlxtune.core.training.run_folder import REPORT
 from mlxtune.errors import ConfigError
 from mlxtune.terminal.output import can_print, print_json, print_line
-
-if TYPE_CHECKING:
-    from mlxtune.core.runs.run import Run
-    from mlxtune.core.runs.summary import RunSummary
 
 COMPARISON = "comparison.html"
 
@@ -24,8 +32,6 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary
 
     Raises OutputError if there is no such run, or the page cannot be written.
     """
-    from mlxtune.core.runs.summary import summarize
-
     found = _read_runs(runs)
     if html is not None:
         _write(found, _path(html))
@@ -38,8 +44,6 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     Without `html`, the page of one run goes into its folder, that of several into this one; but
     with `as_json` none is written. Raises as `report` does.
     """
-    from mlxtune.core.training.run_folder import REPORT
-
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])
     found = _read_runs(runs)
@@ -56,20 +60,11 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
 
 
 def _read_runs(runs: Sequence[str | Path]) -> list[Run]:
-    from mlxtune.core.runs.run import read_run, run_folder_at
-
     return [read_run(run_folder_at(_path(run))) for run in runs]
 
 
 def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
     """Return runs as docs/report.md describes them."""
-    from mlxtune.core.runs.summary import (
-        differing_options,
-        measured_shares,
-        planned_shares,
-        summarize,
-    )
-
     return {
         "runs": [
             {
@@ -90,10 +85,6 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _lines(runs: Sequence[Run]) -> list[str]:
-    from mlxtune.core.reports.run_evaluation import verdict_sentence
-    from mlxtune.core.reports.run_page import comparison_headline
-    from mlxtune.core.runs.summary import differing_options, summarize
-
     summaries = [summarize(run) for run in runs]
     lines = []
     for run, summary in zip(runs, summaries, strict=True):
@@ -124,10 +115,6 @@ def _path(name: str | Path) -> Path:
 
 def _write(runs: Sequence[Run], target: Path) -> None:
     """Write the page; it replaces no file but an earlier page, least of all an adapter."""
-    from mlxtune.core.machine.files import make_folder, write_file
-    from mlxtune.core.reports.run_page import PAGE, render_runs
-    from mlxtune.setup.dataset import check_outputs
-
     check_outputs([target], [], "--html")
     PAGE.check_replaceable(target, "--html")
     make_folder(target.parent)

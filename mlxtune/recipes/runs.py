@@ -7,14 +7,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxtune.core.reports.runs_table import table_lines
+from mlxtune.core.runs.run import read_run
+from mlxtune.core.runs.run_list import ListedRun, Search, in_order
+from mlxtune.core.runs.summary import RunSummary
 from mlxtune.errors import OutputError
 from mlxtune.terminal.output import can_print, print_json, print_line
-
-if TYPE_CHECKING:
-    from mlxtune.core.runs.run_list import ListedRun, Search
-    from mlxtune.core.runs.summary import RunSummary
 
 
 def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
@@ -23,16 +22,11 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
     `sort` is one of when, name, val, train, speed and steps. Raises OutputError if a folder is
     missing.
     """
-    from mlxtune.core.runs.run_list import Search, in_order
-
     return [each.summary for each in in_order(_find(folders, Search()), sort)]
 
 
 def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
     """Print the runs below folders: a table that fits the terminal, or JSON."""
-    from mlxtune.core.reports.runs_table import table_lines
-    from mlxtune.core.runs.run_list import Search, in_order
-
     search = Search()
     found = in_order(_find(folders, search), sort)
     for folder in search.cut_short:
@@ -51,9 +45,6 @@ def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
 
 
 def _find(folders: Sequence[str | Path], search: Search) -> list[ListedRun]:
-    from mlxtune.core.runs.run import read_run
-    from mlxtune.core.runs.run_list import ListedRun
-
     found: dict[Path, ListedRun] = {}
     for name in folders or ("",):
         folder = Path(os.path.expanduser(name))  # noqa: PTH111

@@ -11,10 +11,26 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.model import memory
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.step import operations
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import RunParts, TrainConfig, user_cache
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.machine.files import write_json
+from mlxtune.core.machine.hashing import ModelHash
+from mlxtune.core.reports import plan_text, run_text
+from mlxtune.core.reports.run_page import write_page
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training.evaluation import Evaluation
+from mlxtune.core.training.metrics import InstructTrainResult
+from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
+from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.judge import judge
 from mlxtune.setup.memory import choose_plan, first_steps, keep_speed_of, work_of
 from mlxtune.setup.model import build_pipeline, open_model, read_weights, warn_of_other_base
@@ -22,19 +38,8 @@ from mlxtune.setup.preflight import check_paths, lock_folder, reserve_memory
 from mlxtune.setup.resuming import check_resumed
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
 from mlxtune.setup.trainer import make_trainer
+from mlxtune.terminal.console import RunConsole
 from mlxtune.tracking import check_trackers
-
-if TYPE_CHECKING:
-    from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.core.data.corpus import CorpusRows
-    from mlxtune.core.data.ledger import Ledger
-    from mlxtune.core.steps.memory_plan import MemoryPlan
-    from mlxtune.core.training.evaluation import Evaluation
-    from mlxtune.core.training.metrics import InstructTrainResult
-    from mlxtune.core.training.run_folder import ResumePoint
-    from mlxtune.core.training.trainer import InstructTrainer
-    from mlxtune.terminal.console import RunConsole
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 
@@ -71,12 +76,6 @@ def train(
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
-    from mlxtune.backend.model import memory
-    from mlxtune.core.reports import run_text
-    from mlxtune.core.training.run_folder import ABOUT, LEDGER
-    from mlxtune.setup.interrupt import stop_on_interrupt
-    from mlxtune.terminal.console import RunConsole
-
     parts = config.split()
     run = parts.run
     check_trackers(run.trackers)
@@ -158,9 +157,6 @@ def prepare(
 
     Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
     """
-    from mlxtune.backend.step import operations
-    from mlxtune.core.machine.hashing import ModelHash
-
     data, lora, step = parts.data, parts.lora, parts.step
     operations.load_ahead(folder)
     # The data first: its problems show before minutes of loading.
@@ -187,8 +183,6 @@ def prepare(
 
 def say_plan(parts: RunParts, setup: Setup, trainer: InstructTrainer, console: RunConsole) -> None:
     """Print where the rows and tokens went, and what training will do with them."""
-    from mlxtune.core.reports import plan_text, run_text
-
     for ledger in setup.dataset.ledgers:
         console.say("Data", run_text.rows_line(ledger))
         console.say("", run_text.tokens_line(ledger))
@@ -206,11 +200,6 @@ def finish(
     console: RunConsole,
 ) -> None:
     """Write the adapter and the run's result, and print a summary. Raises OutputError."""
-    from mlxtune.backend.model import memory
-    from mlxtune.core.machine.files import write_json
-    from mlxtune.core.reports import run_text
-    from mlxtune.core.training.run_folder import RESULT
-
     if result.best_epoch is not None:
         setup.pipeline.load(trainer.best_folder)
     setup.pipeline.write(parts.run.output_path)
@@ -227,8 +216,6 @@ def conclude(
     parts: RunParts, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
 ) -> Evaluation | None:
     """Judge the adapter on the validation rows, and write the run's page."""
-    from mlxtune.core.reports.run_page import write_page
-
     try:
         return judge(parts, folder, rows, paths, console) if rows else None
     finally:  # also after Ctrl-C during the evaluation

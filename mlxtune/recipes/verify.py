@@ -5,15 +5,21 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.model import loading, model_folder
 from mlxtune.config import StepConfig, TrainConfig, user_cache
+from mlxtune.core.machine.files import file_hash
+from mlxtune.core.machine.hashing import ModelHash
+from mlxtune.core.runs.verification import Verification, verify_files
+from mlxtune.core.training.checkpoint import ADAPTER, METRICS, Checkpoint
+from mlxtune.core.training.progress import Progress, same_except_measurements
+from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
+from mlxtune.recipes.train import train
+from mlxtune.setup.resuming import check_initial, options_of, run_folder_of
 from mlxtune.terminal.output import print_json
-
-if TYPE_CHECKING:
-    from mlxtune.core.runs.verification import Verification
-    from mlxtune.core.training.checkpoint import Checkpoint
 
 
 def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
@@ -24,9 +30,6 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
 
     Raises OutputError if there is no such folder. Problems of the run itself are not raised.
     """
-    from mlxtune.core.runs.verification import verify_files
-    from mlxtune.setup.resuming import options_of, run_folder_of
-
     folder = run_folder_of(str(run))
     found, good = verify_files(folder)
     if not good:
@@ -59,12 +62,6 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
 
 def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Compare every adapter with the base model's shapes; no weights are loaded."""
-    from mlxtune.backend.adapters import checkpoints
-    from mlxtune.backend.lora.apply import apply_lora
-    from mlxtune.backend.model import loading, model_folder
-    from mlxtune.core.machine.hashing import ModelHash
-    from mlxtune.core.training.checkpoint import ADAPTER
-
     folder = model_folder.find_folder(config.model_path)
     expected, actual = good[0].metadata.get("base_hash"), ModelHash(folder, user_cache()).result()
     changed = f"{folder}: its weights are not those that the run started from"
@@ -84,13 +81,6 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
 
 def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Train again from the first checkpoint to the newest, in a scratch folder."""
-    from mlxtune.core.machine.files import file_hash
-    from mlxtune.core.training.checkpoint import ADAPTER, METRICS
-    from mlxtune.core.training.progress import Progress, same_except_measurements
-    from mlxtune.core.training.run_folder import ResumePoint
-    from mlxtune.recipes.train import train
-    from mlxtune.setup.resuming import check_initial
-
     newest, first = good[0], good[-1]
     resumed = None
     if first.step < newest.step:

@@ -15,15 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from mlxtune.backend.step import measure, peers
 from mlxtune.config import RunParts, TrainConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.runs.benchmark import TimedStep, read_steps
 from mlxtune.errors import MlxTuneError
-
-if TYPE_CHECKING:
-    from mlxtune.backend.step.peers import Side
-    from mlxtune.core.data.encode import Example
-    from mlxtune.core.runs.benchmark import TimedStep
 
 OURS = "mlxtune"
 
@@ -41,7 +39,10 @@ class Job:
 
 
 class OurSide:
-    """The steps of `train`, set up as its recipe does."""
+    """The steps of `train`, set up as its recipe does.
+
+    Its methods import what they need, so that a peer's process loads and measures none of it.
+    """
 
     loss_function = "own"
 
@@ -102,16 +103,12 @@ class OurSide:
             yield timer.seconds(products)
 
 
-def measure(job: Job) -> Iterator[dict[str, Any]]:
+def run_job(job: Job) -> Iterator[dict[str, Any]]:
     """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
-    import mlxtune.backend  # noqa: F401  loads a fast BLAS before a peer loads mlx
-    from mlxtune.backend.step import measure, peers
-    from mlxtune.core.runs.benchmark import read_steps
-
     steps = read_steps(Path(job.steps))
     kinds = {OURS: OurSide, **peers.PEERS}
     started = time.perf_counter()
-    side: Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options).split())
+    side: peers.Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options).split())
     measure.finish()
     loaded = time.perf_counter()
     side.start(Path(job.adapter), steps)
@@ -137,11 +134,8 @@ def measure(job: Job) -> Iterator[dict[str, Any]]:
     }
 
 
-def _time_step(side: Side, number: int, examples: Sequence[Example]) -> TimedStep:
+def _time_step(side: peers.Side, number: int, examples: Sequence[Example]) -> TimedStep:
     """Take a step and time it until the device has finished."""
-    from mlxtune.backend.step import measure
-    from mlxtune.core.runs.benchmark import TimedStep
-
     measure.reset_peak()
     started = time.perf_counter()
     loss = side.step(number, examples)
@@ -171,7 +165,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     try:
-        for record in measure(job):
+        for record in run_job(job):
             print(json.dumps(record), file=records, flush=True)
     except MlxTuneError as error:
         print(json.dumps({"error": str(error)}), file=records, flush=True)

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import datetime
-import os
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxtune.backend.model.model_folder import read_config, vocab_size
+from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
+from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig
 from mlxtune.config.options import OPTIONS
-from mlxtune.errors import DataError, ModelError, OutputError
-
-if TYPE_CHECKING:
-    from mlxtune.backend.text.tokenizer import ModelTokenizer
-    from mlxtune.core.data.bad_rows import BadRow, SkippedRows
-    from mlxtune.core.data.conversation import Conversation, Document
-    from mlxtune.core.data.corpus import Corpus, CorpusRows
-    from mlxtune.core.data.encode import EncodedRows, Encoder
-    from mlxtune.core.data.findings import Finding
-    from mlxtune.core.data.ledger import EncodedFile, Ledger
-    from mlxtune.core.data.notes import Notes
-    from mlxtune.terminal.console import RunConsole
-
+from mlxtune.config.row_fields import parse_fields
+from mlxtune.core.data import findings, notes
+from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data.cache import encode_file, key_of
+from mlxtune.core.data.conversation import Conversation, Document
+from mlxtune.core.data.corpus import Corpus, CorpusRows
+from mlxtune.core.data.datafiles import check_data_file, find_data_files
+from mlxtune.core.data.encode import EncodedRows, Encoder
+from mlxtune.core.data.findings import Finding
+from mlxtune.core.data.formats import read_rows
+from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, choose_template
+from mlxtune.core.machine.files import file_hash
+from mlxtune.core.reports import run_text
+from mlxtune.errors import DataError, ModelError
+from mlxtune.terminal.console import RunConsole
 
 # Folders whose code decides what an encoded file holds.
 _ENCODING_CODE = ("core/data", "backend/text")
@@ -76,20 +83,11 @@ class Reader:
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer. Raises ModelError."""
-        from mlxtune.backend.text.tokenizer import load_tokenizer
-
         return load_tokenizer(self._folder, trust_remote_code=self._config.trust_remote_code)
 
     @cached_property
     def encoder(self) -> Encoder:
         """The tokenizer with the chat template."""
-        from mlxtune.backend.text.chat_template import ChatTemplate
-        from mlxtune.core.data import notes
-        from mlxtune.core.data.encode import Encoder
-        from mlxtune.core.data.model_template import ModelTemplate
-        from mlxtune.core.data.notes import Note
-        from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
-
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
             render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]
@@ -109,8 +107,6 @@ class Reader:
     @cached_property
     def template_source(self) -> dict[str, str]:
         """The model's own templates by name; none if the options name another."""
-        from mlxtune.backend.text.chat_template import read_chat_template
-
         return read_chat_template(self._folder) if self._config.template == "auto" else {}
 
     @property
@@ -119,9 +115,6 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str:
-        from mlxtune.backend.model.model_folder import read_config
-        from mlxtune.core.data.template import choose_template
-
         if self._config.template != "auto":
             return self._config.template
         trust = self._config.trust_remote_code
@@ -137,7 +130,6 @@ class Reader:
 
     def encode(self, path: Path) -> EncodedFile:
         """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
-        from mlxtune.core.data.cache import encode_file
 
         def encode(skipped: SkippedRows, notes: Notes) -> Iterator[EncodedRows]:
             done = 0
@@ -151,9 +143,6 @@ class Reader:
 
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
         """Return why a row is skipped; None if it is not, or does not exist."""
-        from mlxtune.core.data.bad_rows import SkippedRows
-        from mlxtune.core.data.cache import encode_file
-
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
         same = [each for each in self._rows(path, unread) if each.row == row]
         file = encode_file(
@@ -166,17 +155,11 @@ class Reader:
         return (unread.problems | file.skipped.problems).get(row)
 
     def _rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
-        from mlxtune.config.row_fields import parse_fields
-        from mlxtune.core.data.formats import read_rows
-
         fields = parse_fields(self._config.field)
         return read_rows(path, skipped, format=self._config.format, fields=fields)
 
     def _key(self, path: Path) -> str:
         """Return a key over everything that the encoded file depends on."""
-        from mlxtune.core.data.cache import key_of
-        from mlxtune.core.machine.files import file_hash
-
         config = self._config
         if config.no_cache:
             return ""
@@ -197,14 +180,10 @@ class Reader:
     @cached_property
     def vocab_size(self) -> int:
         """The vocabulary size in the model's config.json; 0 if it has none."""
-        from mlxtune.backend.model.model_folder import vocab_size
-
         return vocab_size(self._folder)
 
     @cached_property
     def _model_hashes(self) -> dict[str, str]:
-        from mlxtune.core.machine.files import file_hash
-
         return {
             str(file.relative_to(self._folder)): file_hash(file)
             for file in sorted([*self._folder.iterdir(), *self._folder.glob("*/*.jinja")])
@@ -216,10 +195,6 @@ class Reader:
 @cache  # the code that runs stays what it was when the process started
 def _code_hashes() -> dict[str, str]:
     """Return hashes and versions of the code that decides how data is encoded."""
-    import importlib.metadata
-
-    from mlxtune.core.machine.files import file_hash
-
     package = Path(__file__).resolve().parents[1]
     files = [file for folder in _ENCODING_CODE for file in sorted((package / folder).glob("*.py"))]
     libraries = ("transformers", "tokenizers", "jinja2", "sentencepiece", "mlx-lm")
@@ -237,8 +212,6 @@ def data_files(config: DataConfig) -> list[Path]:
 
 
 def _data_files(config: DataConfig) -> tuple[Sequence[Path], Sequence[Path]]:
-    from mlxtune.core.data.datafiles import check_data_file, find_data_files
-
     files = find_data_files(config.data_paths)
     if config.val_data_path is None:
         return files.train, files.validation
@@ -253,9 +226,6 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
     model.
     """
-    from mlxtune.core.data import findings
-    from mlxtune.core.data.corpus import Corpus
-
     train_paths, validation_paths = _data_files(config)
     files, ledgers = [], []
     for path in (*train_paths, *validation_paths):
@@ -328,34 +298,8 @@ def check_corpus(
         )
 
 
-def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
-    """Raise OutputError for a path, given by `option`, that is unwritable or is also read."""
-    from mlxtune.core.machine.files import as_output_error, check_writable
-
-    in_use = set(map(_real, read))
-    for path in written:
-        with as_output_error(path, option):
-            if path.is_dir():
-                raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
-            # /dev/stdout may lead to a file, but it would itself be replaced.
-            parent = _real(path.parent)
-            device = parent == Path("/dev") or parent.is_relative_to("/proc")
-            if device or (path.exists() and not path.is_file()):
-                raise OutputError(f"{path}: is not a regular file: choose another {option}")
-        if _real(path) in in_use:
-            raise OutputError(f"{path}: is read by this run: choose another {option}")
-        check_writable(path.parent, option)
-
-
-def _real(path: Path) -> Path:
-    # Unlike Path.resolve, accepts a link to itself.
-    return Path(os.path.realpath(path))
-
-
 def say_findings(dataset: Dataset, console: RunConsole) -> None:
     """Warn of problems in the data. Raises DataError for those that training refuses."""
-    from mlxtune.core.reports import run_text
-
     for file in dataset.files:
         for warning in file.skipped.warnings():
             console.warn(warning)

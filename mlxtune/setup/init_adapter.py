@@ -16,6 +16,7 @@ def with_adapter(options: Mapping[str, Any]) -> dict[str, Any]:
     adapter = options.get("init_adapter")
     if not isinstance(adapter, str) or not adapter.strip() or options.get("init", "lora") != "lora":
         return dict(options)
+    # Loads mlx, which --help must not.
     from mlxtune.backend.adapters.initialise import options_of
 
     return options_of(adapter, options) | dict(options)

@@ -7,18 +7,33 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from mlxtune.backend.model import memory
+from mlxtune.backend.step.evaluator import Evaluator
+from mlxtune.backend.text.generate import Sampling, answers
+from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.config import RunParts, UseConfig
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.prompt import last_turn
+from mlxtune.core.data.text_stream import text_of
+from mlxtune.core.machine.files import write_json
+from mlxtune.core.training.evaluation import (
+    Evaluation,
+    Generated,
+    Sample,
+    Sums,
+    evaluation_of,
+    generated_of,
+    sums_of,
+    verdict_line,
+)
+from mlxtune.core.training.run_folder import EVALUATION
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.model import LoadedModel, load_model
-
-if TYPE_CHECKING:
-    from mlxtune.backend.text.tokenizer import ModelTokenizer
-    from mlxtune.core.data.corpus import CorpusRows
-    from mlxtune.core.training.evaluation import Evaluation, Generated, Sums
-    from mlxtune.terminal.console import RunConsole
+from mlxtune.terminal.console import RunConsole
 
 # The longest sample of an answer at the end of a run, in tokens.
 _LONGEST_SAMPLE = 128
@@ -31,8 +46,6 @@ def compare_losses(
 
     The model may compute by faster functions meanwhile, and by its own again afterwards.
     """
-    from mlxtune.backend.step.evaluator import Evaluator
-    from mlxtune.core.training.evaluation import evaluation_of, sums_of
 
     def sums(with_adapter: bool) -> Sums:
         loaded.use_adapter(with_adapter)
@@ -57,11 +70,6 @@ def answer_rows(
 
     `paths` are those of the rows' files.
     """
-    from mlxtune.backend.text.generate import Sampling, answers
-    from mlxtune.core.data.prompt import last_turn
-    from mlxtune.core.data.text_stream import text_of
-    from mlxtune.core.training.evaluation import Sample, generated_of
-
     ends = tokenizer.control_ids | tokenizer.eos_ids
     asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
     if not asked:
@@ -100,10 +108,6 @@ def judge(
     The run has ended and its adapter is written, so problems are warnings. The losses come first,
     because people wait for the verdict; the samples only serve the run's page.
     """
-    from mlxtune.core.machine.files import write_json
-    from mlxtune.core.training.evaluation import verdict_line
-    from mlxtune.core.training.run_folder import EVALUATION
-
     use = UseConfig(
         model_path=parts.step.model_path,
         adapter=str(parts.run.output_path),
@@ -145,8 +149,6 @@ def _samples(
     console: RunConsole,
 ) -> Generated | None:
     """Answer a few rows; None if none are asked for or none can be answered."""
-    from mlxtune.backend.model import memory
-
     if not parts.run.samples:
         return None
     tokenizer = Reader(parts.data, folder).tokenizer
@@ -159,11 +161,6 @@ def _samples(
 
 def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:
     """Draw rows that have a prompt and a whole answer; return them in file order."""
-    import numpy as np
-
-    from mlxtune.core.data.corpus import CorpusRows
-    from mlxtune.core.data.prompt import last_turn
-
     ends = tokenizer.control_ids | tokenizer.eos_ids
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     answerable = (i for i in order if last_turn(rows[i], ends) is not None)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxtune.backend.model import device, memory
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig, InstructTrainingConfig, StepConfig
+from mlxtune.core.data.cache import key_of
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps import memory_plan, order
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
+from mlxtune.core.steps.shapes import Load, ModelShapes
+from mlxtune.core.training.metrics import StepRecord
+from mlxtune.core.training.speed import keep_speed, speed_of
 from mlxtune.errors import MemoryLimitError
 from mlxtune.setup.dataset import Dataset
-
-if TYPE_CHECKING:
-    from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.core.data.encode import Example
-    from mlxtune.core.steps.execution import Execution
-    from mlxtune.core.steps.memory_plan import MemoryPlan, Work
-    from mlxtune.core.steps.shapes import ModelShapes
-    from mlxtune.core.training.metrics import StepRecord
-
 
 # On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
 _CPU_TOLERANCE = 0.05
@@ -27,8 +30,6 @@ _CPU_TOLERANCE = 0.05
 
 def training_rows(config: InstructTrainingConfig, dataset: Dataset) -> list[int]:
     """Return the rows of the corpus that train, as the trainer chooses them."""
-    from mlxtune.core.steps import order
-
     corpus = dataset.corpus
     if dataset.validation is not None:
         return list(range(corpus.num_rows))
@@ -40,8 +41,6 @@ def first_epoch(
     config: InstructTrainingConfig, dataset: Dataset
 ) -> Iterator[list[Sequence[Example]]]:
     """Yield the rows of each step of the first epoch, as the trainer takes them."""
-    from mlxtune.core.steps import order
-
     rows = dataset.corpus.select(training_rows(config, dataset))
     for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
         yield [rows[i] for i in step]
@@ -49,8 +48,6 @@ def first_epoch(
 
 def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
     """Return the steps of the first epoch that the plan is made for."""
-    from mlxtune.core.steps.memory_plan import planned
-
     if dataset is None:
         return []
     return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
@@ -64,9 +61,6 @@ def work_of(
     Those come from the whole data set or else from the steps. Without either, they are one example
     of --max-seq-len tokens.
     """
-    from mlxtune.core.steps.memory_plan import Work
-    from mlxtune.core.steps.shapes import Load
-
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:
         corpus = dataset.corpus
@@ -82,10 +76,6 @@ def work_of(
 
 def choose_plan(step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work) -> MemoryPlan:
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
-    from mlxtune.backend.model import memory
-    from mlxtune.backend.step.operations import best_execution
-    from mlxtune.backend.step.shapes import model_shapes, planned_execution
-
     best = best_execution(base.parameters, base.dtype)
     if step.compile != "auto":
         best = replace(best, compile=step.compile == "on")
@@ -120,9 +110,6 @@ def confirm(
 def _choose(
     step: StepConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
 ) -> MemoryPlan:
-    from mlxtune.backend.model import device
-    from mlxtune.core.steps import memory_plan
-
     allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[step.grad_checkpoint]
     plan = memory_plan.choose(
         shapes,
@@ -139,9 +126,6 @@ def _choose(
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
     """Return the key of a speed: the model's shapes, its LoRA, dtype and device."""
-    from mlxtune.backend.model import device
-    from mlxtune.core.data.cache import key_of
-
     return key_of([asdict(plan.shapes), dtype, device.device_name()])
 
 
@@ -149,10 +133,6 @@ def keep_speed_of(
     cache: Path | None, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
 ) -> None:
     """Keep the speed of a finished run for the next plan."""
-    import datetime
-
-    from mlxtune.core.training.speed import keep_speed, speed_of
-
     speed = speed_of(steps, str(datetime.date.today()))
     if speed is not None:
         keep_speed(cache, speed_key(plan, dtype), speed)

@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.adapters.attach import Adapted, base_mismatch, base_options, load_adapted
+from mlxtune.backend.adapters.files import find_adapter, read_adapter_config
+from mlxtune.backend.model import loading, memory, model_folder
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.model.quantize import format_name
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.text.generate import Generator, Sampling, seed
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
+from mlxtune.core.data.prompt import Prompt
+from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.memory import confirm
-
-if TYPE_CHECKING:
-    from mlxtune.backend.adapters.attach import Adapted
-    from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.backend.text.generate import Generator, Sampling
-    from mlxtune.core.data.prompt import Prompt
-    from mlxtune.core.steps.memory_plan import MemoryPlan, Work
-    from mlxtune.core.training.run_folder import ResumePoint
-    from mlxtune.terminal.console import RunConsole
-
+from mlxtune.terminal.console import RunConsole
 
 # Training
 
 
 def open_model(step: StepConfig, folder: Path, console: RunConsole) -> BaseModel:
     """Set the memory limits and open the model to train; its weights are not read yet."""
-    from mlxtune.backend.model import loading, memory
-
     console.say("Memory", memory.set_limits(step.memory_limit).describe())
     base = loading.open_base(folder, step.dtype, **step.loading())
     if slow := loading.slow_products(base):
@@ -41,9 +39,6 @@ def warn_of_other_base(
     adapter: str, base: BaseModel, console: RunConsole, *, trust_remote_code: bool
 ) -> None:
     """Warn if the adapter of --init-adapter was trained on another base. Raises ModelError."""
-    from mlxtune.backend.adapters.attach import base_mismatch
-    from mlxtune.backend.adapters.files import find_adapter
-
     weights = find_adapter(adapter, "--init-adapter")
     if other := base_mismatch(weights, base, trust_remote_code=trust_remote_code):
         console.warn(f"--init-adapter {other}")
@@ -51,8 +46,6 @@ def warn_of_other_base(
 
 def read_weights(base: BaseModel, console: RunConsole) -> None:
     """Read the weights of an open model and report what was loaded."""
-    from mlxtune.backend.model import loading
-
     loading.read_weights(base)
     console.say("Model", base.describe())
 
@@ -72,9 +65,6 @@ def build_pipeline(
     `provenance` returns what checkpoints record about the model. The plan is returned too, as
     loading the weights may have changed it.
     """
-    from mlxtune.backend.model import loading
-    from mlxtune.backend.step.pipeline import InstructPipeline
-
     pipeline = InstructPipeline(
         base.model,
         lora,
@@ -119,13 +109,10 @@ def find_model(config: UseConfig) -> Path:
 
     Raises ModelError.
     """
-    from mlxtune.backend.adapters import files
-    from mlxtune.backend.model import model_folder
-
     folder = model_folder.find_folder(config.model_path)
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     if config.adapter is not None:
-        files.read_adapter_config(files.find_adapter(config.adapter))
+        read_adapter_config(find_adapter(config.adapter))
     _base_options(config, folder)
     return folder
 
@@ -136,9 +123,6 @@ def load_model(config: UseConfig, folder: Path, console: RunConsole | None = Non
     Each stage is reported on the console. Without one, as at the end of a run, the memory limits
     stay as they are. Raises ModelError.
     """
-    from mlxtune.backend.adapters.attach import load_adapted
-    from mlxtune.backend.model import loading, memory
-
     if console is not None:
         console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = loading.load_base(folder, config.dtype, **_base_options(config, folder))
@@ -153,9 +137,6 @@ def load_model(config: UseConfig, folder: Path, console: RunConsole | None = Non
 
 def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
     """Return the keywords of `load_base`: quantised as the options say, or as in training."""
-    from mlxtune.backend.adapters.attach import base_options
-    from mlxtune.backend.adapters.files import find_adapter
-
     trust = {"trust_remote_code": config.trust_remote_code}
     if config.quantize is None and config.adapter is not None:
         return trust | base_options(find_adapter(config.adapter), folder, **trust)
@@ -166,9 +147,6 @@ def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
 
 def _report_base(config: UseConfig, weights: Path, base: BaseModel, console: RunConsole) -> None:
     """Report the base that the adapter is on, if it is not the folder as it is."""
-    from mlxtune.backend.adapters.attach import base_mismatch
-    from mlxtune.backend.model.quantize import format_name
-
     if config.quantize is None:
         if base.quantize is not None:
             name = format_name(base.quantize, base.double_quant)
@@ -208,8 +186,6 @@ def start_generator(
     config: GenerateConfig | ChatConfig, loaded: LoadedModel, reader: Reader
 ) -> tuple[Generator, Sampling]:
     """Return a generator, seeded, and how it samples."""
-    from mlxtune.backend.text.generate import Generator, Sampling, seed
-
     if config.seed is not None:
         seed(config.seed)
     sampling = Sampling(

@@ -6,16 +6,18 @@ import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxtune.backend.model import memory, model_folder
 from mlxtune.config import DataConfig, RunConfig, user_cache
+from mlxtune.core.machine import reservation
+from mlxtune.core.machine.files import check_outputs, check_writable
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training import run_folder
+from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import MlxTuneError, OutputError
-from mlxtune.setup.dataset import check_outputs, data_files
-
-if TYPE_CHECKING:
-    from mlxtune.core.steps.memory_plan import MemoryPlan
-    from mlxtune.core.training.run_folder import ResumePoint
-    from mlxtune.terminal.console import RunConsole
+from mlxtune.setup.dataset import data_files
+from mlxtune.terminal.console import RunConsole
 
 
 def check_paths(data: DataConfig, run: RunConfig) -> Path:
@@ -23,10 +25,6 @@ def check_paths(data: DataConfig, run: RunConfig) -> Path:
 
     Raises ModelError, DataError or OutputError.
     """
-    from mlxtune.backend.model import model_folder
-    from mlxtune.core.machine.files import check_writable
-    from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
-
     folder = model_folder.find_folder(data.model_path)
     model_folder.read_config(folder, trust_remote_code=data.trust_remote_code)
     output = run.output_path
@@ -43,8 +41,6 @@ def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> 
 
     Raises OutputError if another process trains there, or if it holds another unfinished run.
     """
-    from mlxtune.core.training import run_folder
-
     folder = run.checkpoint_path
     held.callback(run_folder.lock_run(folder).release)
     if resume is None and not run.overwrite and run_folder.is_unfinished(folder):
@@ -59,9 +55,6 @@ def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: R
 
     Raises MemoryLimitError if others hold it and neither --wait nor --ignore-ledger is given.
     """
-    from mlxtune.backend.model import memory
-    from mlxtune.core.machine import reservation
-
     folder, owner = user_cache() / "memory", str(run.checkpoint_path.absolute())
     size, capacity = plan.peak.total, memory.capacity()
     try:

@@ -9,23 +9,35 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.adapters import proof
+from mlxtune.backend.adapters.attach import base_options, load_adapted
+from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.adapters.formats.adapter import Adapter
+from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
+from mlxtune.backend.adapters.proof import Reference
+from mlxtune.backend.model import loading, memory
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.model.model_folder import find_folder, read_config
+from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.export import ImportConfig, OutgoingConfig
 from mlxtune.config.options import OPTIONS
+from mlxtune.config.row_fields import parse_fields
+from mlxtune.core.data.bad_rows import SkippedRows
+from mlxtune.core.data.encode import EncodedExample
+from mlxtune.core.data.formats import read_rows
+from mlxtune.core.data.notes import Notes
+from mlxtune.core.machine.files import file_hash, read_json, write_json
+from mlxtune.core.machine.output_folder import new_folder
+from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check, hashes
+from mlxtune.core.training.checkpoint import ADAPTER, METADATA
 from mlxtune.errors import ConfigError, MlxTuneError, ModelError
 from mlxtune.setup.dataset import Reader, data_files
 from mlxtune.setup.run_metadata import versions
+from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json, print_line
-
-if TYPE_CHECKING:
-    from mlxtune.backend.adapters.formats.adapter import Adapter
-    from mlxtune.backend.adapters.proof import Reference
-    from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.core.data.encode import EncodedExample
-    from mlxtune.core.runs.certificate import Certificate, WeightCheck
-    from mlxtune.terminal.console import RunConsole
 
 _PROMPTS = 4
 # How many rows of the data prompts are taken from, and the longest prompt in tokens.
@@ -61,20 +73,8 @@ class ExportResult:
     certificate: Certificate
 
 
-def start_console(config: OutgoingConfig) -> RunConsole:
-    """Return the console that reports the stages."""
-    import mlxtune.backend  # noqa: F401  loads a fast BLAS before anything imports mlx
-    from mlxtune.terminal.console import RunConsole
-
-    return RunConsole(quiet=config.quiet)
-
-
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
-    from mlxtune.backend.adapters.attach import base_options
-    from mlxtune.backend.adapters.files import find_adapter
-    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
-
     weights = find_adapter(config.adapter)
     adapter, metadata = read_mlx_lm(weights), _metadata_of(weights)
     relative_to = str(metadata.get("working_directory") or "")
@@ -90,8 +90,6 @@ def find_base(
 
     The adapter's name for it may be relative to the folder `relative_to`. Raises ModelError.
     """
-    from mlxtune.backend.model.model_folder import find_folder, read_config
-
     path = config.model_path or named
     if not path:
         raise ModelError(f"{adapter}: names no base model: give --model-path")
@@ -110,9 +108,6 @@ def find_base(
 
 def _metadata_of(weights: Path) -> Mapping[str, Any]:
     """Return the metadata of the checkpoint with the same adapter: beside it, or of its run."""
-    from mlxtune.core.machine.files import file_hash, read_json
-    from mlxtune.core.training.checkpoint import ADAPTER, METADATA
-
     for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
         try:
             same = folder / ADAPTER == weights or (
@@ -134,10 +129,6 @@ def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -
 
     Reports the base first, if it was quantised while loading. Raises OutputError.
     """
-    from mlxtune.backend.model.quantize import format_name
-    from mlxtune.core.machine.output_folder import new_folder
-    from mlxtune.core.runs.certificate import CERTIFICATE
-
     if source.quantization:
         name = format_name(**source.quantization)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
@@ -161,10 +152,6 @@ def make_reference(
     `rounding` is the dtype of what is written; with `everywhere`, all weights are rounded to it.
     The model is released before this returns. Raises a child of MlxTuneError.
     """
-    from mlxtune.backend.adapters import proof
-    from mlxtune.backend.adapters.attach import load_adapted
-    from mlxtune.backend.model import memory
-
     prompts = choose_prompts(config, source, console)
     adapted = load_adapted(load_base(config, source), str(source.weights))
     dtype = proof.coarsest(rounding, adapted.base.dtype)
@@ -176,8 +163,6 @@ def make_reference(
 
 def load_base(config: OutgoingConfig, source: Source) -> BaseModel:
     """Load the base that an adapter was trained on, as the proof runs it. Raises ModelError."""
-    from mlxtune.backend.model import loading
-
     trust = config.trust_remote_code
     options = source.quantization
     return loading.load_base(source.folder, config.dtype, trust_remote_code=trust, **options)
@@ -199,11 +184,6 @@ def certify(
     With `exact` false, the weights were quantised again, which logits cannot judge. Raises
     OutputError if rounding does not explain the difference.
     """
-    from mlxtune.backend.adapters import proof
-    from mlxtune.backend.model import memory
-    from mlxtune.core.machine.files import write_json
-    from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, check, hashes
-
     comparison = proof.compare(load(), reference)
     memory.release()
     certificate = Certificate(
@@ -270,11 +250,6 @@ def _read(
     config: OutgoingConfig, source: Source, options: Mapping[str, Any]
 ) -> list[EncodedExample]:
     """Return the last example of each of the first rows of data, as training encodes them."""
-    from mlxtune.config.row_fields import parse_fields
-    from mlxtune.core.data.bad_rows import SkippedRows
-    from mlxtune.core.data.formats import read_rows
-    from mlxtune.core.data.notes import Notes
-
     data = DataConfig(**{**options, "trust_remote_code": config.trust_remote_code})
     encoder = Reader(data, source.folder).encoder
     examples: list[EncodedExample] = []

@@ -6,18 +6,18 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
+from mlxtune.core.machine.files import file_hash
+from mlxtune.core.training.checkpoint import MANIFEST, Checkpoint, checkpoint_folders
+from mlxtune.core.training.run_folder import ResumePoint, find_resume_point
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
-
-if TYPE_CHECKING:
-    from mlxtune.core.training.checkpoint import Checkpoint
-    from mlxtune.core.training.run_folder import ResumePoint
-    from mlxtune.core.training.trainer import InstructTrainer
-    from mlxtune.terminal.console import RunConsole
+from mlxtune.terminal.console import RunConsole
 
 
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
@@ -27,8 +27,6 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
 
     Raises ConfigError or OutputError.
     """
-    from mlxtune.core.training.run_folder import find_resume_point
-
     if folder:
         run = run_folder_of(folder)
     else:
@@ -47,8 +45,6 @@ def run_folder_of(folder: str) -> Path:
 
     Raises OutputError if there is no such folder.
     """
-    from mlxtune.core.training.checkpoint import MANIFEST, checkpoint_folders
-
     run = Path(os.path.expanduser(folder))  # noqa: PTH111
     if not run.is_dir():
         raise OutputError(f"{run}: no such folder: name the folder of a run")
@@ -214,9 +210,6 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
 
     Only training the run again needs it.
     """
-    from mlxtune.backend.adapters.files import find_adapter
-    from mlxtune.core.machine.files import file_hash
-
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):
         raise ModelError(

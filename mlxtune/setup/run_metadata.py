@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from mlxtune.backend.model import device, memory
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import RunConfig, RunParts
-
-if TYPE_CHECKING:
-    from mlxtune.backend.model.loading import BaseModel
-    from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.core.data.corpus import Corpus
-    from mlxtune.core.machine.hashing import ModelHash
-    from mlxtune.core.steps.memory_plan import MemoryPlan
-    from mlxtune.core.training.metrics import InstructTrainResult
-    from mlxtune.core.training.trainer import InstructTrainer
-    from mlxtune.setup.dataset import Dataset
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.inspection import Distribution
+from mlxtune.core.machine.files import file_hash, read_json
+from mlxtune.core.machine.hashing import ModelHash
+from mlxtune.core.reports.curves import histogram
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training.metrics import InstructTrainResult
+from mlxtune.core.training.run_folder import ABOUT
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.setup.dataset import Dataset
 
 
 def about_run(
@@ -38,8 +44,6 @@ def about_run(
 
     A resumed run keeps its first start time.
     """
-    from mlxtune.backend.model import device
-
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     started, resumed_at = _times_before(parts.run) if resumed else (None, [])
     return {
@@ -76,9 +80,6 @@ def about_run(
 
 def _times_before(run: RunConfig) -> tuple[str | None, list[str]]:
     """Return when a run started and when it was resumed, if its run.json has that."""
-    from mlxtune.core.machine.files import read_json
-    from mlxtune.core.training.run_folder import ABOUT
-
     try:
         about = read_json(run.checkpoint_path / ABOUT)
     except (OSError, ValueError):
@@ -102,11 +103,6 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
     """Return the distributions of tokens and supervised tokens over all examples."""
-    import numpy as np
-
-    from mlxtune.core.data.inspection import Distribution
-    from mlxtune.core.reports.curves import histogram
-
     present = [corpus for corpus in corpora if corpus is not None]
     lengths = {}
     for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
@@ -119,9 +115,6 @@ def about_result(
     run: RunConfig, trainer: InstructTrainer, result: InstructTrainResult
 ) -> dict[str, Any]:
     """Return the content of result.json, once the adapter is written."""
-    from mlxtune.backend.model import memory
-    from mlxtune.core.machine.files import file_hash
-
     last = result.epoch_metrics[-1]
     return {
         "steps": trainer.progress.step,
@@ -154,8 +147,6 @@ def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    import importlib.metadata
-
     packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
     return {"python": platform.python_version()} | {
         package: importlib.metadata.version(package) for package in packages

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.profile import PipelineMeter
 from mlxtune.config import RunConfig, RunParts
+from mlxtune.core.training.observer import Observers, TrainingObserver
+from mlxtune.core.training.profile import Profiler, StepProfiler
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.setup.dataset import Dataset
+from mlxtune.terminal.console import RunConsole
 from mlxtune.tracking import trackers_of
-
-if TYPE_CHECKING:
-    from mlxtune.backend.step.pipeline import InstructPipeline
-    from mlxtune.core.training.observer import TrainingObserver
-    from mlxtune.core.training.profile import Profiler
-    from mlxtune.core.training.trainer import InstructTrainer
-    from mlxtune.terminal.console import RunConsole
 
 
 def make_trainer(
@@ -25,9 +23,6 @@ def make_trainer(
     should_stop: Callable[[], bool],
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
-    from mlxtune.core.training.observer import Observers
-    from mlxtune.core.training.trainer import InstructTrainer
-
     observer = Observers([console, *trackers_of(parts.run, parts.options, console.warn)])
     trainer = InstructTrainer(
         pipeline,
@@ -50,9 +45,6 @@ def _make_profiler(
 ) -> Profiler | None:
     if not run.profile_interval:
         return None
-    from mlxtune.backend.step.profile import PipelineMeter
-    from mlxtune.core.training.profile import StepProfiler
-
     return StepProfiler(
         run.profile_interval,
         PipelineMeter(pipeline),

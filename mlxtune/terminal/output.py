@@ -25,6 +25,7 @@ def print_line(line: str, *, stderr: bool = False) -> None:
 
 def print_answer(text: str) -> None:
     """Print a piece of a model's answer as it arrives; nothing in it controls the terminal."""
+    # Loads numpy, which doctor does without.
     from mlxtune.core.reports.visible import escape_controls, escape_unencodable
 
     sys.stdout.write(escape_unencodable(escape_controls(text), sys.stdout.encoding or "utf-8"))

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlxtune.config import RunConfig
 from mlxtune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mlxtune.config import RunConfig
-    from mlxtune.tracking.observer import TrackingObserver
-    from mlxtune.tracking.tracker import Tracker
+from mlxtune.tracking.observer import TrackingObserver
+from mlxtune.tracking.tracker import Tracker
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -35,10 +33,6 @@ def trackers_of(
 
     `warn` is called once for one that fails.
     """
-    if not run.trackers:
-        return []
-    from mlxtune.tracking.observer import TrackingObserver
-
     return [TrackingObserver(name, _tracker(name), run, options, warn) for name in run.trackers]
 
 

@@ -9,13 +9,14 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxtune.config import RunConfig
 from mlxtune.core.machine.files import read_json, write_json
 from mlxtune.core.reports.run_text import tokens_per_second
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
+    InstructTrainResult,
     SkippedStep,
     StepRecord,
     ValidationRecord,
@@ -25,9 +26,6 @@ from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.run_folder import TRACKING
 from mlxtune.errors import one_line
 from mlxtune.tracking.tracker import TrackedRun, Tracker, Value
-
-if TYPE_CHECKING:
-    from mlxtune.core.training.metrics import InstructTrainResult
 
 _IDENTITY = re.compile("[0-9a-f]{8}")
 

@@ -333,9 +333,9 @@ def test_texts_have_no_samples(train: Cli, tmp_path: Path, output: Path) -> None
 def test_interrupt_while_samples_are_answered_is_harmless(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.backend.text import generate
+    from mlxtune.setup import judge
 
-    monkeypatch.setattr(generate, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(judge, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
     outcome = train("--samples", 3)
     assert outcome.code == 0
     (warning,) = outcome.err.splitlines()

@@ -83,9 +83,9 @@ def test_folder_without_weights_and_config_is_enough(cli: Cli, light: Path, chat
 @pytest.fixture
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a tokenizer loaded once, which takes more than a second."""
-    from mlxtune.backend.text import tokenizer
+    from mlxtune.setup import dataset
 
-    monkeypatch.setattr(tokenizer, "load_tokenizer", functools.cache(tokenizer.load_tokenizer))
+    monkeypatch.setattr(dataset, "load_tokenizer", functools.cache(dataset.load_tokenizer))
 
 
 @pytest.mark.usefixtures("one_tokenizer")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import mlxtune.backend.text.tokenizer
 import mlxtune.setup.dataset
 from mlxtune import TrainConfig, train
 from mlxtune.config import DataConfig
@@ -35,13 +34,13 @@ def folder(tmp_path: Path) -> Path:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders whose tokenizer has been loaded."""
     loaded: list[Path] = []
-    whole = mlxtune.backend.text.tokenizer.load_tokenizer
+    whole = mlxtune.setup.dataset.load_tokenizer
 
     def load(folder: Path, **options: Any) -> Any:
         loaded.append(folder)
         return whole(folder, **options)
 
-    monkeypatch.setattr(mlxtune.backend.text.tokenizer, "load_tokenizer", load)
+    monkeypatch.setattr(mlxtune.setup.dataset, "load_tokenizer", load)
     return loaded
 
 
@@ -174,13 +173,17 @@ def test_other_version_of_the_code_encodes_anew(
 
 
 def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
-    """Every module that is imported to encode, but those that only carry or show the result."""
+    """Every module whose code runs to encode, but those that only read files."""
     code = (
-        "import sys; from pathlib import Path; from mlxtune.config import DataConfig\n"
+        "import sys, threading; from pathlib import Path; from mlxtune.config import DataConfig\n"
         "from mlxtune.setup.dataset import Reader\n"
         "config = DataConfig(sys.argv[1], sys.argv[2], no_cache=True)\n"
+        "ran = set()\n"
+        "def note(frame, *_): ran.add(str(frame.f_globals.get('__name__')))\n"
+        "threading.setprofile(note); sys.setprofile(note)\n"
         "Reader(config, Path(sys.argv[1])).encode(Path(sys.argv[2]))\n"
-        "print(*(name for name in sys.modules if name.startswith('mlxtune.')))"
+        "sys.setprofile(None)\n"
+        "print(*(name for name in ran if name.startswith('mlxtune.')))"
     )
     data = DATA
     arguments = [str(data / "demo-qwen3"), str(data / "bookings_test.jsonl")]
@@ -188,14 +191,10 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )
     used = {name.removeprefix("mlxtune.").replace(".", "/") for name in process.stdout.split()}
-    # Recipes and options are imported with the package, and do not encode.
+    # The recipe and the options only say what to encode.
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
-    carries = {
-        *("backend/model/blas", "backend/model/model_folder"),
-        *("core/machine/files", "core/steps/batch"),
-    }
     hashed = set(mlxtune.setup.dataset._code_hashes())
-    assert {name.partition("/")[2] for name in used - carries} <= hashed
+    assert {name.partition("/")[2] for name in used - {"backend/model/model_folder"}} <= hashed
 
 
 def test_entry_of_another_process_is_used(cli: Cli, chat: Path, loads: list[Path]) -> None:

@@ -154,6 +154,28 @@ def check_writable(folder: Path, option: str) -> None:
             pass
 
 
+def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
+    """Raise OutputError for a path, given by `option`, that is unwritable or is also read."""
+    in_use = set(map(_real, read))
+    for path in written:
+        with as_output_error(path, option):
+            if path.is_dir():
+                raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
+            # /dev/stdout may lead to a file, but it would itself be replaced.
+            parent = _real(path.parent)
+            device = parent == Path("/dev") or parent.is_relative_to("/proc")
+            if device or (path.exists() and not path.is_file()):
+                raise OutputError(f"{path}: is not a regular file: choose another {option}")
+        if _real(path) in in_use:
+            raise OutputError(f"{path}: is read by this run: choose another {option}")
+        check_writable(path.parent, option)
+
+
+def _real(path: Path) -> Path:
+    # Unlike Path.resolve, accepts a link to itself.
+    return Path(os.path.realpath(path))
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents. Raises OutputError."""
     with as_output_error(folder):
