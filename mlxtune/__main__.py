@@ -1,4 +1,4 @@
-"""The command as `python -m mlxtune`."""
+"""Runs the command as `python -m mlxtune`."""
 
 from mlxtune.cli import main
 

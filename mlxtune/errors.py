@@ -1,4 +1,4 @@
-"""Errors that a person can cause and fix.
+"""Errors that a user can cause and fix.
 
 MlxTuneError
 ├── ConfigError            an option or a config file          (also ValueError)
@@ -20,7 +20,7 @@ _QUOTED = 60
 
 
 class MlxTuneError(Exception):
-    """Base of all errors that a person can cause and fix."""
+    """Base of all errors that a user can cause and fix."""
 
 
 class ConfigError(MlxTuneError, ValueError):

@@ -1,4 +1,4 @@
-"""Everything that touches mlx and mlx_lm. Importing it makes the CPU fast first, where it is used.
+"""Everything that touches mlx and mlx_lm. On Linux, importing it loads a fast BLAS for the CPU.
 
 Nothing outside this package imports mlx, mlx_lm or transformers.
 """

@@ -76,7 +76,7 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit; errors that a person can fix end in one line on stderr."""
+    """Run the command and exit; errors that a user can fix end in one line on stderr."""
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if asked := os.environ.get(VARIABLE):

@@ -14,7 +14,7 @@ from mlxtune.config import BenchConfig
 def bench(config: BenchConfig) -> None:
     """Time training steps and measure their memory on your data.
 
-    --against times another trainer on the same steps, in processes of their own.
+    --against times another trainer on the same steps, in separate processes.
     """
     from mlxtune.recipes.bench import show
 

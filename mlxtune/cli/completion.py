@@ -1,7 +1,7 @@
 """`mlxtune completion`, and the answers to a shell that completes a command line.
 
 Both are click's own, but click cannot know which of our text options name a file, a folder or one
-of a few words. Their metavar tells.
+of a few words. Their metavar shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
-# Set by the shell's script to what it asks for; the name is click's convention.
+# Set by the shell's script to its request; the name is click's convention.
 VARIABLE = "_MLXTUNE_COMPLETE"
 _FOLDERS, _FILES = ("DIR", "RUN"), ("PATH", "FILE")
 

@@ -1,4 +1,4 @@
-"""Click options from the fields of a config, and a config from what was given."""
+"""Click options from the fields of a config, and a config from flags and a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Config = TypeVar("Config", bound=Checked)
 def config_options(config: type) -> list[click.Option]:
     """Return a click option for each field of a config.
 
-    Values stay text, or None where not given: the config converts and checks all of them at once.
+    Values stay text, or None if not given: the config converts and checks all of them at once.
     """
     types = field_types(config)
     return [
@@ -87,7 +87,7 @@ class ConfigCommand(click.Command):
             section: [name for name in options if name in records]
             for section, options in SECTIONS.items()
         }
-        # An option may go by another name among all than on its command line.
+        # An option's name in OPTIONS may differ from its flag.
         for field in dataclasses.fields(self.config):
             if (name := field.metadata["name"]) != field.name:
                 for section, options in SECTIONS.items():
@@ -108,7 +108,7 @@ def config_command(
     name: str | None = None,
     cls: type[ConfigCommand] = ConfigCommand,
 ) -> Callable[[Callable[[Config], None]], click.Command]:
-    """Make a command of a function of a config, which flags and a file fill."""
+    """Make a command of a function of a config, which is built from flags and a file."""
 
     def decorate(run: Callable[[Config], None]) -> click.Command:
         def callback(config: str | None, **flags: Any) -> None:
@@ -139,7 +139,7 @@ def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
 
 
 def given(kind: type[Config], config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file and flags give, unchecked. Raises ConfigError for options unknown."""
+    """Return the options in a file and flags, unchecked. Raises ConfigError for unknown options."""
     options, problems = _read_options(kind, config, flags)
     if problems:
         raise ConfigError(problems)

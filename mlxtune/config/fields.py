@@ -28,7 +28,7 @@ class Affects(Enum):
     RESULT = auto()  # what is learned: must stay the same
     LENGTH = auto()  # how long the run trains: may only grow
     INPUT = auto()  # which files are read: may move, their content is compared
-    EXECUTION = auto()  # time, memory, or what is kept of the run: may change
+    EXECUTION = auto()  # time, memory, or which files of the run are kept: may change
     PLACES = auto()  # where files are, or how much is printed: may change; not compared in reports
     COMMAND = auto()  # a command other than train
 
@@ -42,7 +42,7 @@ class Option:
     affects: Affects
     # Decides which examples a data file gives, so encoded files are cached by it.
     encodes: bool = False
-    # A file or folder: a relative one is found from where the run was started.
+    # A file or folder: a relative path starts where the run was started.
     path: bool = False
     # False: never taken from a checkpoint, which someone else may have written.
     inherited: bool = True
@@ -59,7 +59,7 @@ class Option:
     if_empty: str = "is empty"
 
     def read(self, value: Any, annotation: Any) -> tuple[Any, str | None]:
-        """Return a value as `annotation` has it and None, or None and what is wrong with it."""
+        """Return a value converted to `annotation` and None, or None and what is wrong with it."""
         if isinstance(value, int) and not isinstance(value, bool) and self.choices:
             value = str(value)  # as in `quantize: 4`
         value, problem = self._convert(value, annotation)
@@ -109,7 +109,7 @@ class Option:
 
 
 def _not(value: Any) -> str:
-    # Bounded: aliases of YAML make a list of billions of items out of a few lines.
+    # Bounded, because YAML aliases turn a few lines into a list of billions of items.
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 200
     return f"not {short.repr(value)}"
@@ -188,7 +188,7 @@ class Checked:
             raise ConfigError(problems)
 
     def contradictions(self) -> list[str]:
-        """Return what is wrong between fields that are each right by themselves."""
+        """Return the problems between fields that are each valid alone."""
         return []
 
     def part(self, kind: type[_Part], **changes: Any) -> _Part:

@@ -12,7 +12,7 @@ from mlxtune.config.fields import Affects, Option
 
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
 
-# In the order of --help. Configs share an option where it means the same to them.
+# In the order of --help. Configs share an option if it means the same to them.
 SECTIONS: dict[str, dict[str, Option]] = {
     "Files": {
         "model_path": Option(

@@ -1,4 +1,4 @@
-"""Where a person's files are."""
+"""The user's cache folder, and paths with `~`."""
 
 from __future__ import annotations
 

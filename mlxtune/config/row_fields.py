@@ -16,7 +16,7 @@ FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
 
 
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
-    """Parse `name=key` pairs: a field's name, and the key that the file has in its place.
+    """Parse `name=key` pairs: a field's name, and the key that the file uses for it.
 
     Raises ValueError with one sentence for the first wrong pair.
     """

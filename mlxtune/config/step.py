@@ -11,7 +11,7 @@ from mlxtune.config.options import option
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig(Checked):
-    """Which base model, in which precision and memory, and how steps on it are computed.
+    """Which base model is trained, in which precision and memory, and how steps are computed.
 
     Only `dtype` and quantisation change what is learned. Raises ConfigError, with every problem
     at once.

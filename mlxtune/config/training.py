@@ -1,4 +1,4 @@
-"""Options of a run, and the parts of them that its modules take."""
+"""Options of a run, and the parts that its modules take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACKERS = ("trackio", "tensorboard", "wandb")
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(Checked):
-    """Where a run is written, what it prints and records, and what it does beside other runs.
+    """Where a run is written, what it prints and records, and how it shares the machine.
 
     Raises ConfigError, with every problem at once.
     """
@@ -57,7 +57,7 @@ class RunConfig(Checked):
 
     @property
     def checkpoint_path(self) -> Path:
-        """The checkpoint folder; by default `checkpoints` beside the output."""
+        """The checkpoint folder; by default `checkpoints` next to the output."""
         if self.checkpoint_dir is None:
             return self.output_path.parent / "checkpoints"
         return as_path(self.checkpoint_dir)
@@ -100,8 +100,8 @@ class InstructTrainingConfig(Checked):
 class InstructConfig(Checked):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
-    `learning_rate` is for calls of `train_step` and `train_batch` that name none, and the peak of
-    a trainer whose config names none; a trainer hands each step the rate of its schedule.
+    `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
+    whose config has none; a trainer passes the rate of its schedule to each step.
 
     Raises ConfigError, with every problem at once.
     """

@@ -1,4 +1,4 @@
-"""Counts, sizes, losses and times as people read them."""
+"""Counts, sizes, losses and times in a readable form."""
 
 from __future__ import annotations
 

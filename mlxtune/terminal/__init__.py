@@ -1,1 +1,1 @@
-"""What a person sees on a terminal."""
+"""Output for people on a terminal."""

@@ -22,7 +22,7 @@ from mlxtune.core.training.profile import ProfileRecord, StepProfile
 from mlxtune.errors import printable
 
 _STAGE_WIDTH = 12
-# Columns beside the state of a step: its number, the bar, the time left.
+# The width of the other columns: the number of the step, the bar, the time left.
 _BAR_WIDTH = 45
 
 
@@ -92,7 +92,7 @@ class RunConsole(TrainingObserver):
         self.show(f"encoding {path}: {count(rows, 'row')}")
 
     def show(self, text: str) -> None:
-        """Show on a terminal what is being done, until the next line is printed."""
+        """Show the current activity on a terminal, until the next line is printed."""
         if self._quiet or not self._live:
             return
         if self._status is None:

@@ -1,4 +1,4 @@
-"""An inspection on a terminal: what the page shows, and legible without colour."""
+"""An inspection on a terminal: the contents of the page, legible without colour too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.core.reports import visible
 from mlxtune.core.text import count, short_number
 
-# How many pieces are printed at the two ends of a long example.
+# How many pieces are printed at each end of a long example.
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
 # Below this width, tables are transposed and numbers rounded.
@@ -109,7 +109,7 @@ class _View:
                 )
 
     def _encodable(self, text: Text) -> Text:
-        """Escape what the terminal's encoding lacks, and keep the styles."""
+        """Escape characters that the terminal's encoding lacks, and keep the styles."""
         escaped = Text()
         for one in text.divide(sorted({edge for s in text.spans for edge in (s.start, s.end)})):
             style = one.spans[0].style if one.spans else ""

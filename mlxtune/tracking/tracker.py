@@ -1,4 +1,4 @@
-"""What a tracker is given of a run."""
+"""The interface of a tracker, and a run as it sees it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Adapter files: attached, fused, saved, and proved."""
+"""Adapter files: read, written, attached, fused, and compared with the trained model."""

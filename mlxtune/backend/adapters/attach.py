@@ -57,16 +57,13 @@ class Adapted:
         return self.base.model
 
     def use_adapter(self, on: bool) -> None:
-        """Have the model run with its adapter, or as the base model.
-
-        A `Forward` that was built with the adapter on follows.
-        """
+        """Switch the adapter on or off, also in a `Forward` that was built with the adapter on."""
         chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
         self.model.update_modules(tree_unflatten(chosen))
 
 
 def load_adapted(base: BaseModel, adapter: str) -> Adapted:
-    """Put an adapter in mlx-lm's layout, ours or mlx-lm's, on a base model.
+    """Put an adapter in mlx-lm's layout on a base model.
 
     It goes on the modules that the file has tensors for, by their full names. Raises ModelError
     where it does not fit.
@@ -136,8 +133,8 @@ def _config_of(weights: Path, info: AdapterInfo, targets: list[str]) -> Instruct
 def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Return the keywords with which `load_base` loads the base that an adapter was trained on.
 
-    They are empty where that is the folder as it is, which may already be quantised in the same
-    format, as by `mlx_lm.convert`. Raises ModelError where it is quantised otherwise.
+    They are empty if training used the folder as stored, or if the folder is already quantised in
+    the same format, as by `mlx_lm.convert`. Raises ModelError if it is quantised in another.
     """
     saved, path = read_info(weights).mlxtune, weights.with_name(ADAPTER_CONFIG)
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
@@ -160,7 +157,7 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
 
 
 def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
-    """Return a warning where an adapter was trained on another base than this one, else None."""
+    """Return a warning if an adapter was trained on a different base than this one, else None."""
     try:
         trained = base_options(weights, base.folder, trust_remote_code=trust_remote_code)
     except ModelError as problem:

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: the adapter, the trained parameters where they differ, the optimizer."""
+"""A checkpoint's tensors: the adapter, the trained parameters if they differ, the optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxtune.errors import ModelError, one_line
 OPTIMIZER = "optimizer.safetensors"
 # The trained tensors, in checkpoints whose adapter is padded or converted.
 PARAMETERS = "parameters.safetensors"
-# PiSSA's initial factors, which are needed beside what is trained.
+# PiSSA's initial factors, which are needed in addition to the trained tensors.
 _PRINCIPAL = (".taken_a", ".taken_b")
 
 
@@ -89,7 +89,7 @@ def _rank_axes(a: mx.array) -> tuple[int, int]:
 def adapter_writer(
     model: nn.Module, lora: LoRASummary, base_model: str, extra: Mapping[str, Any] | None = None
 ) -> Callable[[Path], None]:
-    """Return a function that writes the adapter as it is now, and adapter_config.json beside it.
+    """Return a function that writes the current adapter, and adapter_config.json next to it.
 
     `extra` goes into the config's `mlxtune` part. Each file is written whole or not at all.
     Tensors are float32 and sorted by name, so that equal adapters are equal bytes. The function
@@ -106,7 +106,7 @@ def adapter_writer(
             "dropout": options.dropout,
             "keys": list(lora.keys),
         },
-        # mlx-lm needs nothing of this.
+        # mlx-lm ignores this part.
         "mlxtune": {
             "rank": options.lora_rank,
             "alpha": options.lora_alpha,
@@ -126,9 +126,9 @@ def adapter_writer(
 
 
 def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:
-    """Return a function that writes the trained tensors as they are now into a folder.
+    """Return a function that writes the current trained tensors into a folder.
 
-    It writes nothing where the adapter holds them. It raises OutputError.
+    It writes nothing if the adapter file holds them. It raises OutputError.
     """
     if lora.trained_as_written:
         return lambda folder: None
@@ -153,7 +153,7 @@ def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
 def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
     """Return the number of tensors in a checkpoint's adapter.
 
-    Raises ModelError where they, or the trained tensors, do not fit the model with LoRA.
+    Raises ModelError if they, or the trained tensors, do not fit the model with LoRA.
     """
     if not lora.trained_as_written:
         _read(weights.with_name(PARAMETERS), _saved_parameters(model))
@@ -163,7 +163,7 @@ def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
 def optimizer_writer(
     state: Mapping[str, Any], settings: Mapping[str, int]
 ) -> Callable[[Path], None]:
-    """Return a function that writes an optimizer's state as it is now, with settings."""
+    """Return a function that writes an optimizer's current state, with settings."""
     tensors = dict(tree_flatten(state))
     metadata = {name: str(value) for name, value in settings.items()}
     return lambda path: write_tensors(path, tensors, metadata)
@@ -172,7 +172,7 @@ def optimizer_writer(
 def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return an optimizer's state, of the shapes of `state`, and its settings.
 
-    Raises ModelError where it does not fit.
+    Raises ModelError if it does not fit.
     """
     tensors, metadata = _read(path, dict(tree_flatten(state)))
     try:

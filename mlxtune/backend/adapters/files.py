@@ -40,8 +40,8 @@ class AdapterInfo:
 def find_adapter(path: str, option: str = "--adapter") -> Path:
     """Return the adapter file that a path means: the file, its folder, or a run's folder.
 
-    A run without an adapter beside its checkpoints has that of its best checkpoint. `option` is
-    where the path was given. Raises ModelError.
+    For a run without an adapter next to its checkpoints, it is that of the best checkpoint.
+    `option` is the option that named the path. Raises ModelError.
     """
     given = Path(os.path.expanduser(path))  # noqa: PTH111
     candidates = (
@@ -60,7 +60,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
 
 
 def read_adapter_config(weights: Path) -> dict[str, Any]:
-    """Return the adapter_config.json, mlx-lm's or PEFT's, beside an adapter. Raises ModelError."""
+    """Return the adapter_config.json, mlx-lm's or PEFT's, next to an adapter. Raises ModelError."""
     path = weights.with_name(ADAPTER_CONFIG)
     try:
         return read_given_json(path)
@@ -165,7 +165,7 @@ def check_shapes(
 
 
 def check_rank(weights: Path, shapes: Mapping[str, tuple[int, ...]], info: AdapterInfo) -> None:
-    """Raise ModelError where the tensors have another rank than the config says.
+    """Raise ModelError if the tensors' rank differs from the config's.
 
     Called before anything of that size is allocated.
     """
@@ -195,6 +195,6 @@ def module_names(weights: Path, names: Mapping[str, Any], kind: str) -> list[str
 
 
 def split_layer(name: str) -> tuple[int, str] | None:
-    """Return the number of the layer that a module is in, and its path there; None outside."""
+    """Return the number of a module's layer, and its path there; None outside the layers."""
     found = _IN_LAYER.search(name)
     return (int(found[1]), found[2]) if found else None

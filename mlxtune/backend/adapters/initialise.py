@@ -37,7 +37,7 @@ _SCALE_TOLERANCE = 1e-9
 def initialise(model: nn.Module, lora: LoRASummary, seed: int) -> str | None:
     """Give LoRA its initial values; return the SHA-256 of the adapter it starts from, if any.
 
-    Raises ModelError where that does not fit the options.
+    Raises ModelError if that does not fit the options.
     """
     modules, config = adapted_modules(model), lora.config
     for module in modules.values():
@@ -92,8 +92,8 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
 def options_of(adapter: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with which a run continues an adapter.
 
-    `given` are the options that the user set; --rslora among them changes in which terms the scale
-    is expressed. Raises ModelError.
+    `given` are the options that the user set; with --rslora among them, the scale is expressed as
+    alpha / √rank. Raises ModelError.
     """
     weights = find_adapter(adapter, "--init-adapter")
     info, shapes = read_info(weights), read_shapes(weights)

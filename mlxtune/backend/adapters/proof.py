@@ -1,4 +1,4 @@
-"""Comparing the logits of a trained model and of what was exported from it."""
+"""Compares the logits of a trained model with those of its export."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
 
 
 def _answer(model: nn.Module, prompt: list[int]) -> list[int]:
-    """Return the model's greedy continuation, which does not stop at the end of a turn."""
+    """Return the model's greedy continuation, past the end of a turn."""
     cache = make_prompt_cache(model)
     answer: list[int] = []
     given = mx.array([prompt])

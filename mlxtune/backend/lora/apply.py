@@ -1,4 +1,4 @@
-"""Putting LoRA or DoRA on a model, and what was put on it."""
+"""Applies LoRA or DoRA to a model, and describes the result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LoRASummary:
     `keys` are the paths of the targets within a layer, `num_layers` how many of the last layers
     were searched, `layers` how many of these had a match. An adapter file has one rank and one
     scale: `written_rank` is the largest, and `scale` the one that belongs to it.
-    `trained_as_written` is true where the file's tensors are the trained ones, unpadded.
+    `trained_as_written` is true if the file's tensors are the trained ones, unpadded.
     """
 
     config: InstructConfig
@@ -71,7 +71,7 @@ class LoRASummary:
         return "dora" if self.config.dora else "lora"
 
     def describe(self) -> str:
-        """Describe in one line what is trained."""
+        """Describe the trained parameters in one line."""
         config = self.config
         share = self.trainable_parameters / self.total_parameters
         ranks = target_ranks(config.target_rank)
@@ -98,7 +98,7 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
 
     No weight is read. PiSSA and a first adapter are applied by `initialise`.
 
-    Raises ModelError when a target matches nothing, even if another does.
+    Raises ModelError if any target matches nothing.
     """
     layers = chosen_layers(model, config)
     keys = match_targets(layers, config.targets)
@@ -180,7 +180,7 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 def lora_layer(
     module: nn.Module, name: str, settings: LayerSettings, dropout_keys: DropoutKeys
 ) -> nn.Module:
-    """Return a projection with LoRA on it. Raises ModelError where that is not possible."""
+    """Return a projection with LoRA on it. Raises ModelError if that is not possible."""
     key = mx.random.key(hash_of(f"{settings.seed}/lora/{name}", 8))
     if isinstance(module, EXPERTS):
         return _lora_experts(module, name, settings, key)
@@ -201,7 +201,7 @@ def lora_layer(
                 f"--init pissa: {name} has only {limit} singular vectors, fewer than a rank of "
                 f"{settings.rank}: lower its rank with --rank or --target-rank"
             )
-        # Placeholders of the right shape, until they are computed or read.
+        # Placeholders of the right shape until the factors are computed or read.
         layer.principal = PrincipalFactors(mx.zeros_like(layer.lora_a), layer.lora_b)
     return layer
 

@@ -23,8 +23,8 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
     """Initialise LoRA to the largest singular vectors of each weight.
 
     The stored weights do not change: the initial product is subtracted in the forward pass (see
-    `PrincipalFactors`), so that a quantised weight is not quantised again, and the adapter that is
-    written applies to the weights that everyone has.
+    `PrincipalFactors`), so that a quantised weight is not quantised again, and the written adapter
+    applies to the published weights.
 
     Source: PiSSA, arXiv:2404.02948, equations 2 to 4; divided by the scale as in PEFT's pissa_init.
     """

@@ -41,7 +41,7 @@ def rank_of(name: str, config: InstructConfig) -> int:
 def match_targets(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
     """Return the paths within a layer of the projections that targets name.
 
-    Raises ModelError where a target matches nothing, even if another does.
+    Raises ModelError if any target matches nothing.
     """
     available = sorted({name for layer in layers for name in projections(layer)})
     matches: set[str] = set()

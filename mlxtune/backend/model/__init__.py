@@ -1,1 +1,1 @@
-"""Model folders, weights, quantisation and the memory they may take."""
+"""Model folders, weights, quantisation, and memory limits."""

@@ -22,8 +22,8 @@ _LARGEST_INT = 2**31 - 1
 def prepare_cpu() -> str | None:
     """Load a fast BLAS and keep freed memory, on Linux; do nothing elsewhere.
 
-    Returns the name of the library, or None elsewhere and where none was found, which warns once
-    and says what to install.
+    Returns the name of the library, or None elsewhere. If none is found, it warns once with what to
+    install, and returns None.
     """
     if sys.platform != "linux":
         return None
@@ -45,14 +45,14 @@ def prepare_cpu() -> str | None:
 
 
 def _candidates() -> Iterator[str]:
-    # The system's, where the dynamic linker finds it. scipy's OpenBLAS wheels do not work: their
-    # symbols are prefixed.
+    # The system's library, if the dynamic linker finds it. scipy's OpenBLAS wheels do not work:
+    # their symbols are prefixed.
     yield "libopenblas.so.0"
     try:
         files = importlib.metadata.files("mkl") or []
     except importlib.metadata.PackageNotFoundError:
         return
-    # The same result to the bit from run to run, whatever the alignment of the arrays.
+    # The same result bit for bit in every run, whatever the alignment of the arrays.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     yield from (str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))

@@ -1,4 +1,4 @@
-"""Frozen layers that are stored in fewer bits than they compute in."""
+"""Frozen layers stored in fewer bits than they compute in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx.utils import tree_unflatten
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
 
-# The values of --quantized-compute, but for auto.
+# The values of --quantized-compute, except auto.
 QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
 
 
@@ -98,7 +98,7 @@ class PackedRows:
 
 
 def dequantized_weight(module: nn.Module) -> mx.array:
-    """Return the weight of a layer in float32, dequantised where it is quantised."""
+    """Return the weight of a layer in float32, dequantised if it is quantised."""
     if hasattr(module, "unpacked"):
         return module.unpacked(mx.float32)
     return _dequantize(module) if "scales" in module else module.weight.astype(mx.float32)
@@ -128,8 +128,8 @@ def _dequantized_product(x: mx.array, module: Any) -> mx.array:
     """Return x (..., in) times the transpose of a module's frozen matrix, in the dtype of x.
 
     The matrix is dequantised for the product, and again for the gradient of x; on the CPU in
-    float32, whose products of other dtypes are slow. That waits for the other factor, so that a
-    graph of many layers does not dequantise all of them first.
+    float32, whose products of other dtypes are slow. Dequantising waits for the other factor, so
+    that a graph of many layers does not dequantise all of them first.
     """
     dtype = mx.float32 if on_cpu() else x.dtype
 
@@ -164,11 +164,11 @@ def _dequantize(
 
 
 def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
-    """Have a model compute with its quantised matrices as --quantized-compute says.
+    """Make a model multiply by its quantised matrices as --quantized-compute says.
 
-    `auto` takes what is faster: MLX's quantised products on a GPU, dequantised matrices on the
+    `auto` takes the faster: MLX's quantised products on a GPU, dequantised matrices on the
     CPU. Experts are left to MLX; nf4, for which MLX has no products, is always dequantised.
-    Returns the choice, or None where nothing is quantised.
+    Returns the choice, or None if nothing is quantised.
     """
     quantised = [module for _, module in model.named_modules() if "scales" in module]
     if not quantised:
@@ -209,7 +209,7 @@ def embed_in_float32(model: nn.Module) -> None:
 
 def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
     """Replace the modules of a model for which `make` returns another one."""
-    # By identity: a module that two layers share is still shared.
+    # By identity, so that a module shared by two layers stays shared.
     modules = {id(module): module for _, module in model.named_modules()}
     made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
     paths = [(name, made[id(old)]) for name, old in model.named_modules() if id(old) in made]

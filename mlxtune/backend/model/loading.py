@@ -32,7 +32,7 @@ from mlxtune.backend.model.quantize import (
 from mlxtune.core.text import short_number
 from mlxtune.errors import ModelError, one_line
 
-# Fields of a config that are used beside what mlx-lm reads.
+# Fields of a config that are used here, in addition to those that mlx-lm reads.
 _NUMBERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_experts_per_tok")
 
 
@@ -42,7 +42,7 @@ class BaseModel:
 
     `text_config` is the language model's part of config.json. `quantization` describes quantised
     weights, `quantize` is the format they were quantised to while loading, and
-    `quantized_compute` how they are multiplied; each is None where it does not apply.
+    `quantized_compute` how they are multiplied; each is None if it does not apply.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class BaseModel:
 def load_base(folder: Path, dtype: str, **options: Any) -> BaseModel:
     """Open a model, as `open_base` does with these options, and read its weights.
 
-    Raises ModelError where the folder is incomplete or broken, or cannot be quantised.
+    Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
     """
     base = open_base(folder, dtype, **options)
     read_weights(base)
@@ -99,7 +99,7 @@ def open_base(
     quantises the weights of a full-precision model one by one as they are read; `double_quant` is
     for nf4. `quantized_compute` is explained at `compute_quantized`.
 
-    Raises ModelError where the folder is incomplete or broken, or cannot be quantised.
+    Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     check_weights(folder, config)
@@ -117,7 +117,7 @@ def open_base(
         _cast(model, chosen)
         compute = compute_quantized(model, chosen, quantized_compute)
         text_config = _text_config(config)
-        # Builds a graph without computing it, which finds a config that is of the wrong type.
+        # Builds a graph without computing it, which exposes config values of the wrong type.
         model(mx.zeros((1, 2), mx.int32))
     except ModelError:
         raise
@@ -141,15 +141,15 @@ def open_base(
 
 
 def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return mlx-lm's model, no weight of which is read yet, and its completed config.
+    """Return mlx-lm's model, without reading its weights, and its completed config.
 
-    `config` is what `read_config` returned: code of the folder that it names is trusted.
+    `config` comes from `read_config`, so code of the folder that it names is trusted.
     """
     return load_model(folder, lazy=True, trust_remote_code=bool(config.get("model_file")))
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of a config. Raises TypeError where it is malformed."""
+    """Return the language model's part of a config. Raises TypeError if it is malformed."""
     text_config = config.get("text_config") or config
     if not isinstance(text_config, Mapping):
         raise TypeError("text_config is not an object")
@@ -168,7 +168,7 @@ def base_quantization(base: BaseModel) -> dict[str, Any]:
 
 
 def slow_products(base: BaseModel) -> str | None:
-    """Return a warning, with its remedy, where quantised products are slow on this device."""
+    """Return a warning, with its remedy, if quantised products are slow on this device."""
     if not on_cpu() or base.quantized_compute is None:
         return None
     if base.quantized_compute == QUANTIZED:
@@ -185,7 +185,7 @@ def slow_products(base: BaseModel) -> str | None:
 
 
 def read_weights(base: BaseModel) -> None:
-    """Read the weights of an opened model. Raises ModelError where they are broken."""
+    """Read the weights of an opened model. Raises ModelError if they are broken."""
     try:
         if base.quantize is not None:
             read_one_by_one(base.model)
@@ -212,7 +212,7 @@ def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Have a model compute in the dtype.
+    """Make a model compute in the dtype.
 
     On the CPU, big matrices that are stored in 16 bits stay so where float32 is computed: each use
     casts them, which is exact, takes a few percent of its work, and halves their memory.

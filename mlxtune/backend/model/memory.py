@@ -30,7 +30,7 @@ _since_start = [0]
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Limits in bytes. `recommended` is the device's own, or None where it has none."""
+    """Limits in bytes. `recommended` is the device's own, or None if it has none."""
 
     memory: int
     cache: int
@@ -94,7 +94,7 @@ def relieve_pressure() -> None:
 
 
 def release() -> None:
-    """Free the memory of models that nothing refers to any more."""
+    """Free the memory of models that are no longer referenced."""
     # Modules and the objects that run them refer to each other.
     gc.collect()
     mx.clear_cache()

@@ -25,7 +25,7 @@ _MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
 
 
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
-    """Return a model's folder, downloaded where `model_path` is owner/name.
+    """Return a model's folder, downloaded if `model_path` is owner/name.
 
     Without `weights`, only the small files are downloaded. Raises ModelError.
     """
@@ -45,7 +45,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         raise ModelError(f"{model_path}: no such folder: check --model-path")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
-        # mlx-lm's, which downloads from ModelScope where the user has set that up.
+        # mlx-lm's downloader, which uses ModelScope if the user has set that up.
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
         raise ModelError(
@@ -56,7 +56,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Read a model's config.json, having checked the folder's other files.
 
-    Raises ModelError, also for a type that mlx-lm does not have, or for code that is not trusted.
+    Raises ModelError, also for a type that mlx-lm does not support, or for untrusted code.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -97,7 +97,7 @@ def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_auto_map(folder: Path) -> None:
-    """Raise ModelError where trusted code for transformers is not in the model's folder.
+    """Raise ModelError if trusted code for transformers is not in the model's folder.
 
     transformers downloads what the auto_map prefixes with a repository and `--`.
     """
@@ -114,7 +114,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
-    """Raise ModelError unless a file may run as the model's code: trusted, and of its folder."""
+    """Raise ModelError unless a file may run as the model's code: trusted, and in its folder."""
     if not trusted:
         raise ModelError(
             f"{path}: asks to run {file!r:.100} of its folder: read that file, then add "
@@ -126,7 +126,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a file that is not a regular one, such as a pipe, or is far too large.
+    """Raise ModelError for a file that is not regular, such as a pipe, or far too large.
 
     Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """
@@ -182,7 +182,7 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def vocab_size(folder: Path) -> int:
-    """Return the size of a model's vocabulary by its config.json; 0 where it is not given."""
+    """Return the vocabulary size in a model's config.json; 0 if it is missing."""
     config = json_object(folder / "config.json")
     for part in (config.get("text_config"), config):
         size = part.get("vocab_size") if isinstance(part, dict) else None
@@ -192,7 +192,7 @@ def vocab_size(folder: Path) -> int:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return a file's object, or an empty one: its errors surface where the file is needed."""
+    """Return a file's object, or an empty one: errors surface when the file is really needed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

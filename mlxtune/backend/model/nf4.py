@@ -26,7 +26,7 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# Entries to quantise at once: temporary arrays take several times their size.
+# Entries to quantise at once, as temporary arrays take several times their size.
 _AT_ONCE = 1 << 20
 
 Floats = npt.NDArray[np.float32]
@@ -81,7 +81,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     for start in range(0, weight.shape[0], rows):
         part = weight[start : start + rows]
         if codes:
-            # One part after the other, so that temporary arrays are those of one.
+            # In parts, so that temporary arrays cover only one part at a time.
             part = mx.depends([part], [codes[-1]])[0]
         blocks = part.astype(mx.float32).reshape(part.shape[0], -1, BLOCK)
         largest = mx.abs(blocks).max(axis=-1)
@@ -154,7 +154,7 @@ def _pairs() -> mx.array:
 
 
 def _evaluated(values: Floats) -> mx.array:
-    # Evaluated here, as a graph that is being traced must not be the first to use a shared array.
+    # Evaluated now: a shared array must not be used first in a graph that is being traced.
     array = mx.array(values)
     mx.eval(array)
     return array

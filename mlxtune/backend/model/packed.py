@@ -1,4 +1,4 @@
-"""The layout of the line under way, where the examples of a micro-batch stand end to end in one."""
+"""The layout of the current line, in which the examples of a micro-batch stand end to end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlxtune.core.steps.pack import Segment
 
 
 class CannotPackError(Exception):
-    """An architecture computes what knows of no segments."""
+    """An architecture's computation does not support segments."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The segments of a line; `positions` int32 (T,) are those of its tokens in their examples."""
+    """The segments of a line; `positions` int32 (T,) is each token's position in its example."""
 
     segments: Sequence[Segment]
     positions: npt.NDArray[np.int32] = field(init=False)
@@ -35,7 +35,7 @@ class Layout:
         return int(self.positions.max()) + 1
 
     def before(self, segment: Segment) -> list[slice]:
-        """Return where the tokens stand that a segment continues, in order."""
+        """Return the places of the tokens that a segment continues, in order."""
         found: list[slice] = []
         while segment.parent >= 0:
             segment = self.segments[segment.parent]
@@ -47,13 +47,13 @@ _layout: Layout | None = None
 
 
 def layout() -> Layout | None:
-    """Return that of the line under way; None for lines that are one example each."""
+    """Return the layout of the current line; None if each line is one example."""
     return _layout
 
 
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
-    """Have what is computed in here be of a line with this layout."""
+    """Compute on a line with this layout inside the block."""
     global _layout
     before, _layout = _layout, layout
     try:
@@ -63,10 +63,10 @@ def laid_out(layout: Layout | None) -> Iterator[None]:
 
 
 class PackedCache:
-    """What a layer of an mlx-lm model takes for its KV cache: it keeps nothing.
+    """Takes the place of a layer's KV cache in an mlx-lm model, and keeps nothing.
 
-    Raises CannotPackError where a layer asks for a mask that is more than causal for the line
-    under way. `window` is the smallest sliding window that was asked for.
+    Raises CannotPackError if a layer asks for a mask that is more than causal for the current line.
+    `window` is the smallest sliding window requested.
     """
 
     offset = 0
@@ -75,13 +75,13 @@ class PackedCache:
         self.window: int | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values that are attended to: those of the line."""
+        """Return the keys and values to attend to: those of the line."""
         return keys, values
 
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Any:
-        """Return what stands for the mask: attention knows the segments."""
+        """Return a placeholder for the mask: attention knows the segments."""
         if window_size is not None:
             self.window = min(window_size, self.window or window_size)
         longest = length if _layout is None else _layout.longest

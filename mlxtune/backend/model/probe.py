@@ -23,7 +23,7 @@ from mlxtune.config import StepConfig
 from mlxtune.core.machine.facts import Device
 
 _CPU_SIZE, _GPU_SIZE = 512, 2048
-# The time for measuring one of them, unless a single product takes longer.
+# Seconds for each measurement, unless a single product takes longer.
 _SECONDS = 0.12
 
 

@@ -1,4 +1,4 @@
-"""Quantising a model as its weights are read, so that they are never all in memory."""
+"""Quantises a model as its weights are read, so that they are never all in memory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def quantize_lazily(
     """Quantise a model whose weights are not read yet; return a description of the format.
 
     In MLX's formats the result is that of `mlx_lm.convert`: embeddings and head are quantised too,
-    the architecture's own predicate is respected, and shapes that no group divides stay as they
-    are. In nf4 it is what QLoRA quantises: the linear layers except the head.
+    the architecture's own predicate is respected, and matrices whose rows no group divides stay
+    unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the head.
 
     Raises ModelError for what cannot be quantised.
     """
@@ -97,7 +97,7 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group_size, bits and mode of a quantised model's config, where it has them."""
+    """Return the group_size, bits and mode in a quantised model's config, if it has them."""
     saved = config.get("quantization") or config.get("quantization_config")
     if not isinstance(saved, Mapping):
         return {}
@@ -108,8 +108,8 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_one_by_one(model: nn.Module) -> None:
     """Read and quantise a model's weights one module at a time, the largest first.
 
-    The original of each is freed before the next is read: beside the quantised weights, memory
-    holds one module.
+    Each original is freed before the next is read, so memory holds one module in addition to the
+    quantised weights.
     """
     parts = [module for _, module in model.named_modules() if not module.children()]
     for module in sorted(parts, key=_size, reverse=True):
@@ -129,7 +129,7 @@ def nf4_scales(model: nn.Module) -> set[str]:
 
 
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
-    """Have a module quantised some rows at a time on the CPU, with the same result.
+    """Quantise a module some rows at a time on the CPU, with the same result.
 
     MLX's temporary arrays take up to 80 bytes per entry there for 4-bit floats.
     """
@@ -183,7 +183,7 @@ def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -
                 )
             if type(module) is not nn.Linear or module.weight.shape[1] % BLOCK:
                 continue
-            # Layers for which an architecture asks more bits are not quantised.
+            # Layers for which an architecture requests more bits are not quantised.
             if predicate is None or predicate(path, module) is True:
                 made.append((key, NF4Linear(module, double_quant=double_quant)))
         layer.update_modules(tree_unflatten(made))

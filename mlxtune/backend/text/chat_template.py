@@ -38,8 +38,8 @@ class ChatTemplate:
     ) -> str:
         """Render messages.
 
-        Raises BadRow with the template's own reason where it refuses them, and ModelError where it
-        is not a valid template, or a harmful one.
+        Raises BadRow with the template's own reason if it rejects them, and ModelError if it is
+        invalid or harmful.
         """
         options: dict[str, Any] = dict(self._special_tokens)
         options["add_generation_prompt"] = add_generation_prompt
@@ -62,9 +62,9 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:
-    """Return a folder's templates by name: of its *.jinja files, else of tokenizer_config.json.
+    """Return a folder's templates by name, from its *.jinja files or else tokenizer_config.json.
 
-    Raises ModelError where they cannot be read.
+    Raises ModelError if they cannot be read.
     """
     jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:

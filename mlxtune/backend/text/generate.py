@@ -43,8 +43,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def sampler(self, vocab_size: int) -> Callable[[mx.array], mx.array]:
-        """Return mlx-lm's function from log-probabilities (B, V) to tokens (B,)."""
-        # mlx-lm refuses a top_k of the whole vocabulary, which is no limit.
+        """Return mlx-lm's sampler, from log-probabilities (B, V) to tokens (B,)."""
+        # mlx-lm rejects a top_k of the whole vocabulary, which sets no limit.
         top_k = 0 if vocab_size and self.top_k >= vocab_size else self.top_k
         sampler = make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)
         return _uncompiled(sampler) if device.on_cpu() else sampler
@@ -86,7 +86,7 @@ class Answer:
 
 
 class TokenSpeller(Protocol):
-    """A tokenizer, as far as answers need it."""
+    """What answers need of a tokenizer."""
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
@@ -96,14 +96,14 @@ class TokenSpeller(Protocol):
 
 
 class _Stopped(Exception):
-    """Ends the reading of a long prompt: mlx-lm's progress callback has no other way to stop."""
+    """Stops reading a long prompt: mlx-lm's progress callback has no other way to stop."""
 
 
 class Generator:
     """Answers prompts one after the other, keeping the cache of the last one.
 
-    Where a prompt starts with the last one and its answer, only the rest is run. Call `forget`
-    when the model has changed.
+    If a prompt starts with the last one and its answer, only the rest is run. Call `forget` when
+    the model has changed.
     """
 
     def __init__(self, model: nn.Module, tokenizer: TokenSpeller, vocab_size: int) -> None:
@@ -128,7 +128,7 @@ class Generator:
         """Generate an answer; `on_text` is called with its text as it comes, in whole characters.
 
         `should_stop` is called after each token, and while a long prompt is read; the answer then
-        ends there. Raises MemoryLimitError where memory runs out.
+        ends there. Raises MemoryLimitError if memory runs out.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -198,7 +198,7 @@ class Generator:
                 yield int(token)
 
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
-        """Return a cache that holds the first tokens of a prompt, and how many of them."""
+        """Return a cache that holds the first tokens of a prompt, and their number."""
         pairs = zip(self._cached, ids, strict=False)
         shared = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
         # The last token is always run, for its logits.
@@ -236,7 +236,7 @@ def _memory_as_error() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _BatchTokenizer:
-    """The part of a tokenizer that mlx-lm's batch_generate uses where prompts are tokens."""
+    """The part of a tokenizer that mlx-lm's batch_generate uses if prompts are tokens."""
 
     tokenizer: TokenSpeller
     eos_token_ids: frozenset[int]
@@ -255,7 +255,7 @@ def answers(
 ) -> list[str]:
     """Return the answer to each prompt; `tell` is called with how many are done after each batch.
 
-    Stop texts are ignored. Raises MemoryLimitError where memory runs out.
+    Stop texts are ignored. Raises MemoryLimitError if memory runs out.
     """
     model.eval()
     texts = [""] * len(prompts)

@@ -1,4 +1,4 @@
-"""The cost of each operation that a chat template may do, known before it runs.
+"""The cost of each operation that a chat template may use, known before it runs.
 
 A single operation of Python cannot be interrupted, so operations of unknown cost are forbidden.
 """
@@ -15,13 +15,13 @@ from jinja2.utils import Namespace
 
 # The cost of a value, a call or an iteration of a loop, in characters.
 _EACH = 16
-# How often a template may go through a long conversation, and the number of characters for which
-# the time limit is granted again.
+# How often a template may go through a long conversation, and the number of characters that extend
+# the time limit once more.
 _LOOKS, _SECONDS_AGAIN = 256, 2**22
 # The longest numbers, in bits, and widths of a format.
 _MAX_BITS = 2**14
 _MAX_WIDTH = 10_000
-# Limit for searches from the end, whose cost is the product of both lengths.
+# Limit of searches from the end, whose cost is the product of both lengths.
 _MAX_COMPARED = 2**31
 _SEVERAL: tuple[type[Any], ...] = (
     list,
@@ -40,7 +40,7 @@ def names(text: str) -> frozenset[str]:
 
 
 class Harmful(Exception):
-    """A template does something that no template needs; the message says what."""
+    """A template does something that no template needs; the message names it."""
 
 
 class TooLarge(Harmful):
@@ -198,7 +198,7 @@ _COMPUTED = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
 
 # Filters
 
-# Filters that cost nothing, or whose cost is that of looping over their result.
+# Filters that cost nothing beyond looping over their result.
 _SHALLOW = names(
     "abs attr count d default filesizeformat first items last length list map random "
     "reject rejectattr reverse safe select selectattr sum"
@@ -209,7 +209,7 @@ _DEEP = names(
 )
 _NUMBERED = names("batch center slice truncate round")
 FILTERS = _SHALLOW | _DEEP | _NUMBERED | {"format", "indent", "join", "replace"}
-# The most characters produced for each character of a text, where it is the only argument.
+# The most characters produced for each character of a text that is the only argument.
 GROWTH = dict.fromkeys(("capitalize", "lower", "string", "title", "trim", "upper"), 3)
 GROWTH |= {"tojson": 6, "e": 6, "escape": 6, "forceescape": 6, "urlencode": 12}
 

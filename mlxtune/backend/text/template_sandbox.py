@@ -1,8 +1,8 @@
 """Chat templates of model folders, rendered as transformers renders them, within a budget.
 
 A chat template is a program by a stranger. transformers' sandbox keeps it from files and code, but
-not from running for ever or filling the memory. So every operation is charged to a budget before
-it runs: each iteration of a loop, and the output of each call, filter and operator.
+not from running forever or filling the memory. So every operation is charged to a budget before it
+runs: each iteration of a loop, and the output of each call, filter and operator.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _LOOP, _CONCAT, _PASS = "mlxtune_loop", "mlxtune_concat", "mlxtune_pass"
 _TAKING = frozenset({"groupby", "join", "max", "min", "sort", "unique"})
 # Tests whose cost depends on their values.
 _COMPARING = names("eq == equalto ne != in lt < lessthan le <= gt > greaterthan ge >=")
-# What may be called, beside transformers' functions and the methods of _BUILT_IN.
+# What may be called, in addition to transformers' functions and the methods of _BUILT_IN.
 _CALLED = (Macro, Undefined, Joiner, BlockReference, LoopContext)
 _HELPERS = (LoopContext, Cycler, Extension)
 _BUILT_IN = (str, dict, list, tuple)
-# Attributes that are plain values, or methods that are charged for.
+# Attributes that are plain values, or methods whose calls are charged.
 _DICT_ATTRIBUTES, _VALUES = frozenset(dir(dict)), frozenset({str, int, bool, list, dict})
 _PLAIN: dict[type, frozenset[str]] = {
     str: TEXT_METHODS,
@@ -120,7 +120,7 @@ def _compile(source: str) -> _Compiled:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """A copy of an environment in which every operation is charged to a budget."""
 
-    # Intercepted operators are not computed at compile time either.
+    # Intercepting operators also keeps the compiler from computing them.
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
     def __init__(self, original: jinja2.Environment) -> None:
@@ -161,7 +161,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator, charged for."""
+        """Apply an operator, and charge for it."""
         if operator == "+" and type(left) is str and type(right) is str:
             self.meter.spend(len(left) + len(right))
             return left + right
@@ -169,7 +169,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-        """Call a macro, or a known function or method, charged for."""
+        """Call a macro, or a known function or method, and charge for it."""
         if type(function) is Macro or not callable(function):  # Jinja reports the latter
             self.meter.spend()
             return super().call(context, function, *args, **options)
@@ -196,7 +196,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **options)
 
     def _filter(self, name: str, function: Any) -> Any:
-        """Return a filter that is charged for."""
+        """Return a filter whose use is charged."""
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
         growth = GROWTH.get(name)
 
@@ -217,11 +217,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return charged
 
     def _test(self, function: Any) -> Any:
-        """Return a test that is charged for."""
+        """Return a test whose use is charged."""
         return lambda *args: function(*map(self._pass, args))
 
     def _loop(self, values: Any) -> Any:
-        """Return the values of a loop, each iteration charged for."""
+        """Return the values of a loop, and charge for each iteration."""
         if isinstance(values, Undefined):
             return values
 
@@ -233,7 +233,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return charged(iter(values))
 
     def _pass(self, value: Any) -> Any:
-        """Return a value that is compared, looked up or copied, charged for."""
+        """Return a value to be compared, looked up or copied, and charge for it."""
         if isinstance(value, int):
             check_bits(value.bit_length())
         elif length(value):
@@ -241,7 +241,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _shown(self, value: Any) -> Any:
-        """Return a value to be printed, charged for; strings are charged when they are joined."""
+        """Return a value to be printed, and charge for it; strings are charged when joined."""
         if type(value) is not str:
             self.meter.spend_on(value)
         return value

@@ -31,7 +31,7 @@ class _FastEncoded:
         if character >= self._length:
             return len(self.ids)
         token = self._encoding.char_to_token(character)
-        if token is None:  # a space that the next token swallows, outside its offsets
+        if token is None:  # a space that belongs to the next token, but not to its offsets
             return OffsetEncoding(self.ids, self._encoding.offsets).boundary(character)
         return token if self.start(token) == character else None
 
@@ -160,7 +160,7 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
     """Load a model folder's tokenizer.
 
-    Raises ModelError where there is none, where it is broken, or its code is not trusted.
+    Raises ModelError if there is none, it is broken, or its code is not trusted.
     """
     check_files(folder)
     if trust_remote_code:
@@ -225,7 +225,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """Return the ids that end generation, by config.json and generation_config.json."""
+    """Return the ids that end generation, from config.json and generation_config.json."""
     eos_ids: list[int] = []
     for name in ("config.json", "generation_config.json"):
         config = json_object(folder / name)

@@ -1,1 +1,1 @@
-"""Data files to rows, conversations, rendered text and examples."""
+"""From data files to rows, conversations, rendered text and examples."""

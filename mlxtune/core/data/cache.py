@@ -73,7 +73,7 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
 
 @contextmanager
 def _folder(cache: Path | None) -> Iterator[Path]:
-    """Make a folder to write in; remove it at the end unless it was renamed."""
+    """Make a folder to write in, and remove it at the end unless it was renamed."""
     parent = None
     if cache is not None:
         try:
@@ -101,7 +101,7 @@ def _keep(folder: Path, entry: Path) -> None:
 
 
 def _prune(cache: Path, keep: Path) -> None:
-    """Remove the least recently used entries beyond MAX_BYTES, and what killed runs left."""
+    """Remove the least recently used entries beyond MAX_BYTES, and leftovers of killed runs."""
     for left in cache.glob(f"{_TEMPORARY}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:

@@ -1,4 +1,4 @@
-"""Rows to conversations: a row is kept whole, or raises BadRow."""
+"""From rows to conversations: a row is kept whole, or raises BadRow."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the message for a row's `system`; none if it is empty or already in the messages."""
+    """Return the message for a row's `system`; None if it is empty or already in the messages."""
     if not isinstance(text, str):
         raise BadRow("'system' is not text", json_type(text))
     present = {message.content for message in messages if message.role == "system"}

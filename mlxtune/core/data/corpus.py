@@ -110,7 +110,7 @@ class ExampleArrays:
         """Return int32 (E,): each example's supervised tokens among its first `max_seq_len`."""
         kept = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
         counts = np.zeros(len(kept), dtype=np.int32)
-        # In blocks, as numpy converts all that it sums in one call.
+        # In blocks, as numpy converts everything that it sums in one call.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
         for first, last in pairwise([*np.unique(blocks).tolist(), len(kept)]):
             start = int(self.ends[first - 1]) if first else 0
@@ -193,7 +193,7 @@ class Corpus(Sequence[Example]):
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Corpus:
-        """Return the examples as a corpus, unless they are one."""
+        """Return the examples as a corpus, or the corpus that they already are."""
         if isinstance(examples, Corpus):
             return examples
         files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))

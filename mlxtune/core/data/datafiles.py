@@ -1,4 +1,4 @@
-"""Data files of every kind to rows: JSON lines, a JSON array, either of them gzipped, parquet.
+"""From data files to rows: JSON lines, a JSON array, either of them gzipped, or parquet.
 
 The first bytes decide what a file is, not its name.
 """
@@ -60,7 +60,7 @@ def find_data_files(paths: Sequence[Path], option: str = "--data") -> DataFiles:
     seen: dict[tuple[int, int], Path] = {}
     for path in (*train, *validation):
         info = _stat(path, option)
-        # Links, and disks that ignore case, give one file several names.
+        # With links, and on disks that ignore case, one file has several names.
         key = (info.st_dev, info.st_ino)
         if (other := seen.get(key)) is not None:
             same = "" if other == path else f", as {other}"

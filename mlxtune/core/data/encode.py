@@ -1,4 +1,4 @@
-r"""Rendered text to examples: tokens and an aligned mask of those that carry loss.
+r"""From rendered text to examples: tokens and an aligned mask of those that carry loss.
 
 tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello ! <|im_end|> \n
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
@@ -267,7 +267,7 @@ class Encoder:
             )
 
     def _continuation(self, answer: str) -> Sequence[int]:
-        """Return the tokens of a text that does not start its sequence.
+        """Return the tokens of a text that continues a sequence.
 
         Some tokenizers put a space before a text; a character before it takes that space.
         """

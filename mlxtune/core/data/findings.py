@@ -61,7 +61,7 @@ def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
 
 
 def template_findings(source: str, thinking: str) -> Iterator[Finding]:
-    """Yield what is wrong with a template whatever the rows, judging by its text."""
+    """Yield the findings that follow from a template's text alone, whatever the rows."""
     if "strftime_now" in source:
         advice = "the same rows give different tokens on another day, also at inference"
         yield Finding("warning", "the template writes today's date", 0, advice)

@@ -53,7 +53,7 @@ def read_rows(
     """Yield what each good row becomes, and add the others to `skipped`.
 
     With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
-    names to the keys that the file has in their place.
+    names to the keys that the file uses for them.
 
     Raises DataError when the file cannot be read, or has rows of two formats under `auto`.
     """
@@ -99,7 +99,7 @@ def _missing_keys(
     file_format: Format | None,
     fields: Mapping[str, str],
 ) -> BadRow:
-    """Return the reason for a row without the keys of its file's format, or of any."""
+    """Return the reason for a row that lacks the keys of its file's format, or of any format."""
     shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
     if file_format is not None:
@@ -252,5 +252,5 @@ FORMATS: Mapping[str, Format] = {
     "sharegpt": Format(("conversations",), _from_sharegpt),
     "text": Format(("text",), _from_text),
 }
-# Which format a row has when it has the keys of several.
+# The order that decides the format of a row with the keys of several.
 _PRECEDENCE = ("chat", "sharegpt", "prompt", "alpaca", "text")

@@ -89,7 +89,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShownExample:
-    """An example as the model sees it. `part` of `parts` where a row became several examples.
+    """An example as the model sees it. It is `part` of `parts` if a row became several examples.
 
     `cut` tokens beyond --max-seq-len are not in `pieces`. `kinds` are the kinds of the findings
     that name its row.
@@ -109,7 +109,7 @@ class ShownExample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All of it. `files` are ledgers as in ledger.json; lengths are before truncation."""
+    """A whole inspection. `files` are ledgers as in ledger.json; lengths are before truncation."""
 
     model: str
     template: str
@@ -248,7 +248,7 @@ def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...
         sizes.add(size)
         size *= 2
     every = [_limit(files, size) for size in sorted(sizes)]
-    # Of limits that cut the same rows, show the shortest.
+    # Of limits that cut the same rows, show only the shortest.
     first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
     shown = {current, every[-1].max_seq_len, *first.values()}
     return tuple(limit for limit in every if limit.max_seq_len in shown)

@@ -34,7 +34,7 @@ from mlxtune.core.data.notes import (
 from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
 
 _END_THINK = "</think>"
-# What opens thinking in a generation prompt, and what closes it before the answer.
+# The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 # Where files keep thinking and templates look for it.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -160,7 +160,7 @@ class ModelTemplate:
         return replace(conversation, messages=messages)
 
     def _with_thinking_once(self, message: Message) -> Message:
-        """Put the thinking where the template looks for it, and nowhere else."""
+        """Put the thinking in the field that the template reads, and nowhere else."""
         name, content = self._thinking_field, message.content
         given = [field for field in _THINKING_FIELDS if message.fields.get(field)]
         tagged = _END_THINK in content
@@ -183,7 +183,7 @@ class ModelTemplate:
         chosen = supervised_turns(conversation, self.turns)
         for position in chosen:
             if position == 0 and len(chosen) > 1:
-                # With nothing before it, inference will never ask for it.
+                # Without a message before it, inference never generates it.
                 notes.append(Note(NO_PROMPT))
                 continue
             if position == 0:

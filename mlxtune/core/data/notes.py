@@ -1,4 +1,4 @@
-"""Notes: problems in rows that are kept all the same, by kind, with advice and counts."""
+"""Notes: problems in rows that are kept anyway, by kind, with advice and counts."""
 
 from __future__ import annotations
 

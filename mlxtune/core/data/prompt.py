@@ -53,7 +53,7 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
     """Return the prompt for the next answer of a conversation, as training would encode it.
 
     `content` has `messages`, and may have `tools`, like a row of data; `where` is what an error
-    names. `encoder` has to encode the last turn alone.
+    names. `encoder` must encode the last turn only.
 
     Raises DataError if the conversation is not valid, or the template refuses it.
     """

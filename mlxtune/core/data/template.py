@@ -1,4 +1,4 @@
-r"""Conversations to the text that the model reads, with the supervised spans marked.
+r"""From conversations to the text that the model reads, with the supervised spans marked.
 
     text        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
     supervised                                                        ^^^^^^^^^^^^^^^^

@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens arrive: whole characters, and nothing of its end."""
+"""The text of an answer as its tokens arrive: whole characters, and no part of a stop text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class TextStream:
         self.stopped = False
 
     def add(self, content: bytes) -> str:
-        """Return the text that these bytes make certain."""
+        """Add bytes, and return the text that is now certain."""
         return self._take(self._decoder.decode(content))
 
     def finish(self) -> str:
-        """Return what was held back, at the end of the answer."""
+        """Return the text still held back, at the end of the answer."""
         shown = self._take(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return shown

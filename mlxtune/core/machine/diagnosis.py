@@ -1,4 +1,4 @@
-"""What the facts of a machine mean for training on it: what is slow or broken, and the remedy.
+"""What a machine's facts mean for training: what is slow or broken, and the remedy.
 
 Pure: facts in, checks out.
 """
@@ -28,7 +28,7 @@ _FOR_SPEED = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of looking at one thing; `stops` means that training is impossible."""
+    """The result of one check; `stops` means that training is impossible."""
 
     level: str
     name: str
@@ -39,7 +39,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The facts, and a check for each thing that was looked at."""
+    """The facts of a machine, and the checks of them."""
 
     machine: Machine
     checks: tuple[Check, ...]
@@ -105,7 +105,7 @@ def _packages(m: Machine) -> Iterator[Check]:
     shown = sorted((p for p in required if p.name in _SHOWN), key=lambda p: _SHOWN.index(p.name))
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
     yield Check(OK, "versions", found or "unknown: mlxtune is imported, but not installed")
-    # Any one of MLX's libraries is enough: mlx-cpu may be missing beside one for a GPU.
+    # Any one of MLX's libraries is enough: with one for a GPU, mlx-cpu may be missing.
     missing = {p.name for p in required if p.installed is None} if m.libraries else set()
     bad = [p for p in required if not p.serves and p.name not in missing & set(MLX_LIBRARIES)]
     for package in (p for p in bad if p.name not in _FOR_SPEED):
@@ -121,7 +121,7 @@ def _packages(m: Machine) -> Iterator[Check]:
         remedy = f"pip install --upgrade {name}"
         yield Check(PROBLEM, name, f"missing or too old: {_FOR_SPEED[name]}", remedy)
     if len(m.libraries) > 1:
-        # The last one installed is in use, perhaps in another version than mlx.
+        # The last one installed is in use, perhaps of a different version than mlx.
         found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
         yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
     if m.mlx_first:

@@ -1,6 +1,6 @@
 """The facts of a machine, and reading them from the system's own tools. Nothing here needs mlx.
 
-What the facts mean stands in diagnosis.py; what is installed is read in requirements.py.
+diagnosis.py interprets the facts; requirements.py reads the installed packages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SYSCTL = (
 # Pages that macOS can give to a program: free, read ahead, or unused for a while.
 _AVAILABLE_PAGES = ("free", "speculative", "inactive")
 _TOOL_SECONDS = 2.0
-# Measuring a cache stops after this; files not seen by then are left out.
+# Measuring a cache stops after this many seconds, and leaves out the remaining files.
 _MEASURING_SECONDS = 0.3
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -39,7 +39,7 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
 def write_file(target: Path, content: Iterable[bytes]) -> None:
     """Write a file whole or not at all, from pieces of its content.
 
-    Raises OutputError; the target then keeps what it had.
+    Raises OutputError; the target then keeps its content.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with as_output_error(target):
@@ -88,7 +88,7 @@ def read_own(path: Path) -> bytes:
 
 
 def read_given_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that a person named, as `read_json` does.
+    """Read a JSON file that the user named, as `read_json` does.
 
     It may be a link: Hugging Face's cache consists of links.
     """

@@ -1,4 +1,4 @@
-"""File locks that a process holds until it ends, in any way, and that name their holder."""
+"""File locks that a process holds until it ends, however it ends, and that name their holder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Others read no more than this of a holder's note.
+# Other processes read no more than this of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
 
 

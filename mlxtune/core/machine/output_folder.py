@@ -1,4 +1,4 @@
-"""A folder that is put in place whole or not at all: made beside its target, then renamed."""
+"""A folder that appears whole or not at all: made next to its target, then renamed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mlxtune.errors import OutputError
 def new_folder(
     target: Path, sources: Iterable[Path], *, marker: str, overwrite: bool
 ) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes the target when all went well.
+    """Yield a folder to fill, which becomes the target if all goes well.
 
     An existing folder is replaced only with `overwrite`, and only if it holds the file `marker`,
-    which every folder written here has: any other folder is not ours to remove. `sources` are the
+    which every folder written here has: mlxtune must not remove any other folder. `sources` are the
     files and folders that are read, which the target must not hold.
 
     Raises OutputError.

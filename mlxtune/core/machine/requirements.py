@@ -1,4 +1,4 @@
-"""Whether the installed packages are those that mlxtune and its main dependencies require."""
+"""Whether the installed packages meet the requirements of mlxtune and its main dependencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from mlxtune.core.machine.facts import MLX_LIBRARIES, Package
 
 _OURS = "mlxtune"
-# Their requirements are checked too: with other versions they fail in obscure ways.
+# Their requirements are checked too: with other versions, they fail in obscure ways.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "dev")
 

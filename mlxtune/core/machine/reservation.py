@@ -1,4 +1,4 @@
-"""The memory that runs on this machine have reserved: who holds how much, and whether more fits.
+"""The memory reserved by runs on this machine: who holds how much, and whether more fits.
 
 Each run keeps a small file in one folder, locked while it lives, with what it reserves. When its
 process dies the lock is released, and the next reader removes the file.
@@ -66,7 +66,7 @@ def reserve_when_free(
     warn: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lock:
-    """Reserve memory as soon as it is free; `warn` is called once with what it waits for.
+    """Reserve memory as soon as it is free; `warn` is called once with the reason for waiting.
 
     Raises OSError as `reserve` does.
     """

@@ -1,1 +1,1 @@
-"""What a person or a program reads of runs and data: text, pages, charts."""
+"""Reports about runs and data, for people and programs: text, pages, charts."""

@@ -16,7 +16,7 @@ from mlxtune.core.reports.page import render
 
 # The units that a plot's width and height are divided into for its lines.
 _WIDE, _HIGH = 1000, 500
-# More points than this are drawn as a line alone.
+# Above this many points, a curve is drawn as a line without dots.
 _MOST_DOTS = 60
 
 
@@ -111,7 +111,7 @@ def _whole_ticks(axis: Axis) -> list[tuple[str, str]]:
 
 
 def _scale(chart: Chart, name: str, x_axis: Axis, y_axis: Axis) -> dict[str, Any]:
-    """Return what is drawn on one scale, as positions."""
+    """Return the positions of everything drawn on one scale."""
     return {
         "name": name,
         "ticks": [(_percent(1 - y_axis.place(y)), label) for y, label in y_axis.ticks()],
@@ -168,7 +168,7 @@ def _data(series: Sequence[Series], x_axis: Axis, axes: dict[str, Axis]) -> dict
 
 
 def _short(value: float) -> float | int:
-    """Return a number in six digits, one more than is shown."""
+    """Return a number in six digits, one more than shown."""
     if value == int(value) and abs(value) < 1e9:
         return int(value)
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Many values reduced to what a chart can show: averages, outliers, and bars of a histogram."""
+"""Reduces many values to what a chart can show: averages, outliers, and bars of a histogram."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decimate(values: Sequence[float], points: int = 1000) -> list[int]:
 
 
 def span_for(steps: int) -> int:
-    """Return over how many steps to average the curve of so many."""
+    """Return the number of steps to average over, for a curve of this many."""
     return min(max(10, round(steps / 50)), max(1, steps // 4))
 
 

@@ -18,7 +18,7 @@ from mlxtune.core.reports.page import PageType, percent
 from mlxtune.core.reports.visible import Stretch
 from mlxtune.core.text import count
 
-# A long example shows this many pieces at its start and at its end; the others unfold.
+# A long example shows this many pieces at its start and end; the others are folded.
 _HEAD, _TAIL = 400, 120
 
 PAGE = PageType(

@@ -1,7 +1,7 @@
-"""What all pages share: one HTML file that loads nothing, in which nothing from the data can act.
+"""What all pages share: one HTML file that loads nothing, in which data is never code.
 
-Templates are in `templates/`. Whatever they print is escaped, and unseen characters are made
-visible; only what this package rendered itself is markup.
+Templates are in `templates/`. All values are escaped, and invisible characters made visible; only
+markup rendered by this package is inserted as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxtune.core.reports import visible
 from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.errors import OutputError
 
-# The generator of a page is named within this many characters.
+# A page names its generator within this many characters.
 _START = 4096
 
 
@@ -102,7 +102,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as text without unseen characters; markup stays, and None is a dash."""
+    """Return a value as text without invisible characters; markup stays, and None is a dash."""
     if isinstance(value, Markup):
         return value
     return "–" if value is None else visible.escape(str(value))

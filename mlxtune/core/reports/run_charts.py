@@ -1,4 +1,4 @@
-"""The charts of one run, and of several over one another."""
+"""The charts of one run, and of several overlaid."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlxtune.core.text import byte_size, count, loss_text
 
 # Points of a curve on the page of one run, and of several.
 _POINTS, _POINTS_OF_SEVERAL = 1000, 400
-# The colours that the page has for runs; then they repeat with other dashes.
+# The number of colours for runs; after these they repeat with other dashes.
 COLOURS, _DASHES = 8, 3
-# A level is drawn if the highest value comes this near to it.
+# A level is drawn if the highest value comes this close to it.
 _NEAR = 0.4
 _MOST_EPOCHS = 24
 _LOSS_UNIT = "nats per supervised token"

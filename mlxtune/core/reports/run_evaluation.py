@@ -11,7 +11,7 @@ from mlxtune.core.runs.run import Run, mapping, number, objects, text, whole
 from mlxtune.core.text import count, loss_text
 
 _MOST_ROWS = 10
-# Answers that a page holds, and those of them that are not folded away.
+# Answers on a page, and how many of them are not folded.
 _MOST_SAMPLES, OPEN_SAMPLES = 40, 3
 # A longer text is cut.
 MOST_TEXT = 4000
@@ -91,7 +91,7 @@ def _figures(evaluation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _interval(low: float | None, middle: float | None, high: float | None) -> dict[str, str] | None:
-    """Return the difference of the losses and its interval as positions beside zero."""
+    """Return the positions of the difference of the losses, its interval and zero."""
     if low is None or middle is None or high is None or not low <= middle <= high:
         return None
     left, right = min(low, 0.0), max(high, 0.0)

@@ -60,7 +60,7 @@ def _skipped(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan(run: Run, summary: RunSummary) -> dict[str, Any] | None:
-    """Return what was planned beside what was measured; None if the run recorded no plan."""
+    """Return the planned and the measured values; None if the run recorded no plan."""
     planned, measured = planned_shares(run), measured_shares(run)
     tokens = planned["micro_batch_tokens"]
     if tokens is None and summary.peak_memory is None:
@@ -118,7 +118,7 @@ def _histograms(run: Run) -> list[dict[str, Any]]:
 
 
 def _origin(run: Run, summary: RunSummary) -> list[tuple[str, str]]:
-    """Return what the result depends on besides the options, and its own files."""
+    """Return what the result depends on in addition to the options, and its files."""
     pairs = [
         ("run", str(run.folder)),
         ("adapter", summary.adapter),

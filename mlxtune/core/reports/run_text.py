@@ -1,4 +1,4 @@
-"""What `train` and `eval` print, as lines of text. Nothing here prints."""
+"""The output of `train` and `eval` as lines of text. Nothing here prints."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mlxtune.core.text import loss_text, minute_of
 
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _COLUMNS = ("run", "started", "model", "data", "steps", "train", "val loss", "curve", "tok/s")
-# Where the terminal is narrow, the last of these are left out first.
+# In a narrow terminal, the last of these are left out first.
 _PRIORITY = ("run", "val loss", "curve", "steps", "started", "data", "model", "tok/s", "train")
 _RIGHT_ALIGNED = ("train", "val loss", "tok/s")
 _LEAST_NAME, _MOST_NAME = 12, 32
@@ -90,7 +90,7 @@ def _loss(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text in one line, with nothing that a terminal would act on."""
+    """Return a text in one line, without control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -111,7 +111,7 @@ def _width(text: str) -> int:
 
 
 def _cut(text: str, width: int, unicode: bool) -> str:
-    """Return a text that fits; if it is too long, its end, which tells runs apart."""
+    """Return a text that fits; if it is too long, its end, which distinguishes runs."""
     if _width(text) <= width:
         return text
     sign = "…" if unicode else ".."

@@ -19,7 +19,7 @@ Stretch = tuple[Kind, str]
 
 # Controls, formats, lone surrogates, private use, line and paragraph separators.
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-# Those that a terminal may act on.
+# Those that may control a terminal.
 _ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # Letters and marks that appear as nothing or as a gap.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
@@ -119,7 +119,7 @@ def middle_of(pieces: Sequence[Piece], head: int, tail: int) -> tuple[int, int]:
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a text with an escape such as `\x1b` for whatever a terminal would act on.
+    r"""Return a text with an escape such as `\x1b` for each character that controls a terminal.
 
     Newlines, tabs, visible characters and the joiners of emoji stay.
     """

@@ -1,1 +1,1 @@
-"""A run's folder as it is read later: records, summaries, verification, certificates."""
+"""Reading a run's folder: records, summaries, verification, certificates."""

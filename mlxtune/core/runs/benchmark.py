@@ -38,7 +38,7 @@ class TimedStep:
     """The time and memory (bytes) of one step.
 
     `tokens` counts those of the examples, `tokens_run` those that ran through the model, and
-    `padding` those that ran for nothing: pads, and what follows an example's last supervised token.
+    `padding` those that ran for nothing: pads, and tokens after an example's last supervised one.
     """
 
     seconds: float
@@ -90,7 +90,7 @@ class BenchmarkRun:
 
     @property
     def padding_share(self) -> float:
-        """The share of the tokens run that ran for nothing."""
+        """The share of the tokens run that are padding."""
         run = sum(step.tokens_run for step in self.steps)
         return sum(step.padding for step in self.steps) / run
 
@@ -202,7 +202,7 @@ def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agr
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What was measured, and on which work; `rows` and `examples` are those of all steps."""
+    """The measurements and what was run; `rows` and `examples` are those of all steps."""
 
     model: str
     device: str

@@ -1,4 +1,4 @@
-"""The proof of an export: how far its logits are from the trained model's, and what is allowed.
+"""The proof of an export: how much its logits differ from the trained model's, and may differ.
 
 Both models see the same tokens: real prompts, each followed by the trained model's greedy answer.
 """
@@ -91,7 +91,7 @@ class WeightCheck:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How what was written compares with what was trained.
+    """How a written model compares with the trained one.
 
     `tolerance` is the largest logit difference that rounding explains; None if the weights were
     quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by

@@ -96,7 +96,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder as a person would name it, usually that of the adapter."""
+        """The folder as a user would name it, usually that of the adapter."""
         folder, suffix = self.folder, ""
         if folder.name == PREVIOUS:
             folder, suffix = folder.parent, " (previous)"

@@ -1,4 +1,4 @@
-"""A run in a few numbers and one sentence, and its options beside the defaults."""
+"""A run in a few numbers and one sentence, and its options compared with the defaults."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunSummary:
 
     @property
     def finished(self) -> bool:
-        """Whether the run ended by itself."""
+        """Whether training is complete, by its last epoch or by early stopping."""
         return self.status in ("finished", "stopped early")
 
     @property
@@ -259,7 +259,7 @@ def planned_shares(run: Run) -> dict[str, float | None]:
 
 
 def measured_shares(run: Run) -> dict[str, float | None]:
-    """Return the same as measured, without `micro_batch_tokens`; None for what was not measured."""
+    """Return the measured values, without `micro_batch_tokens`; None for those not measured."""
     micro_batches = [number for (number,) in run.steps.known("micro_batches") if number]
     tokens, tokens_run = run.steps.total("tokens"), run.steps.total("run_tokens")
     return {

@@ -1,4 +1,4 @@
-"""What can be checked about a run from its files alone."""
+"""Checks of a run that need only its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxtune.core.training.run_folder import EVALUATION, LEDGER, RESULT, read_re
 
 @dataclass(frozen=True)
 class Check:
-    """A check: what was looked at, whether it passed, and the result in words."""
+    """A check: its subject, whether it passed, and the result in words."""
 
     name: str
     ok: bool

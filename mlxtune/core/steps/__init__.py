@@ -1,1 +1,1 @@
-"""What a step trains on and how it is laid out: order, groups, packs, memory."""
+"""The layout of steps: order of rows, groups, packs, memory."""

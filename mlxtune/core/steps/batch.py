@@ -15,10 +15,10 @@ from mlxtune.core.data.encode import Example
 class MicroBatch:
     """Examples padded on the right to one width, after the shift.
 
-    `prefix` is int32 of shape (P,): the tokens that all lines begin with, which run before
-    `inputs` and carry no loss; empty for none. `inputs` and `targets` are int32 of shape (B, T),
-    `mask` is float32 of shape (B, T) and 1 where the target carries loss. `rows` names the example
-    in each line, for its randomness, `lengths` how many of its tokens are no padding.
+    `prefix` is int32 of shape (P,): the tokens that all lines start with, which run before `inputs`
+    and carry no loss; empty for none. `inputs` and `targets` are int32 of shape (B, T), `mask` is
+    float32 of shape (B, T) and 1 where the target carries loss. `rows` identifies the example in
+    each line, for its randomness, and `lengths` are its real tokens.
     """
 
     prefix: npt.NDArray[np.int32]
@@ -40,15 +40,15 @@ class MicroBatch:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """The real tokens that run one after the other, each with how many stand before them."""
+        """The stretches of real tokens, each as its length and the number of tokens before it."""
         prefix = len(self.prefix)
         return [*([(prefix, 0)] if prefix else []), *((length, prefix) for length in self.lengths)]
 
 
 def run_length(example: Example) -> int:
-    """Return how many tokens of an example are run: those before its last supervised token.
+    """Return how many tokens of an example are run: those before its last supervised token, at least 1.
 
-    What comes after these predicts nothing that carries loss. At least 1.
+    The tokens after these predict nothing that carries loss.
     """
     supervised = example.assistant_mask[:0:-1]
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
@@ -66,7 +66,7 @@ def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = No
         assistant_mask   0 0 1 1 0      targets  b c d
                                         mask     0 1 1
 
-    This is the only shift. The first `prefix` tokens are taken off as what all share; the rest is
+    This is the only shift. The first `prefix` tokens, which all share, are removed; the rest is
     padded to `width`, by default that of the widest, with token 0 and mask 0. Under causal
     attention no token before the padding can see it.
 

@@ -26,13 +26,13 @@ class MemoryUse(Protocol):
     head_copies: int
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what all layers keep from their forward to their backward passes."""
+        """Return the entries that all layers keep from their forward to their backward passes."""
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what the backward pass of one layer works with, beyond what is kept."""
+        """Return the working entries of one layer's backward pass, in addition to those kept."""
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what the head works with, beyond what is kept."""
+        """Return the working entries of the head, in addition to those kept."""
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits, fewer in smaller chunks."""
@@ -45,21 +45,21 @@ class LinearHead(Protocol):
         """Return the sum over hidden states (P, H), in nats, with its gradient."""
 
     def head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
-        """Return that of each hidden state, float32 (P,), with no gradient."""
+        """Return the loss of each hidden state, float32 (P,), without a gradient."""
 
 
 class LayerPasses(Protocol):
     """Runs the layers of a model so that what their backward passes need takes less memory."""
 
     def run(self, layer: Any, names: Sequence[str], function: Any, inputs: Sequence[Any]) -> Any:
-        """Return what a layer, a function of arrays, gives; `names` are its trained parameters."""
+        """Return a layer's output; it is a function of arrays, `names` its trained parameters."""
 
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first that is trained."""
 
 
 class Operations(Protocol):
-    """What computes a step on a device; arrays and modules are the backend's.
+    """The operations that compute a step on a device; arrays and modules are the backend's.
 
     `packs`: attention can keep apart examples that stand end to end. `linear_head` is None if a
     linear head is computed like any other.
@@ -72,7 +72,7 @@ class Operations(Protocol):
     def linear_head(self) -> LinearHead | None: ...
 
     def load(self) -> None:
-        """Load what computing needs, ahead of its first use."""
+        """Load libraries and kernels ahead of their first use."""
 
     def serves(self, dtype: Any) -> bool:
         """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
@@ -84,7 +84,7 @@ class Operations(Protocol):
         """Return float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
 
     def layer_passes(self, recompute: bool) -> LayerPasses | None:
-        """Return how layers prepare for their backward passes, None for MLX's own way."""
+        """Return how layers prepare for their backward passes; None leaves it to MLX."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Execution:
 
     `operations` compute it. `micro_batch_tokens` bounds the padded tokens that run through the
     model at once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time.
-    `share_prefixes`: run what examples begin with once. `packs_up_to`: lay examples of up to this
-    many tokens end to end instead of padding them. `recompute`: keep only the input of each layer,
-    and run the layer again in the backward pass. `compile`: have MLX compile the graph of a
+    `share_prefixes`: run prefixes that examples share once. `packs_up_to`: lay examples of up to
+    this many tokens end to end instead of padding them. `recompute`: keep only the input of each
+    layer, and run the layer again in the backward pass. `compile`: have MLX compile the graph of a
     micro-batch. `holds_scores`: attention holds the scores of a layer, which memory depends on.
     `cost` is what a micro-batch costs beyond its tokens.
     """

@@ -1,7 +1,7 @@
-"""Which examples of a step run through the model together, and what they have run once for all.
+"""Which examples of a step run through the model together, and which shared prefix runs once.
 
-What an example runs ends where its last supervised token is predicted. Examples that begin with
-the same tokens, none of which carries loss, may have these run once, as the prefix of their group:
+An example runs up to the prediction of its last supervised token. If examples start with the same
+tokens, none of which carries loss, these may run once, as the prefix of their group:
 
     prefix  S S S S S S     rest  a b c d .      `.` is padding: a width is that of the widest rest
                                   e f . . .
@@ -24,18 +24,18 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.pack import Packed
 
-# Examples that are planned together: more take time in their square and gain little.
+# Examples planned together: the time is quadratic in them, and more gain little.
 _AT_ONCE = 256
-# Lengths of prefix that are tried as what makes examples a family.
+# Lengths of the shared prefix that make examples a family; each is tried.
 _FAMILIES_TRIED = 8
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What running takes, in units of one token's time.
+    """The cost of running, in units of one token's time.
 
-    `fixed` is what each pass through the model takes beyond its tokens; a prefix is a pass of its
-    own. Widths are rounded up and prefixes down to a multiple of `width_multiple`, so that there
+    `fixed` is the cost of each pass through the model beyond its tokens; a prefix is a separate
+    pass. Widths are rounded up and prefixes down to a multiple of `width_multiple`, so that there
     are fewer shapes.
     """
 
@@ -43,7 +43,7 @@ class StepCost:
     width_multiple: int = 1
 
     def of(self, group: Group | Packed) -> int:
-        """Return what a group takes."""
+        """Return the cost of a group."""
         passes = 2 if isinstance(group, Group) and group.prefix else 1
         return group.tokens + self.fixed * passes
 
@@ -52,7 +52,7 @@ class StepCost:
         return -(-tokens // self.width_multiple) * self.width_multiple
 
     def prefix(self, tokens: int) -> int:
-        """Return how many of the tokens that examples share are run as a prefix."""
+        """Return how many of the shared tokens are run as a prefix."""
         return tokens // self.width_multiple * self.width_multiple
 
 
@@ -60,8 +60,8 @@ class StepCost:
 class Group:
     """The examples of a micro-batch, as indices into those of the step, the longest first.
 
-    The first `prefix` tokens of all are run once, 0 for none. Each then runs `width` tokens, those
-    of the widest rest and what rounding adds.
+    The first `prefix` tokens of all are run once, 0 for none. Each then runs `width` tokens: those
+    of the widest rest, rounded up.
     """
 
     examples: tuple[int, ...]
@@ -83,14 +83,14 @@ def plan_step(
 ) -> list[Group]:
     """Group the examples of a step so that it takes little time; the largest group comes first.
 
-    Each example stands in exactly one group. A group runs at most `max_tokens` tokens, save for
-    an example that is longer by itself, which stands alone. With `keyed`, only examples of equal
-    `key` share a prefix. The plan is a function of the arguments.
+    Each example stands in exactly one group. A group runs at most `max_tokens` tokens, except for a
+    single longer example, which stands alone. With `keyed`, only examples of equal `key` share a
+    prefix. The plan is a function of the arguments.
     """
     runs = [run_length(example) for example in examples]
     contexts = [_context(example) if share_prefixes else example.tokens[:0] for example in examples]
     keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort in their own order; the context before what continues it.
+    # As big-endian bytes, tokens sort in their own order, and a context before its continuations.
     texts = [context.astype(">u4").tobytes() for context in contexts]
     order = sorted(range(len(examples)), key=lambda i: (keys[i], texts[i], -runs[i], i))
     groups: list[Group] = []
@@ -128,13 +128,13 @@ def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else shortest
 
 
-# Some places, in short: how many, what the longest runs, and the first and the last of them.
+# An outline of places: their number, the tokens of the longest, the first and the last.
 _Outline = tuple[int, int, int, int]
 
 
 @dataclass(slots=True)
 class _Part:
-    """A group in the making, and what it takes."""
+    """A group under construction, and its cost."""
 
     places: list[int]
     outline: _Outline
@@ -154,12 +154,12 @@ class _Planner:
         self._neighbours = neighbours
         self._max_tokens = max_tokens
         self._cost = cost
-        # What the places i to j share, as [i][j - i]: what i and j share, for those between begin
+        # What the places i to j share, as [i][j - i]: what i and j share, since those between start
         # with it too.
         self._shared = [[0, *accumulate(neighbours[i:], min)] for i in range(len(runs))]
 
     def plan(self) -> list[list[int]]:
-        """Return groups of places: the cheapest cut of several orders, then made better."""
+        """Return groups of places: the cheapest cut of several orders, then improved."""
         cuts = [self._cut(order) for order in self._orders()]
         return self._improved(min(cuts, key=itemgetter(0))[1])
 
@@ -171,7 +171,7 @@ class _Planner:
         return Group(tuple(examples[place] for place in longest_first), prefix, width)
 
     def _weigh(self, places: Sequence[int]) -> tuple[_Outline, float]:
-        """Return the outline of places and what they take as a group."""
+        """Return the outline of places and their cost as a group."""
         if not places:
             return (0, 0, len(self._runs), 0), 0.0
         longest = max(self._runs[place] for place in places)
@@ -179,7 +179,7 @@ class _Planner:
         return outline, self._layout(*outline)[0]
 
     def _layout(self, count: int, longest: int, first: int, last: int) -> tuple[float, int]:
-        """Return what a group takes, infinity where it is too long, and its best prefix."""
+        """Return the cost of a group, infinite if it is too long, and its best prefix."""
         cost, takes, prefix = self._cost, math.inf, 0
         tokens = count * cost.width(longest)
         if tokens <= self._max_tokens or count == 1:
@@ -192,10 +192,9 @@ class _Planner:
         return takes, prefix
 
     def _orders(self) -> Iterator[list[int]]:
-        """Yield orders of the places, whose neighbours may make good groups.
-
-        The first is by length. Each other has families that share a prefix first, then the places
-        that share it with none, by length each.
+        """Yield orders of the places whose neighbours may make good groups. The first is by length.
+        Each other has first the families that share a prefix, then the places that share it with
+        none, both by length.
         """
         places = sorted(range(len(self._runs)), key=lambda place: -self._runs[place])
         yield places
@@ -212,11 +211,11 @@ class _Planner:
             )
 
     def _families(self, shared: int) -> list[int]:
-        """Return the number of each place's family, all of which share so many tokens."""
+        """Return the family of each place, by number; its members share this many tokens."""
         return [0, *accumulate(int(common < shared) for common in self._neighbours)]
 
     def _cut(self, order: Sequence[int]) -> tuple[float, list[list[int]]]:
-        """Cut an order into groups of neighbours that take the least; return that, and them."""
+        """Cut an order into groups of neighbours at the least cost; return that, and the groups."""
         runs, count = self._runs, len(order)
         least, start = [0.0] + [math.inf] * count, [0] * (count + 1)
         for i in range(count):
@@ -237,7 +236,7 @@ class _Planner:
         return least[count], groups
 
     def _improved(self, groups: list[list[int]]) -> list[list[int]]:
-        """Move single places to other groups, or out of all, for as long as that saves anything."""
+        """Move single places to other groups, or to new ones, as long as that lowers the cost."""
         parts = [_Part(places, *self._weigh(places)) for places in groups]
         parts.append(_Part([], *self._weigh([])))
         home = {place: part for part in parts for place in part.places}

@@ -17,12 +17,11 @@ from mlxtune.core.steps.shapes import Load, ModelShapes, load_of
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.
 MARGIN = 0.15
-# What may be tried, in tokens of a micro-batch and supervised positions of a chunk of the head.
+# The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
-# What running a layer's forward pass again takes, of a step's time; and a chunk a quarter as
-# large, for which no time was measured: more than memory is worth where all fits, and less than
-# running again.
+# The cost of recomputing layers, as a share of a step's time; and of a chunk a quarter as large,
+# whose time was not measured: more than memory is worth if all fits, and less than recomputing.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # No shorter --max-seq-len is worth advising.
 _SHORTEST = 16
@@ -34,7 +33,7 @@ _PLANNED = 256
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How to run a step, and what that takes.
+    """How to run a step, and its cost.
 
     `limit` is in bytes, `time` in times of a token. `steps`, `micro_batches`, `tokens` (all that
     are run), `padding` and `real_tokens` count the steps that were planned.
@@ -81,7 +80,7 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be run: the first steps, and the examples that take most by themselves.
+    """What will run: the first steps, and the examples that take most memory alone.
 
     With `keyed`, only examples of equal key share a prefix.
     """
@@ -92,7 +91,7 @@ class Work:
 
 
 def used_tokens(group: Group | Packed, examples: Sequence[Example]) -> int:
-    """Return the tokens that a group of a step's examples runs, padding apart."""
+    """Return the tokens that a group of a step's examples runs, without padding."""
     if isinstance(group, Packed):
         return group.tokens
     return group.prefix + sum(run_length(examples[i]) - group.prefix for i in group.examples)
@@ -148,8 +147,8 @@ def choose(
 ) -> MemoryPlan | None:
     """Return the plan with the least memory among those about as fast as the fastest that fits.
 
-    `limit` is in bytes; where it can be, MARGIN of it is left. `checkpointing` are the values of
-    `recompute` that are allowed, `tolerance` the share of time that memory may cost. None when
+    `limit` is in bytes; MARGIN of it is left if possible. `checkpointing` are the values of
+    `recompute` that are allowed, `tolerance` the share of time that memory may cost. None if
     nothing fits. The choice is a function of the arguments.
     """
     plans = list(_plans(shapes, work, base, limit, checkpointing))
@@ -164,7 +163,7 @@ def choose(
 
 
 def least(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
-    """Return the least that a micro-batch can be run with, whatever the chunks of its head."""
+    """Return the least memory with which a micro-batch can run, whatever the chunks of its head."""
     return min(
         (predict(shapes, replace(execution, loss_chunk=chunk), load) for chunk in _CHUNKS),
         key=lambda prediction: prediction.total,
@@ -189,7 +188,7 @@ def why_not(
 def remedies(
     shapes: ModelShapes, execution: Execution, load: Load, limit: int, *, may_checkpoint: bool
 ) -> list[str]:
-    """Return what would make one example fit, each by itself, with numbers."""
+    """Return the changes that would each make one example fit, with numbers."""
     found = []
     if may_checkpoint:
         execution = replace(execution, recompute=True)

@@ -1,6 +1,6 @@
-"""What a micro-batch takes of memory, counted from the model's shapes.
+"""The memory of a micro-batch, counted from the model's shapes.
 
-It has its peak either in the head or in the backward pass of a layer, where it holds
+It peaks either in the head or in the backward pass of a layer, and consists of
 
     weights      as stored, with the LoRA matrices
     optimizer    the gradients of the step and of the micro-batch, and AdamW's two moments
@@ -17,14 +17,13 @@ from mlxtune.core.steps.shapes import Load, ModelShapes
 
 # Rows of the vocabulary that the CPU's head casts at once, and how many casts stand at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
-# Copies of the logits of a chunk that cross-entropy and its gradient hold in MLX's own graph, and
-# by the CPU's own functions.
+# Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
+# CPU's own functions.
 _LOGITS, _CPU_LOGITS = 5, 2
-# Of a layer in MLX's own graph: its products, half of which are kept once more as what functions
-# of them give (rotated, gated), and its input, the normed input and the residual in between.
+# For a layer in MLX's own graph: its products, half of which are kept a second time as outputs of
+# functions (rotated, gated), and its input, the normed input and the residual in between.
 _GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
-# The products and what functions of them give, where a layer's forward pass is run again, and what
-# LoRA adds to its own.
+# The products and the outputs of functions of them, if a layer is recomputed, and LoRA's share.
 _AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.5
 # What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
 _SCALED = 2
@@ -33,13 +32,13 @@ _SCALED = 2
 _GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
-# Copies of the scores of one layer that its backward pass holds where attention holds scores.
+# Copies of one layer's scores that its backward pass holds, if attention holds scores.
 _SCORES = 3
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The peak of a micro-batch in bytes, and what it is made of."""
+    """The peak of a micro-batch in bytes, by part."""
 
     weights: int
     optimizer: int
@@ -48,12 +47,12 @@ class Prediction:
 
     @property
     def total(self) -> int:
-        """The most that is held at once."""
+        """The most bytes held at once."""
         return self.weights + self.optimizer + self.activations + self.head
 
 
 def predict(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
-    """Return what a micro-batch takes at its peak."""
+    """Return the memory of a micro-batch at its peak."""
     memory, size = execution.operations.memory, shapes.itemsize
     kept = size * memory.kept(shapes, execution, load)
     # In float32: the matrices themselves; two moments, and two gradients.
@@ -87,18 +86,18 @@ class GraphMemory:
     head_copies = 4
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what all layers keep."""
+        """Return the entries that all layers keep."""
         if execution.recompute:
             return load.tokens * shapes.inputs
         widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs
         widths += shapes.read + shapes.scaled
         scores = shapes.heads * shapes.layers * load.scores if execution.holds_scores else 0
-        # Each pass through the model casts for itself.
+        # Each pass through the model makes its own casts.
         casts = shapes.cast * (2 if load.prefix else 1)
         return load.tokens * widths + scores + casts
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what the backward pass of one layer works with."""
+        """Return the working entries of one layer's backward pass."""
         widths = _GRADIENTS * (shapes.widest_product + shapes.hidden)
         matrices = _UNPACKED * shapes.unpacked
         if execution.recompute:
@@ -109,7 +108,7 @@ class GraphMemory:
         return load.tokens * widths + scores + matrices
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what the head works with: hidden states, logits and a cast weight."""
+        """Return the working entries of the head: hidden states, logits and a cast weight."""
         positions, hidden = _head_states(shapes, execution, load)
         return hidden + shapes.head_cast + _LOGITS * _logits(execution, positions, shapes)
 
@@ -125,12 +124,12 @@ class KernelMemory:
     head_copies = 1
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what all layers keep: inputs, and products but the last, which is as wide."""
+        """Return the entries that all layers keep: inputs, and products except the last."""
         return load.tokens * (shapes.inputs if execution.recompute else shapes.products)
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what the backward pass of one layer works with."""
-        # About as much as the products lies between them, and is made again.
+        """Return the working entries of one layer's backward pass."""
+        # The recomputed values between the products take about as much as the products.
         widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
         widths += _GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
@@ -138,7 +137,7 @@ class KernelMemory:
         return load.tokens * widths + scores + (shapes.largest_matrix if shapes.cast else 0)
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what the head works with; a linear one holds no logits."""
+        """Return the working entries of the head; a linear head holds no logits."""
         positions, hidden = _head_states(shapes, execution, load)
         if execution.split_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)

@@ -40,13 +40,13 @@ def split_rows(
     chosen = np.zeros(len(copies), dtype=bool)
     left = wanted
     for i in _permutation(len(which), f"{seed}/split"):
-        # Drawn by its first copy, so that a row with many is not drawn more often.
+        # Only its first copy is drawn, so that a row with many copies is not drawn more often.
         if first[which[i]] == i and copies[which[i]] <= left:
             chosen[which[i]] = True
             left -= copies[which[i]]
         if left == 0:
             break
-    if left == wanted:  # each row has more copies than are wanted
+    if left == wanted:  # each row has more copies than needed
         chosen[copies.argmin()] = True
     held_out = chosen[which]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
@@ -58,7 +58,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
 
 
 def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the rows of each step of an epoch: `epoch_order`, the last step what is left."""
+    """Return the rows of each step of an epoch: `epoch_order` in batches, the rest in the last."""
     order = epoch_order(rows, seed, epoch)
     return [order[start : start + batch_size] for start in range(0, rows, batch_size)]
 
@@ -66,13 +66,13 @@ def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[li
 def steps_by_length(
     lengths: Sequence[int] | npt.NDArray[np.int64], batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return the rows of each step of an epoch, which are of about one length; steps shuffled.
+    """Return the rows of each step of an epoch, of similar lengths, with the steps shuffled.
 
-    `lengths` are tokens by row. One step, anywhere, has the rows that do not fill a batch. A
-    function of the arguments alone.
+    `lengths` are tokens by row. One step, at a random place, has the rows that do not fill a batch.
+    A function of the arguments alone.
     """
     draw = random.Random(f"{seed}/length/{epoch}")
-    # Lengthened a little by chance, so that the same rows do not meet in every epoch.
+    # Lengthened a little at random, so that batches differ from epoch to epoch.
     drawn = [int(length) * (1 + _LENGTH_NOISE * draw.random()) for length in lengths]
     order = sorted(range(len(drawn)), key=drawn.__getitem__)
     whole, left = divmod(len(order), batch_size)

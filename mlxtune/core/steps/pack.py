@@ -1,11 +1,11 @@
-"""Examples laid end to end in one line: nothing is padded, and what several begin with is run once.
+"""Examples laid end to end in one line: nothing is padded, and a shared prefix runs once.
 
     tokens           a b c d e      a b x y      p q r
     in one line      a b c d   x    p q          the last token of each is predicted, not run
-    segments         [a b] [c d] [x] [p q]       c and x continue a b, p starts anew
+    segments         [a b] [c d] [x] [p q]       c and x continue a b, p starts afresh
 
-A token attends to those before it in its own segment and to the segments that this continues, and
-has the position that it has in its example. So no token sees another example.
+A token attends to earlier tokens of its segment and to the segments that this one continues, at its
+position in its example. So no token sees another example.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 
-# Longer than any example: what may stand in one line where length does not matter.
+# Longer than any example: the length of a line without a limit.
 ANY_LENGTH = 1 << 31
-# Examples that are planned together: more take time in their square and gain little.
+# Examples planned together: the time is quadratic in them, and more gain little.
 _AT_ONCE = 256
 
 _Ints = npt.NDArray[np.int32]
@@ -33,8 +33,8 @@ _Ints = npt.NDArray[np.int32]
 class Segment:
     """The tokens `start` to `end` of a line, which continue those of the segment `parent`.
 
-    `parent` is its index, -1 for none; it stands before. `position` is that of the first token in
-    its example: how many tokens the segments before have.
+    `parent` is its index, -1 for none; it comes earlier. `position` is that of the first token in
+    its example: the number of tokens in the segments before.
     """
 
     start: int
@@ -59,9 +59,8 @@ class Pack:
     """Examples in one line, after the shift.
 
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in it that predict `targets`
-    int32 (P,), one for each supervised token of each example, of which `counts` says how many are
-    those of each. `rows` names the examples for their randomness, `owners` int32 (T,) which of them
-    each token is of.
+    int32 (P,), one for each supervised token; `counts` gives their number for each example. `rows`
+    identifies the examples for their randomness, and `owners` int32 (T,) the example of each token.
     """
 
     inputs: _Ints
@@ -93,12 +92,12 @@ def plan_packs(
 ) -> list[Packed]:
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
-    `fixed` is what a line takes beyond its tokens, in times of a token. An example that is longer
-    by itself stands alone. What examples of a line begin with is counted once, with `keyed` only
-    where their `key` is equal. A function of the arguments.
+    `fixed` is the cost of a line beyond its tokens, in units of one token's time. A single longer
+    example stands alone. The shared prefix of a line's examples counts once, with `keyed` only if
+    their `key` is equal. A function of the arguments.
     """
     keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort in their own order, so that neighbours share most.
+    # As big-endian bytes, tokens sort in their own order, so that neighbours share the most.
     texts = [example.tokens[: run_length(example)].astype(">u4").tobytes() for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (keys[i], texts[i], i))
     packs: list[Packed] = []
@@ -113,7 +112,7 @@ def plan_packs(
 
 
 class _Lines:
-    """Distributes examples over lines, each named by its place in the order of their tokens.
+    """Distributes examples, named by their places in the order of their tokens, over lines.
 
     `runs` are the tokens that each runs, `neighbours` those that each shares with the next.
     """
@@ -125,9 +124,8 @@ class _Lines:
         self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(runs))]
 
     def least(self, fixed: int) -> list[list[int]]:
-        """Return lines of places, each in order, that take least: `fixed` each, and their tokens.
-
-        Of the best cut of the order, and ways to fill as few lines as there can be, or more.
+        """Return lines of places, each in order, at the least cost: `fixed` each, and their tokens.
+        Compares the best cut of the order with fillings of as few lines as possible, or more.
         """
         options = [self._cut(fixed)]
         beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
@@ -156,7 +154,7 @@ class _Lines:
         return added
 
     def _cut(self, fixed: int) -> list[list[int]]:
-        """Cut the order, in which those that share most are neighbours, into lines."""
+        """Cut the order, in which examples that share most are neighbours, into lines."""
         size = len(self._runs)
         least, start = [0] + [1 << 62] * size, [0] * (size + 1)
         for i in range(size):
@@ -176,9 +174,8 @@ class _Lines:
         return lines
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
-        """Put each place, the longest first, where it adds least, or else where least is.
-
-        Returns None when so many lines do not hold them.
+        """Put each place, the longest first, in the line where it adds least, or else the emptiest.
+        Returns None if this many lines cannot hold them.
         """
         lines: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
@@ -200,7 +197,7 @@ class _Lines:
 def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False) -> Pack:
     """Lay examples end to end and shift them: each position predicts the token after it.
 
-    An example shares what it and the one before it begin with.
+    An example shares the tokens with which it and the previous one start.
     """
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
@@ -214,7 +211,7 @@ def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False
         shared = _common(examples[i - 1], example, keyed) if i and share else 0
         if run > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
-        # Where each token of this example stands.
+        # The place of each token of this example.
         at = np.append(at[:shared], np.arange(total, total + run - shared, dtype=np.int32))
         total += run - shared
         inputs.append(example.tokens[shared:run])
@@ -234,7 +231,7 @@ def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False
 
 
 def _common(one: Example, other: Example, keyed: bool) -> int:
-    """Return how many of the tokens that two examples run are the same, from the first."""
+    """Return how many of the tokens that two examples run are equal, from the first on."""
     if keyed and one.key != other.key:
         return 0
     shortest = min(run_length(one), run_length(other))
@@ -245,7 +242,7 @@ def _common(one: Example, other: Example, keyed: bool) -> int:
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
     """Cut a line where an example starts, and where another one branches off.
 
-    A link is where tokens begin, their position, and the place of the token before, -1 for none.
+    A link is where tokens start, their position, and the place of the token before, -1 for none.
     """
     begins = {start: (position, before) for start, position, before in links}
     branches = {before + 1 for _, _, before in links if before >= 0}

@@ -1,4 +1,4 @@
-"""What the memory of a step depends on: the model's shapes, and what a micro-batch runs."""
+"""What the memory of a step depends on: the model's shapes, and the load of a micro-batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class Load:
-    """What a micro-batch runs: a prefix once, then `lines` of `width` tokens each."""
+    """The load of a micro-batch: a prefix once, then `lines` of `width` tokens each."""
 
     lines: int
     width: int
@@ -82,7 +82,7 @@ class Load:
 
 
 def load_of(group: Group | Packed, examples: Sequence[Example]) -> Load:
-    """Return what a group of a step's examples runs."""
+    """Return the load of a group of a step's examples."""
     positions = sum(predicted_tokens(examples[i]) for i in group.examples)
     if isinstance(group, Packed):
         return Load(1, group.tokens, positions)

@@ -1,1 +1,1 @@
-"""The trainer, what it records, and what it saves."""
+"""The trainer, its records, and its checkpoints."""

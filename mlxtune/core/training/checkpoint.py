@@ -187,7 +187,7 @@ def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
 
 
 def prune(run: Path, keep: set[Path]) -> None:
-    """Remove a run's other numbered checkpoints, and what killed processes left behind."""
+    """Remove a run's other numbered checkpoints, and leftovers of killed processes."""
     for path in (path for pattern in _NUMBERED for path in run.glob(pattern)):
         if path not in keep:
             _remove_checkpoint(path)
@@ -201,7 +201,7 @@ def prune(run: Path, keep: set[Path]) -> None:
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    # The manifest goes first: if killed halfway, what is left is not a checkpoint.
+    # The manifest goes first: if the process is killed, the rest is not a checkpoint.
     with suppress(OSError):
         if folder.is_symlink():
             folder.unlink()

@@ -277,7 +277,7 @@ def _bca_levels(
     for share in (half, 1 - half):
         z = bias + normal.inv_cdf(share)
         divisor = 1 - acceleration * z
-        # The correction diverges if, for example, a single row differs; then none is made.
+        # The correction diverges if, for example, a single row differs; then it is skipped.
         levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else share)
     return levels[0], levels[1]
 

@@ -30,7 +30,7 @@ class Pipeline(Protocol):
         """Return the loss over all supervised tokens of the examples."""
 
     def snapshot(self) -> Snapshot:
-        """Capture the adapter and whatever else `restore` needs, to be written then or later."""
+        """Capture the adapter and whatever else `restore` needs, to write now or later."""
 
     def load(self, folder: Path) -> None:
         """Load the adapter of a snapshot."""

@@ -27,7 +27,7 @@ OTHER = "other"
 class Phase:
     """A phase of a step.
 
-    `bytes` is its peak memory beyond what was in use at its start, `peak_bytes` the peak in all.
+    `bytes` is its peak memory above the use at its start, `peak_bytes` the total peak.
     """
 
     seconds: float

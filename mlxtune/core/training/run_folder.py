@@ -1,11 +1,11 @@
-"""The folder of a run: its files, where to resume from, and how it makes way for a new run.
+"""The folder of a run: its files, where to resume, and how a new run replaces it.
 
 checkpoints/
 run.json                    options, model, plan and data
-metrics.jsonl  ledger.json  the record so far, and what became of each row
-profile.jsonl               where the time of steps went, with --profile-interval
+metrics.jsonl  ledger.json  the record so far, and where each row went
+profile.jsonl               how long each phase of a step took, with --profile-interval
 best/  epoch-2/  step-40/   checkpoints
-result.json                 how the run ended, once it has
+result.json                 the result, once the run has ended
 tracking.json               the run's identity with each tracker
 tensorboard/  wandb/        files of trackers
 evaluation.json             whether the adapter helped on the validation rows
@@ -123,7 +123,7 @@ def is_unfinished(run: Path) -> bool:
 
 
 def reopen(run: Path) -> None:
-    """Remove what says that a run ended, before it resumes. Raises OutputError."""
+    """Remove the files of a run's end before it resumes. Raises OutputError."""
     for name in (RESULT, EVALUATION):
         with as_output_error(run / name):
             (run / name).unlink(missing_ok=True)

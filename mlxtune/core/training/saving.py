@@ -16,7 +16,7 @@ from mlxtune.errors import OutputError
 # After a failed save, the next attempt is at the next regular save or after this many seconds.
 _RETRY_SECONDS = 60.0
 
-# The state of a pipeline at one moment: writes itself into a folder, then or later.
+# The state of a pipeline at one moment, which writes itself into a folder, then or later.
 Snapshot = Callable[[Path], None]
 
 
@@ -33,8 +33,8 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     A checkpoint within an epoch is due every `every_steps` or `every_minutes`, whichever comes
-    first. The last `keep` remain, beside `best/`. Each is written inside `saving(step, folder)`.
-    `records` are JSON values, by file name, that each checkpoint holds.
+    first. The last `keep` remain, in addition to `best/`. Each is written inside `saving(step,
+    folder)`. `records` are JSON values, by file name, that each checkpoint holds.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CheckpointSaver:
         self._kept: list[Path] = []
         self._failing = False
         self._saved_at, self._saved_step = clock(), 0
-        # The best epoch's, until the disk takes it.
+        # The best epoch's snapshot, until it can be written.
         self._pending_best: CheckpointContent | None = None
 
     def resume(self, kept: list[Path], step: int) -> None:

@@ -284,8 +284,8 @@ def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -
     with pytest.raises(ModelError) as raised:
         template(MESSAGES)
     assert str(raised.value) == (
-        "the model's chat template (default) produces more text or values than a conversation can "
-        "need: fix it, or name a built-in --template"
+        "the model's chat template (default) produces more text or values than any conversation "
+        "needs: fix it, or name a built-in --template"
     )
     with pytest.raises(ModelError, match=r"template \(tool_use\) uses .*lorem.*, which is not al"):
         template(MESSAGES, tools=TOOLS)

@@ -74,7 +74,7 @@ class Adapter:
 
 
 def path_in_layer(name: str) -> tuple[int, str]:
-    """Return the number of the layer that a module is in, and its path there.
+    """Return the number of a module's layer, and its path there.
 
     Raises ModelError for a module outside the layers, such as a head.
     """
@@ -111,10 +111,10 @@ def group_by_module(
 
 
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
-    """Return an adapter that has the same projections in each of its layers, as mlx-lm expects.
+    """Return an adapter with the same projections in each of its layers, as mlx-lm expects.
 
-    `modules` are the base model's projections by path. What is added is zero throughout: it
-    changes nothing and does not learn. Raises ModelError where the adapter does not fit them.
+    `modules` are the base model's projections by path. Added modules are all zeros: they have no
+    effect and do not learn. Raises ModelError if the adapter does not fit them.
     """
     if unknown := [name for name in adapter.modules if name not in modules]:
         raise ModelError(f"the base model has no {join_few(unknown)}, which the adapter needs")
@@ -144,7 +144,7 @@ def _zero_update(adapter: Adapter, module: nn.Module) -> Update:
 
 
 def check_fits(module: nn.Module, update: Update, name: str) -> None:
-    """Raise ModelError where an update has another shape than a projection."""
+    """Raise ModelError if an update's shape differs from its projection's."""
     *_, rows, columns = dequantized_weight(module).shape
     a, b = update.a.shape, update.b.shape
     rank, shape = (a[-2], (b[-2], a[-1])) if update.of_experts else (a[-1], (b[-1], a[0]))

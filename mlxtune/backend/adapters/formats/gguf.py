@@ -165,7 +165,7 @@ def _heads(architecture: str, text_config: Mapping[str, Any]) -> dict[str, int]:
 def _gguf_names(
     modules: Iterable[str], architecture: str, num_layers: int, all_known: bool = True
 ) -> dict[str, str]:
-    """Return llama.cpp's name of each module. Raises ModelError where one has none."""
+    """Return llama.cpp's name of each module. Raises ModelError if one has none."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -52,7 +52,7 @@ def read_mlx_lm(weights: Path) -> Adapter:
 
 
 def _can_be_written(value: Mapping[str, Any]) -> bool:
-    """Return whether there is anything, and none of it is infinite or nested beyond reason."""
+    """Return whether the value is not empty, and neither infinite nor nested too deeply."""
     try:
         return bool(value) and bool(json.dumps(dict(value), allow_nan=False))
     except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ from mlxtune.backend.lora.targets import projections
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
-# From the number of its layer on, a module has the same name everywhere.
+# From the layer number on, a module has the same name in all libraries.
 _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 # Encoders of images and sound have layers too.
 _NOT_TEXT = re.compile(r"vision|visual|audio|speech|image")
@@ -49,8 +49,8 @@ def projections_of(model: nn.Module) -> dict[str, nn.Module]:
 def match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
     """Return the names in `present` of the wanted modules, which are named by another tool.
 
-    Names that differ are matched from the number of their layer on. Raises ModelError for those
-    that `present` does not have, or has twice; `where` is what has them.
+    Names that differ are matched from the layer number on. Raises ModelError for modules that are
+    missing from `present`, or in it twice; `where` is what it lists.
     """
     present = set(present)
     by_tail: dict[str, list[str]] = {}

@@ -43,8 +43,8 @@ PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
-# The patterns of rank_pattern and alpha_pattern are regular expressions by strangers, some of which
-# take for ever to match: limits of their length, of the time for all, and of counted repeats.
+# rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
+# matching: limits of their length, of the time for all, and of counted repeats.
 _LONGEST_PATTERN, _PATTERN_SECONDS = 1000, 3.0
 _MOST_COUNTS = 3
 _COUNTS = re.compile(r"\{\d{1,2}(?:,\d{0,2})?\}")
@@ -130,7 +130,7 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     scales = {
         name: _scale(folder, config, name, each["lora_A"], deadline) for name, each in parts.items()
     }
-    # The most common, so that most modules stay the same bit for bit.
+    # The most common one, so that most modules stay the same bit for bit.
     scale = Counter(scales.values()).most_common(1)[0][0]
     rank = max(each["lora_A"].shape[0] for each in parts.values())
     _check_padding(folder / WEIGHTS, parts.values(), rank)
@@ -192,7 +192,7 @@ def _parts_of(
 def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix, deadline: float) -> float:
     """Return the scale of a module's update as PEFT computes it.
 
-    Raises ModelError, also where the patterns are not matched by the deadline.
+    Raises ModelError, also if matching the patterns takes too long.
     """
     rank = a.shape[0]
     try:
@@ -223,11 +223,11 @@ def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
         raise ValueError("its patterns are not an object")
     for pattern, value in (patterns or {}).items():
         try:
-            # Compiling writes counted repeats out; nested ones multiply.
+            # Compiling expands counted repeats; nested ones multiply.
             others, counts = _COUNTS.subn("", pattern)
             if len(pattern) > _LONGEST_PATTERN or counts > _MOST_COUNTS or "{" in others:
                 raise ValueError(f"the pattern {pattern:.80} is too long, or repeats too much")
-            # By re first: PEFT does not accept what only regex does.
+            # `re` first: PEFT rejects what only `regex` accepts.
             whole = re.compile(rf"(.*\.)?({pattern})$").pattern
             left = max(deadline - time.monotonic(), 0.001)
             if regex.match(whole, name, timeout=left):
@@ -250,7 +250,7 @@ def _dropout(folder: Path, config: Mapping[str, Any]) -> float:
 
 
 def _check_padding(path: Path, parts: Iterable[Mapping[str, Matrix]], rank: int) -> None:
-    """Raise ModelError where padding to one rank would take many times the file's size."""
+    """Raise ModelError if padding to one rank would take many times the file's size."""
     pairs = [(each["lora_A"], each["lora_B"]) for each in parts]
     padded = sum(rank * (a.shape[1] + b.shape[0]) * 4 for a, b in pairs)
     if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(a.nbytes + b.nbytes for a, b in pairs)):

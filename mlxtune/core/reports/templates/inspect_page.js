@@ -5,7 +5,7 @@
   const form = byId("filter");
   const fields = form.elements;
 
-  // Lower case of the same length, so that places in it are places in the text.
+  // Lower case of the same length, so that positions in it are positions in the text.
   const fold = (text) => {
     const lower = text.toLowerCase();
     if (lower.length === text.length) return lower;
@@ -23,7 +23,7 @@
     text: fold(textOf(element, ".text").join("")),
   }));
 
-  // `row:12` and `kind:cut` ask one thing; other words look at all.
+  // `row:12` and `kind:cut` search one field; other words search all.
   const matcher = (query) => {
     const [, key, value] = /^(row|kind):\s*(.*)$/.exec(query) || [];
     if (key === "row") return (example) => !value || example.row === value;
@@ -96,7 +96,7 @@
     if (root.dataset.theme) parts.push("theme=" + root.dataset.theme);
     try {
       history.replaceState(null, "", parts.length ? "#" + parts.join("&") : location.pathname + location.search);
-    } catch { /* a page inside another may have no address of its own */ }
+    } catch { /* a page inside another may not have an address */ }
   };
 
   // An address may name an element, or a search: #q=term&split=train&findings=1&theme=dark
@@ -141,7 +141,7 @@
     for (const folded of document.querySelectorAll("#examples details")) folded.open = true;
   });
 
-  // What a token is, said when it is pointed at: a title on each would double the page.
+  // Describes a token when the pointer is on it: a title on each would double the page.
   byId("examples").addEventListener("mouseover", (event) => {
     const token = event.target.closest(".text i, .text code");
     if (!token || token.title) return;

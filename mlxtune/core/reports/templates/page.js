@@ -1,5 +1,5 @@
 "use strict";
-// What the scripts of all pages begin with.
+// The shared start of all pages' scripts.
 const theme = (() => {
   const root = document.documentElement;
   const button = document.getElementById("theme");

@@ -10,7 +10,7 @@
     return value.toLocaleString("en", { maximumSignificantDigits: 5 });
   };
 
-  // The place in ascending numbers that is nearest to one.
+  // Returns the index of the ascending number that is nearest to x.
   const nearest = (numbers, x) => {
     let low = 0, high = numbers.length - 1;
     while (low < high) {
@@ -47,8 +47,8 @@
       pointer.replaceChildren(make("line",
         { x1: percent(across(x)), x2: percent(across(x)), y1: 0, y2: "100%" }));
     };
-    // Tells the values at the step nearest to x, each curve's own where it has none there.
-    const tell = (x) => {
+    // Shows the values at the step nearest to x, or of the nearest step that a curve has.
+    const showValues = (x) => {
       const tracks = shown();
       if (!tracks.length) { clear(); return; }
       const dense = tracks.find((each) => !each.sparse) || tracks[0];
@@ -73,15 +73,15 @@
       tip.replaceChildren(title, ...rows);
       tip.hidden = false;
       const width = plot.clientWidth, left = across(at) * width;
-      const beside = left > width / 2 ? left - tip.offsetWidth - 12 : left + 12;
-      tip.style.left = Math.max(Math.min(beside, width - tip.offsetWidth), -40) + "px";
+      const tipLeft = left > width / 2 ? left - tip.offsetWidth - 12 : left + 12;
+      tip.style.left = Math.max(Math.min(tipLeft, width - tip.offsetWidth), -40) + "px";
       figure.at = at;
     };
 
     const follow = (event) => {
       const box = plot.getBoundingClientRect();
       const x = low + Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * (high - low);
-      tell(x);
+      showValues(x);
       for (const other of figures) if (other.plot !== plot) other.line(x);
     };
     const leave = () => { for (const each of figures) each.clear(); };
@@ -97,7 +97,7 @@
       event.preventDefault();
       const from = figure.at === undefined ? 0 : nearest(every, figure.at);
       const place = ends === undefined ? from + step : ends;
-      tell(every[Math.min(every.length - 1, Math.max(0, place))]);
+      showValues(every[Math.min(every.length - 1, Math.max(0, place))]);
     });
     const choice = figure.querySelector(".scale");
     if (choice) {
