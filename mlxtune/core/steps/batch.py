@@ -46,9 +46,9 @@ class MicroBatch:
 
 
 def run_length(example: Example) -> int:
-    """Return how many tokens of an example are run: those before its last supervised token, at least 1.
+    """Return how many tokens of an example are run: those before its last supervised token.
 
-    The tokens after these predict nothing that carries loss.
+    The tokens after these predict nothing that carries loss. At least 1.
     """
     supervised = example.assistant_mask[:0:-1]
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1

@@ -3,7 +3,7 @@
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const hidden = new Set();
 
-  const say = (value) => {
+  const format = (value) => {
     if (value === 0) return "0";
     const size = Math.abs(value);
     if (size >= 1e7 || size < 1e-4) return value.toExponential(3);
@@ -62,7 +62,7 @@
         row.className = each.style + " " + each.draw;
         name.textContent = each.name +
           (each.x[place] === at ? "" : " at " + each.x[place].toLocaleString("en"));
-        value.textContent = say(each.y[place]);
+        value.textContent = format(each.y[place]);
         row.append(name, value);
         if (figure.dataset.scale !== "log" || each.y[place] > 0) {
           pointer.append(make("circle", { class: each.style, r: 4,
