@@ -68,7 +68,7 @@ class _InOrder(click.Group):
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda context, _, asked: _print_versions(context) if asked else None,
+    callback=lambda context, _, wanted: _print_versions(context) if wanted else None,
     help="Show the version and exit.",
 )
 def command() -> None:
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; errors that a user can fix end in one line on stderr."""
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if asked := os.environ.get(VARIABLE):
-        sys.exit(complete(command, asked))
+    if request := os.environ.get(VARIABLE):
+        sys.exit(complete(command, request))
     try:
         # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
         with command.make_context("mlxtune", arguments) as context:

@@ -31,13 +31,13 @@ def completion(shell: str) -> None:
     context.exit(complete(context.find_root().command, f"{shell}_source"))
 
 
-def complete(command: click.Command, asked: str) -> int:
+def complete(command: click.Command, request: str) -> int:
     """Answer a request such as `bash_complete` or `bash_source`; return the exit code."""
     for each in getattr(command, "commands", {}).values():
         for parameter in each.params:
             if parameter.type is click.STRING and parameter.metavar:
                 parameter.type = _Words(parameter.metavar)
-    return shell_complete(command, {}, "mlxtune", VARIABLE, asked)
+    return shell_complete(command, {}, "mlxtune", VARIABLE, request)
 
 
 class _Words(click.types.StringParamType):

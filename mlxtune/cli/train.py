@@ -26,13 +26,13 @@ from mlxtune.config import TrainConfig
 def train(config: str | None, dry_run: bool, resume: str | None, **options: Any) -> None:
     """Train a LoRA adapter on chat data."""
     if resume is None:
-        checked, found = merged(TrainConfig, config, options), None
+        checked, point = merged(TrainConfig, config, options), None
     else:
         from mlxtune.setup.resuming import find_run
 
-        checked, found = find_run(resume, given(TrainConfig, config, options))
+        checked, point = find_run(resume, given(TrainConfig, config, options))
 
     # Imported only now: the recipe loads mlx, and --help must not.
     from mlxtune.recipes.train import train as run
 
-    run(checked, dry_run=dry_run, resume=found)
+    run(checked, dry_run=dry_run, resume=point)

@@ -58,8 +58,8 @@ def alpha_of(scale: float, rank: int, *, rslora: bool) -> float:
 
 def pissa_iterations(init: str) -> int | None:
     """Return the N of `pissa_niter_N`, or None."""
-    found = _NITER.fullmatch(init)
-    return int(found[1]) if found else None
+    match = _NITER.fullmatch(init)
+    return int(match[1]) if match else None
 
 
 def init_problem(init: str) -> str | None:

@@ -31,9 +31,9 @@ from mlxtune.setup.dataset import (
     Reader,
     data_files,
     load_dataset,
-    say_findings,
+    report_findings,
 )
-from mlxtune.setup.memory import choose_plan, first_epoch, work_of
+from mlxtune.setup.memory import choose_plan, first_epoch, planned_work
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions
 from mlxtune.terminal.bench_console import show_benchmark
@@ -55,7 +55,7 @@ def bench(config: BenchConfig) -> Benchmark:
         files.check_outputs([config.json_path], read, "--json")
     with closing(RunConsole(quiet=config.quiet)) as console:
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
-        say_findings(dataset, console)
+        report_findings(dataset, console)
         rows = first_steps(config, dataset)
         steps = [[example for row in step for example in row] for step in rows]
         _report_work(config, rows, console)
@@ -111,7 +111,7 @@ def _prepare(
     parts = config.training(config.dtype).split()
     base = open_model(parts.step, folder, console)
     console.say("Model", base.describe())
-    choose_plan(parts.step, parts.lora, base, work_of(parts.lora, steps))
+    choose_plan(parts.step, parts.lora, base, planned_work(parts.lora, steps))
     peers.write_start(base, parts.lora, scratch / "adapter")
     write_steps(scratch / "steps.npz", steps)
     return Job(

@@ -16,7 +16,7 @@ from mlxtune.core.reports import run_text
 from mlxtune.core.reports.evaluation_text import evaluation_lines
 from mlxtune.core.training.checkpoint import BEST
 from mlxtune.core.training.evaluation import Evaluation
-from mlxtune.setup.dataset import Reader, load_dataset, say_findings
+from mlxtune.setup.dataset import Reader, load_dataset, report_findings
 from mlxtune.setup.judge import answer_rows, compare_losses
 from mlxtune.setup.model import find_model, load_model
 from mlxtune.terminal.console import RunConsole
@@ -34,7 +34,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(reading, folder, console.on_encoding)
         dataset = load_dataset(reading, reader)
-        say_findings(dataset, console)
+        report_findings(dataset, console)
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
         if _was_trained_on(config, dataset.corpus):

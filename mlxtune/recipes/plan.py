@@ -13,8 +13,8 @@ from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepC
 from mlxtune.core.reports.plan_text import plan_lines
 from mlxtune.core.runs.run_plan import RunPlan
 from mlxtune.core.training.speed import read_speed
-from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
-from mlxtune.setup.memory import choose_plan, first_steps, speed_key, training_rows, work_of
+from mlxtune.setup.dataset import Dataset, Reader, load_dataset, report_findings
+from mlxtune.setup.memory import choose_plan, first_steps, planned_work, speed_key, training_rows
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
 
@@ -32,10 +32,10 @@ def plan(config: PlanConfig) -> RunPlan:
         data = config.part(DataConfig)
         with closing(console):
             dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
-        say_findings(dataset, console)
+        report_findings(dataset, console)
     step, lora, training = config.part(StepConfig), config.lora(), config.training()
     base = loading.open_base(folder, step.dtype, **step.loading())
-    work = work_of(lora, first_steps(training, dataset), dataset)
+    work = planned_work(lora, first_steps(training, dataset), dataset)
     chosen = choose_plan(step, lora, base, work)
     planned = RunPlan(
         model=base.describe(),

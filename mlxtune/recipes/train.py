@@ -29,10 +29,10 @@ from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.core.training.metrics import InstructTrainResult
 from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.setup.dataset import Dataset, Reader, load_dataset, say_findings
+from mlxtune.setup.dataset import Dataset, Reader, load_dataset, report_findings
 from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.judge import judge
-from mlxtune.setup.memory import choose_plan, first_steps, keep_speed_of, work_of
+from mlxtune.setup.memory import choose_plan, first_steps, planned_work, save_run_speed
 from mlxtune.setup.model import build_pipeline, open_model, read_weights, warn_of_other_base
 from mlxtune.setup.preflight import check_paths, lock_folder, reserve_memory
 from mlxtune.setup.resuming import check_resumed
@@ -96,7 +96,7 @@ def train(
                 console,
                 should_stop=lambda: asked() or trainer.progress.step == stop_after,
             )
-            say_plan(parts, setup, trainer, console)
+            print_plan(parts, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
             if not dry_run:
@@ -162,14 +162,14 @@ def prepare(
     # The data first: its problems show before minutes of loading.
     with closing(console):
         dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
-    say_findings(dataset, console)
+    report_findings(dataset, console)
 
     # Then the memory: a run that does not fit ends before its weights are read.
     base = open_model(step, folder, console)
     if lora.init_adapter is not None and resume is None:
         trust = step.trust_remote_code
         warn_of_other_base(lora.init_adapter, base, console, trust_remote_code=trust)
-    work = work_of(lora, first_steps(parts.training, dataset), dataset)
+    work = planned_work(lora, first_steps(parts.training, dataset), dataset)
     planned = choose_plan(step, lora, base, work)
     if held is not None:
         reserve_memory(parts.run, planned, held, console)
@@ -181,7 +181,9 @@ def prepare(
     return Setup(dataset, base, pipeline, planned, plan)
 
 
-def say_plan(parts: RunParts, setup: Setup, trainer: InstructTrainer, console: RunConsole) -> None:
+def print_plan(
+    parts: RunParts, setup: Setup, trainer: InstructTrainer, console: RunConsole
+) -> None:
     """Print where the rows and tokens went, and what training will do with them."""
     for ledger in setup.dataset.ledgers:
         console.say("Data", run_text.rows_line(ledger))
@@ -204,7 +206,7 @@ def finish(
         setup.pipeline.load(trainer.best_folder)
     setup.pipeline.write(parts.run.output_path)
     write_json(parts.run.checkpoint_path / RESULT, about_result(parts.run, trainer, result))
-    keep_speed_of(parts.data.cache_path, setup.planned, setup.base.dtype, result.steps)
+    save_run_speed(parts.data.cache_path, setup.planned, setup.base.dtype, result.steps)
     predicted = setup.plan.peak.total / memory.GB
     for line in run_text.summary_lines(result, parts.run, memory.peak_gb(), predicted):
         console.say("Done", line)

@@ -59,11 +59,11 @@ class OurSide:
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both sides start from."""
-        from mlxtune.setup.memory import choose_plan, work_of
+        from mlxtune.setup.memory import choose_plan, planned_work
         from mlxtune.setup.model import build_pipeline
 
         step, lora, base = self._parts.step, self._parts.lora, self._base
-        work = work_of(lora, steps)
+        work = planned_work(lora, steps)
         plan = choose_plan(step, lora, base, work)
         self._pipeline, _ = build_pipeline(step, lora, base, work, plan, self._console)
         self._pipeline.load(adapter)

@@ -298,7 +298,7 @@ def check_corpus(
         )
 
 
-def say_findings(dataset: Dataset, console: RunConsole) -> None:
+def report_findings(dataset: Dataset, console: RunConsole) -> None:
     """Warn of problems in the data. Raises DataError for those that training refuses."""
     for file in dataset.files:
         for warning in file.skipped.warnings():

@@ -20,7 +20,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
 from mlxtune.core.steps.shapes import Load, ModelShapes
 from mlxtune.core.training.metrics import StepRecord
-from mlxtune.core.training.speed import keep_speed, speed_of
+from mlxtune.core.training.speed import save_speed, speed_of
 from mlxtune.errors import MemoryLimitError
 from mlxtune.setup.dataset import Dataset
 
@@ -53,7 +53,7 @@ def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list
     return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
 
 
-def work_of(
+def planned_work(
     lora: InstructConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
 ) -> Work:
     """Return the work to plan: steps, and the examples that need most memory by themselves.
@@ -129,10 +129,10 @@ def speed_key(plan: MemoryPlan, dtype: str) -> str:
     return key_of([asdict(plan.shapes), dtype, device.device_name()])
 
 
-def keep_speed_of(
+def save_run_speed(
     cache: Path | None, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
 ) -> None:
     """Keep the speed of a finished run for the next plan."""
     speed = speed_of(steps, str(datetime.date.today()))
     if speed is not None:
-        keep_speed(cache, speed_key(plan, dtype), speed)
+        save_speed(cache, speed_key(plan, dtype), speed)

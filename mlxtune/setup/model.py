@@ -70,9 +70,9 @@ def build_pipeline(
         lora,
         execution=plan.execution,
         base_model=step.model_path,
-        begins=resume is None,
+        fresh=resume is None,
         provenance=provenance,
-        base_said=loading.base_quantization(base),
+        base_quantization=loading.base_quantization(base),
         warn=console.warn,
     )
     if resume is not None:

@@ -115,11 +115,11 @@ def test_compilation_is_as_asked(model: Path, chat: Path, choice: str) -> None:
     from mlxtune.backend.model.device import on_cpu
     from mlxtune.backend.model.loading import open_base
     from mlxtune.config import StepConfig, TrainConfig
-    from mlxtune.setup.memory import choose_plan, work_of
+    from mlxtune.setup.memory import choose_plan, planned_work
 
     config = TrainConfig(str(model), str(chat), compile=choice)
     base, lora = open_base(model, "float32"), config.lora()
-    plan = choose_plan(config.part(StepConfig), lora, base, work_of(lora, []))
+    plan = choose_plan(config.part(StepConfig), lora, base, planned_work(lora, []))
     assert plan.execution.compile == {"on": True, "off": False, "auto": not on_cpu()}[choice]
 
 

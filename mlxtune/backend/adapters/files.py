@@ -49,14 +49,14 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
         given / "checkpoints" / BEST / ADAPTER,
     )
     try:
-        found = next((each for each in candidates if each.is_file()), None)
+        file = next((each for each in candidates if each.is_file()), None)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
-    if found is None:
+    if file is None:
         raise ModelError(
             f"{path}: has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
         )
-    return found
+    return file
 
 
 def read_adapter_config(weights: Path) -> dict[str, Any]:
@@ -196,5 +196,5 @@ def module_names(weights: Path, names: Mapping[str, Any], kind: str) -> list[str
 
 def split_layer(name: str) -> tuple[int, str] | None:
     """Return the number of a module's layer, and its path there; None outside the layers."""
-    found = _IN_LAYER.search(name)
-    return (int(found[1]), found[2]) if found else None
+    match = _IN_LAYER.search(name)
+    return (int(match[1]), match[2]) if match else None

@@ -36,11 +36,11 @@ class Layout:
 
     def before(self, segment: Segment) -> list[slice]:
         """Return the places of the tokens that a segment continues, in order."""
-        found: list[slice] = []
+        slices: list[slice] = []
         while segment.parent >= 0:
             segment = self.segments[segment.parent]
-            found.append(slice(segment.start, segment.end))
-        return found[::-1]
+            slices.append(slice(segment.start, segment.end))
+        return slices[::-1]
 
 
 _layout: Layout | None = None

@@ -63,9 +63,9 @@ class InstructPipeline:
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
     neither loss nor gradient; its micro-batches are halved, and `warn` called, when a step takes
-    more memory than MLX's limit. `base_model` is named in the adapters that are written, with what
-    `base_said` reports of its loading. Without `begins`, LoRA's start is left to `restore`.
-    `provenance` returns what else checkpoints record.
+    more memory than MLX's limit. Written adapters record `base_model` and `base_quantization`, how
+    it was quantised while loading. Unless `fresh`, LoRA gets its values from `restore`.
+    `provenance` returns further entries of a checkpoint's metadata.
 
     Raises ModelError when a target matches nothing.
     """
@@ -77,8 +77,8 @@ class InstructPipeline:
         *,
         execution: Execution | None = None,
         base_model: str = "",
-        base_said: Mapping[str, Any] | None = None,
-        begins: bool = True,
+        base_quantization: Mapping[str, Any] | None = None,
+        fresh: bool = True,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warn_python,
     ) -> None:
@@ -94,10 +94,10 @@ class InstructPipeline:
             "fewer --num-layers",
             warn=warn,
         )
-        self._base = base_model, base_said
+        self._base = base_model, base_quantization
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
-        self.initial_hash = initialise.initialise(model, self.lora, config.seed) if begins else None
+        self.initial_hash = initialise.initialise(model, self.lora, config.seed) if fresh else None
         self._optimizer = make_optimizer(config)
         self._optimizer.init(model.trainable_parameters())
         self.phases = Phases()

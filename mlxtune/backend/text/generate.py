@@ -251,11 +251,12 @@ def answers(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     vocab_size: int = 0,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """Return the answer to each prompt; `tell` is called with how many are done after each batch.
+    """Return the answer to each prompt.
 
-    Stop texts are ignored. Raises MemoryLimitError if memory runs out.
+    `on_progress` is called after each batch, with the number of answers done and of all. Stop texts
+    are ignored. Raises MemoryLimitError if memory runs out.
     """
     model.eval()
     texts = [""] * len(prompts)
@@ -266,7 +267,7 @@ def answers(
         batch = _together(model, tokenizer, [prompts[i] for i in chosen], sampling, vocab_size)
         for i, text in zip(chosen, batch, strict=True):
             texts[i] = text
-        tell(start + len(chosen), len(order))
+        on_progress(start + len(chosen), len(order))
     return texts
 
 

@@ -252,7 +252,7 @@ def _format_cost(meter: Meter, template: Any, values: Any) -> None:
     text = template if isinstance(template, str) else ""
     if isinstance(template, bytes) or _COMPUTED.search(text.replace("{{", "").replace("}}", "")):
         raise Forbidden("a format whose widths are computed")
-    fields = ["".join(found) for found in _FIELD.findall(text)]
+    fields = ["".join(groups) for groups in _FIELD.findall(text)]
     widths = [int(digits[:9]) for field in fields for digits in re.findall(r"\d+", field)]
     if max(widths, default=0) > _MAX_WIDTH:
         raise TooLarge

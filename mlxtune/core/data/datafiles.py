@@ -81,12 +81,12 @@ def held_out_file(folder: Path) -> Path:
     """Return the folder's `test` file, or else its `valid` file. Raises DataError."""
     with _reading(folder):
         names = [path.name for path in folder.iterdir() if not path.is_dir()]
-    found = _file_named("test", folder, names) or _file_named("valid", folder, names)
-    if not found:
+    files = _file_named("test", folder, names) or _file_named("valid", folder, names)
+    if not files:
         raise DataError(
             f"{folder}: has neither test.jsonl nor valid.jsonl: name the file to evaluate"
         )
-    return found[0]
+    return files[0]
 
 
 def read_objects(path: Path) -> Iterator[NumberedRow]:
@@ -165,12 +165,12 @@ def _files_in(folder: Path, option: str) -> DataFiles:
 
 def _file_named(stem: str, folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
     """Return the folder's file with this stem, if it has one."""
-    found = [name for ending in _ENDINGS if (name := stem + ending) in names]
-    if len(found) > 1:
+    matches = [name for ending in _ENDINGS if (name := stem + ending) in names]
+    if len(matches) > 1:
         raise DataError(
-            f"{folder}: holds {' and '.join(found)}: keep one, or name the files to train on"
+            f"{folder}: holds {' and '.join(matches)}: keep one, or name the files to train on"
         )
-    return tuple(folder / name for name in found)
+    return tuple(folder / name for name in matches)
 
 
 def _head(path: Path, option: str = "--data") -> bytes:

@@ -225,9 +225,9 @@ class Encoder:
         """
         encoded = self.tokenizer.encode_batch([text.text for text in rendered])
         for text, whole in zip(rendered, encoded, strict=True):
-            found = [self._token_span(text.text, whole, span) for span in text.spans]
-            spans = [span for span in found if span is not None]
-            if len(spans) == len(found):
+            ranges = [self._token_span(text.text, whole, span) for span in text.spans]
+            spans = [span for span in ranges if span is not None]
+            if len(spans) == len(ranges):
                 yield [self._with_bos_and_end(text, EncodedExample(whole.ids, spans))]
             else:
                 yield [self._with_bos_and_end(text, turn) for turn in self._split_turns(text)]

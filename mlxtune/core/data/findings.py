@@ -51,8 +51,8 @@ def row_findings(
     _note_duplicates(files, corpus)
     if validation is not None:
         _note_leaks(files[len(corpus.files) :], corpus, validation)
-    found = _findings([(file, file.notes) for file in files], ADVICE)
-    return sorted(found, key=lambda finding: finding.level != "error")
+    findings = _findings([(file, file.notes) for file in files], ADVICE)
+    return sorted(findings, key=lambda finding: finding.level != "error")
 
 
 def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
@@ -93,14 +93,14 @@ def _findings(
     tallies: Sequence[tuple[EncodedFile, RowTally]], advice: dict[str, str]
 ) -> list[Finding]:
     """Return a finding for each kind, over all files; kinds without advice are skip reasons."""
-    found = []
+    findings = []
     for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
         places = [
             Place(str(file.skipped.path), row, detail)
             for file, tally in tallies
             for row, detail in tally.places.get(kind, ())
         ]
-        found.append(
+        findings.append(
             Finding(
                 level="error" if kind in ERRORS else "warning",
                 kind=kind,
@@ -109,4 +109,4 @@ def _findings(
                 places=tuple(places[:_PLACES]),
             )
         )
-    return found
+    return findings

@@ -111,10 +111,10 @@ class ModelTemplate:
     @cached_property
     def _header(self) -> str:
         """What the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
-        asked = [{"role": "user", "content": _PROBE}]
+        question = [{"role": "user", "content": _PROBE}]
         try:
             before, prompt = (
-                self.render(asked, tools=None, add_generation_prompt=asks, enable_thinking=None)
+                self.render(question, tools=None, add_generation_prompt=asks, enable_thinking=None)
                 for asks in (False, True)
             )
         except BadRow:
@@ -245,23 +245,23 @@ class ModelTemplate:
 
     def _end(self, rest: str, message: Message) -> int:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token."""
-        ends = [found.span() for found in self._ends.finditer(rest)]
+        ends = [match.span() for match in self._ends.finditer(rest)]
         last = ends[-1][1] if ends else 0
         # It is the first control token after the content, which follows the thinking; or after tool
         # calls, which follow the content, the last one of the rendering.
         content = _content_after_thinking(message)
         if content and not message.tool_calls:
-            found = rest.rfind(content)
-            while found >= 0:
-                stop = found + len(content)
+            at = rest.rfind(content)
+            while at >= 0:
+                stop = at + len(content)
                 after = [end for start, end in ends if start >= stop]
                 # An answer such as "end" also occurs inside a control token.
-                inside = any(start <= found and stop <= end for start, end in ends)
+                inside = any(start <= at and stop <= end for start, end in ends)
                 if after and not inside:
                     return after[0]
                 # An end token within the content does not end the turn.
                 last = last if inside else 0
-                found = rest.rfind(content, 0, stop - 1)
+                at = rest.rfind(content, 0, stop - 1)
         if not last:
             looked_for = ", ".join(self.end_tokens[:_END_TOKENS_SHOWN]) or "none"
             more = len(self.end_tokens) - _END_TOKENS_SHOWN

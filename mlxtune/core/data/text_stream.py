@@ -33,10 +33,10 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(starts)]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

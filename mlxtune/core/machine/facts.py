@@ -243,13 +243,13 @@ def folders() -> dict[str, Folder]:
         "downloads": _downloads,
         "temporary": lambda: Path(tempfile.gettempdir()),
     }
-    found = {}
+    result = {}
     for name, path in purposes.items():
         try:
-            found[name] = _folder(path(), measured=name == "cache")
+            result[name] = _folder(path(), measured=name == "cache")
         except OSError as error:
-            found[name] = Folder("", None, problem=error.strerror or str(error))
-    return found
+            result[name] = Folder("", None, problem=error.strerror or str(error))
+    return result
 
 
 def _downloads() -> Path:

@@ -22,11 +22,11 @@ def packages() -> tuple[Package, ...]:
     version = _installed(_OURS)
     if version is None:
         return ()
-    found = [Package(_OURS, "", version, serves=True), *_checked(_followed(_OURS, ""), "")]
+    result = [Package(_OURS, "", version, serves=True), *_checked(_followed(_OURS, ""), "")]
     for extra in metadata.metadata(_OURS).get_all("Provides-Extra") or []:
         if extra not in _FOR_DEVELOPERS:
-            found += _checked(_followed(_OURS, extra), extra)
-    return tuple(found)
+            result += _checked(_followed(_OURS, extra), extra)
+    return tuple(result)
 
 
 def mlx_libraries() -> tuple[str, ...]:

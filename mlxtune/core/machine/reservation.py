@@ -83,7 +83,7 @@ def reserve_when_free(
 
 def reservations(folder: Path) -> list[Reservation]:
     """Return what other processes have reserved, and remove the files of dead ones."""
-    found = []
+    reserved = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         holder = holder_of(path)
         if holder is None:
@@ -92,8 +92,8 @@ def reservations(folder: Path) -> list[Reservation]:
             continue
         pid, size, run = holder.get("pid"), holder.get("bytes"), holder.get("run")
         if isinstance(pid, int) and isinstance(size, int) and isinstance(run, str):
-            found.append(Reservation(pid, max(size, 0), run))
-    return found
+            reserved.append(Reservation(pid, max(size, 0), run))
+    return reserved
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw. `said` is the chart in words.
+    """What to draw. `description` is the chart in words.
 
     `verticals` are steps to mark, `skipped` those that were not applied. With `choose_scale`, the
     reader can switch between a linear and a logarithmic scale.
@@ -56,7 +56,7 @@ class Chart:
     title: str
     unit: str
     series: Sequence[Series]
-    said: str
+    description: str
     x_high: float | None = None
     choose_scale: bool = False
     from_zero: bool = False

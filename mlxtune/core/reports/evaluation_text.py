@@ -15,16 +15,16 @@ _SAMPLES = 4
 _LONGEST = 400
 
 
-def evaluation_lines(found: Evaluation) -> Iterator[str]:
+def evaluation_lines(evaluation: Evaluation) -> Iterator[str]:
     """Yield the losses, the verdict, the rows that changed most, and sampled answers."""
-    yield f"{'Base':<{_NAME}}{run_text.loss_and_perplexity(found.base.loss)}"
-    if found.adapted is not None:
-        yield f"{'Adapted':<{_NAME}}{run_text.loss_and_perplexity(found.adapted.loss)}"
-        yield f"{'Verdict':<{_NAME}}{verdict_line(found)}"
-        yield from _rows("Gained most", found.gained)
-        yield from _rows("Lost most", found.lost)
-    if found.generated is not None:
-        yield from _answers(found.generated)
+    yield f"{'Base':<{_NAME}}{run_text.loss_and_perplexity(evaluation.base.loss)}"
+    if evaluation.adapted is not None:
+        yield f"{'Adapted':<{_NAME}}{run_text.loss_and_perplexity(evaluation.adapted.loss)}"
+        yield f"{'Verdict':<{_NAME}}{verdict_line(evaluation)}"
+        yield from _rows("Gained most", evaluation.gained)
+        yield from _rows("Lost most", evaluation.lost)
+    if evaluation.generated is not None:
+        yield from _answers(evaluation.generated)
 
 
 def _rows(name: str, rows: Sequence[RowLosses]) -> Iterator[str]:
@@ -35,8 +35,8 @@ def _rows(name: str, rows: Sequence[RowLosses]) -> Iterator[str]:
         )
 
 
-def _answers(found: Generated) -> Iterator[str]:
-    match, rows = found.exact_match, found.rows
+def _answers(generated: Generated) -> Iterator[str]:
+    match, rows = generated.exact_match, generated.rows
     if not rows:
         return
     parts = [f"base {match.base:,}"]
@@ -45,7 +45,7 @@ def _answers(found: Generated) -> Iterator[str]:
     parts[0] += f" ({match.base / rows:.1%})"
     answers = count(rows, "answer")
     yield f"{'Exact match':<{_NAME}}{', '.join(parts)}, of {answers}, match exactly"
-    for sample in found.samples[:_SAMPLES]:
+    for sample in generated.samples[:_SAMPLES]:
         yield ""
         yield f"{sample.path}:{sample.row}"
         sides = (("prompt", sample.prompt), ("expected", sample.expected), ("base", sample.base))

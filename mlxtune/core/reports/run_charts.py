@@ -35,14 +35,14 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
             title="Learning rate",
             unit="",
             series=[_curve("learning rate", "lr", steps, run.steps["learning_rate"])],
-            said=_describe("Learning rate", run.steps["learning_rate"]),
+            description=_describe("Learning rate", run.steps["learning_rate"]),
             from_zero=True,
         ),
         Chart(
             title="Gradient norm",
             unit="before clipping",
             series=_averaged("grad", steps, grad_norm),
-            said=_describe("Gradient norm", grad_norm),
+            description=_describe("Gradient norm", grad_norm),
             choose_scale=True,
             levels=_near(grad_norm, clip, f"clipped at {clip:g}" if clip else ""),
         ),
@@ -50,7 +50,7 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
             title="Speed",
             unit="tokens a second",
             series=_averaged("speed", steps, _speeds(run)),
-            said=_describe("Tokens a second", _speeds(run)),
+            description=_describe("Tokens a second", _speeds(run)),
             from_zero=True,
         ),
         Chart(
@@ -60,7 +60,7 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
                 _curve("each step", "memory", steps, memory, draw="faint"),
                 _curve("highest so far", "memory", steps, memory, highest=True),
             ],
-            said=_describe(f"Memory in {unit}", memory),
+            description=_describe(f"Memory in {unit}", memory),
             from_zero=True,
             levels=_near(memory, predicted / size, f"predicted peak {byte_size(predicted)}"),
         ),
@@ -72,12 +72,14 @@ def _loss_chart(run: Run, summary: RunSummary) -> Chart:
     span, shown = span_for(len(steps)), decimate(losses, _POINTS)
     both = pairwise(zip(steps, run.steps["epoch"], strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
-    said = f"Loss over {count(summary.step, 'step')}"
+    description = f"Loss over {count(summary.step, 'step')}"
     if losses:
-        said += f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
+        description += (
+            f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
+        )
     if summary.initial_val_loss is not None:
-        said += f"; validation {loss_text(summary.initial_val_loss)} before"
-        said += f", {loss_text(summary.best_val_loss)} at best"
+        description += f"; validation {loss_text(summary.initial_val_loss)} before"
+        description += f", {loss_text(summary.best_val_loss)} at best"
     return Chart(
         title="Training and validation",
         unit=_LOSS_UNIT,
@@ -86,7 +88,7 @@ def _loss_chart(run: Run, summary: RunSummary) -> Chart:
             _at(shown, f"training, averaged over {span}", "train", steps, smooth(losses, span)),
             _validation("validation", "val", run),
         ],
-        said=said,
+        description=description,
         choose_scale=True,
         verticals=ends if len(ends) <= _MOST_EPOCHS else (),
         skipped=[step for each in run.skipped if (step := number(each, "step")) is not None],
@@ -181,8 +183,8 @@ def comparison_charts(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> l
             y = smooth(y, span_for(len(y))) if smoothed else y
             x, style = run.steps["step"], style_of(i)
             curves.append(_curve(name, style, x, y, points=_POINTS_OF_SEVERAL, run=i))
-        said = f"{title} of {len(runs)} runs, step by step"
-        return Chart(title, unit, curves, said, **shape)  # type: ignore[arg-type]
+        description = f"{title} of {len(runs)} runs, step by step"
+        return Chart(title, unit, curves, description, **shape)  # type: ignore[arg-type]
 
     def column(name: str) -> list[list[float]]:
         return [run.steps[name] for run in runs]
@@ -195,7 +197,7 @@ def comparison_charts(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> l
             title="Validation loss",
             unit=_LOSS_UNIT,
             series=[_validation(names[i], style_of(i), run, i) for i, run in enumerate(runs)],
-            said=f"Validation loss: {'; '.join(best)}",
+            description=f"Validation loss: {'; '.join(best)}",
             choose_scale=True,
             large=True,
             x_high=max((each.step for each in summaries), default=None),

@@ -102,7 +102,7 @@ def _interval(low: float | None, middle: float | None, high: float | None) -> di
         return f"{100 * (value - left) / (right - left):.2f}%"
 
     return {
-        "said": f"Difference of the losses {_signed(middle)}, from {_signed(low)} to "
+        "description": f"Difference of the losses {_signed(middle)}, from {_signed(low)} to "
         f"{_signed(high)}",
         **{"zero": at(0), "low": at(low), "middle": at(middle)},
         "width": f"{max(100 * (high - low) / (right - left), 0.4):.2f}%",

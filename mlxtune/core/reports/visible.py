@@ -83,30 +83,30 @@ def _same(one: Piece, other: Piece) -> bool:
 
 
 def _stretches(text: str, before: str, after: str) -> list[Stretch]:
-    found: list[Stretch] = []
+    result: list[Stretch] = []
     for match in _PARTS.finditer(text):
         part, (start, end) = match[0], match.span()
         if part[0] == " ":
             left = text[start - 1] if start else before
             right = text[end] if end < len(text) else after
             marked = len(part) > 1 or left in _EDGES or right in _EDGES
-            _add(found, "space" if marked else "plain", part)
+            _add(result, "space" if marked else "plain", part)
         elif part in ("\n", "\t"):
-            found.append(("newline" if part == "\n" else "tab", part))
+            result.append(("newline" if part == "\n" else "tab", part))
         elif part.isascii() and part.isprintable():
-            _add(found, "plain", part)
+            _add(result, "plain", part)
         else:
             for character in part:
                 shown = _escape(character)
-                _add(found, "plain" if shown == character else "escape", shown)
-    return found
+                _add(result, "plain" if shown == character else "escape", shown)
+    return result
 
 
-def _add(found: list[Stretch], kind: Kind, text: str) -> None:
-    if found and found[-1][0] == kind == "plain":
-        found[-1] = (kind, found[-1][1] + text)
+def _add(result: list[Stretch], kind: Kind, text: str) -> None:
+    if result and result[-1][0] == kind == "plain":
+        result[-1] = (kind, result[-1][1] + text)
     else:
-        found.append((kind, text))
+        result.append((kind, text))
 
 
 def middle_of(pieces: Sequence[Piece], head: int, tail: int) -> tuple[int, int]:

@@ -177,11 +177,11 @@ def why_not(
     execution = replace(execution, recompute=may_checkpoint)
     load = max(work.alone, key=lambda load: least(shapes, execution, load).total)
     needed = least(shapes, execution, load).total
-    found = remedies(shapes, execution, load, limit, may_checkpoint=may_checkpoint)
+    changes = remedies(shapes, execution, load, limit, may_checkpoint=may_checkpoint)
     return (
         f"one example of {load.tokens:,} tokens needs about {needed / 1e9:.2f} GB, of which "
         f"{shapes.weights / 1e9:.2f} GB are the weights, and the limit is {limit / 1e9:.2f} GB: "
-        f"{', or '.join(['raise --memory-limit', *found])}"
+        f"{', or '.join(['raise --memory-limit', *changes])}"
     )
 
 
@@ -189,11 +189,11 @@ def remedies(
     shapes: ModelShapes, execution: Execution, load: Load, limit: int, *, may_checkpoint: bool
 ) -> list[str]:
     """Return the changes that would each make one example fit, with numbers."""
-    found = []
+    changes = []
     if may_checkpoint:
         execution = replace(execution, recompute=True)
     elif least(shapes, replace(execution, recompute=True), load).total <= limit:
-        found.append("--grad-checkpoint on")
+        changes.append("--grad-checkpoint on")
 
     def shorter(tokens: int) -> int:
         positions = max(load.positions * tokens // load.width, 1)
@@ -203,16 +203,16 @@ def remedies(
         return least(shapes.with_layers(layers), execution, load).total
 
     if (tokens := _most(shorter, load.width, limit)) >= _SHORTEST:
-        found.append(f"--max-seq-len {tokens}")
+        changes.append(f"--max-seq-len {tokens}")
     if layers := _most(fewer, shapes.layers, limit):
-        found.append(f"--num-layers {layers}")
+        changes.append(f"--num-layers {layers}")
     if shapes.stored_itemsize:
         each = _BITS / 8 + 2 * shapes.itemsize / _GROUP
         smaller = replace(shapes, weights=int(shapes.weights * each / shapes.stored_itemsize))
         needed = least(smaller, execution, load).total
         fits = "" if needed <= limit else ", still too much"
-        found.append(f"--quantize 4 (about {needed / 1e9:.2f} GB{fits})")
-    return found
+        changes.append(f"--quantize 4 (about {needed / 1e9:.2f} GB{fits})")
+    return changes
 
 
 def _most(needs: Callable[[int], int], most: int, limit: int) -> int:

@@ -194,7 +194,7 @@ class StepProfiler(Profiler):
     def start(self, step: int) -> None:
         """Keep the records up to this step; later steps are taken again."""
         try:
-            keep_until(self._path, step)
+            truncate_profile(self._path, step)
         except OutputError as error:
             self._warn(error)
 
@@ -256,7 +256,7 @@ class StepProfiler(Profiler):
         self._failing = True
 
 
-def keep_until(path: Path, step: int) -> None:
+def truncate_profile(path: Path, step: int) -> None:
     """Remove later steps and broken lines from a profile. Raises OutputError."""
     with as_output_error(path):
         try:

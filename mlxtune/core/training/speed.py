@@ -44,7 +44,7 @@ def read_speed(cache: Path | None, key: str) -> Speed | None:
     return None
 
 
-def keep_speed(cache: Path | None, key: str, speed: Speed) -> None:
+def save_speed(cache: Path | None, key: str, speed: Speed) -> None:
     """Save a speed under a key, if the folder can be written."""
     if cache is None:
         return

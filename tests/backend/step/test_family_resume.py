@@ -41,11 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("resume") / "qwen3", "qwen3")
 
 
-def pipeline(folder: Path, how: Execution, *, begins: bool = True, **options: Any) -> Any:
+def pipeline(folder: Path, how: Execution, *, fresh: bool = True, **options: Any) -> Any:
     config = InstructConfig(**{"lora_rank": 4, "targets": ("q_proj", "down_proj"), **options})
     model = load_base(folder, "float32").model
     return InstructPipeline(
-        model, config, execution=replace(how, micro_batch_tokens=60), begins=begins
+        model, config, execution=replace(how, micro_batch_tokens=60), fresh=fresh
     )
 
 
@@ -67,7 +67,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
 
     # What it began as is read, not found again.
     monkeypatch.setattr(pissa, "principal_svd", None)
-    again = pipeline(folder, how, begins=False, **options)
+    again = pipeline(folder, how, fresh=False, **options)
     again.restore(tmp_path)
     assert take(again, range(STOP + 1, STEPS + 1)) == expected[STOP:]
     assert state(again) == state(whole)

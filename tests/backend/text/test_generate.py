@@ -104,7 +104,7 @@ def test_answers_to_many_prompts_are_those_of_each(folder: Path) -> None:
     prompts = [Prompt(tuple(range(3, 4 + n)), None) for n in (9, 1, 5, 14)]
     told: list[tuple[int, int]] = []
     model = load_base(folder, "float32").model
-    found = answers(model, Bytes(), prompts, GREEDY, tell=lambda *done: told.append(done))
+    found = answers(model, Bytes(), prompts, GREEDY, on_progress=lambda *done: told.append(done))
     alone = [greedy(folder, list(prompt.ids), 24) for prompt in prompts]
     spelled = [[token for token in tokens if token != 0] for tokens in alone]
     assert found == [text_of(Bytes().spell(tokens)) for tokens in spelled]

@@ -8,7 +8,7 @@ from mlxtune.core.reports.charts import Chart, Level, Series, draw, draw_bars
 
 
 def chart(*series: Series, **changes: object) -> str:
-    values = {"title": "Loss", "unit": "nats", "said": "Loss falls", **changes}
+    values = {"title": "Loss", "unit": "nats", "description": "Loss falls", **changes}
     return draw(Chart(series=series, **values), 0).html  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_names_are_escaped() -> None:
         Series("<script>", "train", [0, 1], [1.0, 2.0]),
         LINE,
         title='"><b>',
-        said="<i>",
+        description="<i>",
         levels=[Level(1.0, "<u>")],
     )
     assert not re.search(r"<(script|b|i|u)>", html)

@@ -95,11 +95,11 @@ def test_page_says_all_that_is_known(run: Run) -> None:
 
 def test_charts_are_of_the_loss_the_rate_the_gradient_the_speed_and_the_memory(run: Run) -> None:
     found = page(run)
-    said = [attributes["aria-label"] for tag, attributes in found.tags if tag == "svg"
+    labels = [attributes["aria-label"] for tag, attributes in found.tags if tag == "svg"
             and "aria-label" in attributes]  # fmt: skip
-    assert len([each for each in said if "Difference" not in each]) == 7
-    assert said[0].startswith("Loss over 80 steps: training ")
-    assert "validation 4.00 before, 1.00 at best" in said[0]
+    assert len([each for each in labels if "Difference" not in each]) == 7
+    assert labels[0].startswith("Loss over 80 steps: training ")
+    assert "validation 4.00 before, 1.00 at best" in labels[0]
     data = json.loads(found.texts["charts"])
     names = [[series["name"] for series in each["series"]] for each in data]
     assert '<line class="vertical" x1="50.00%"' in found.html, "the end of the first epoch"

@@ -16,7 +16,7 @@ from mlxtune.core.training.profile import (
     SaveProfile,
     StepProfile,
     StepProfiler,
-    keep_until,
+    truncate_profile,
 )
 from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
@@ -180,7 +180,7 @@ def test_lines_of_steps_to_come_and_lines_that_are_none_are_taken_out(tmp_path: 
     path = tmp_path / PROFILE
     good = b'{"kind": "step", "step": 3}\n'
     path.write_bytes(good + b"nonsense\n[]\n" + b'{"step": "x"}\n{"step": 4}\n' + good[:-1])
-    keep_until(path, 3)
+    truncate_profile(path, 3)
     assert path.read_bytes() == good
 
 
@@ -188,5 +188,5 @@ def test_profile_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"precious\n")
     (tmp_path / PROFILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OutputError, match=PROFILE):
-        keep_until(tmp_path / PROFILE, 3)
+        truncate_profile(tmp_path / PROFILE, 3)
     assert (tmp_path / "elsewhere").read_bytes() == b"precious\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.training.metrics import StepRecord
-from mlxtune.core.training.speed import FILE, Speed, keep_speed, read_speed, speed_of
+from mlxtune.core.training.speed import FILE, Speed, read_speed, save_speed, speed_of
 
 
 def steps(*seconds: float) -> list[StepRecord]:
@@ -21,9 +21,9 @@ def test_speed_leaves_out_the_first_step_and_needs_three() -> None:
 
 def test_speed_is_read_back_by_its_key_and_the_latest_counts(tmp_path: Path) -> None:
     cache = tmp_path / "new"
-    keep_speed(cache, "a", Speed(1.5, "2026-01-01"))
-    keep_speed(cache, "b", Speed(2.5, "2026-01-02"))
-    keep_speed(cache, "a", Speed(3.5, "2026-01-03"))
+    save_speed(cache, "a", Speed(1.5, "2026-01-01"))
+    save_speed(cache, "b", Speed(2.5, "2026-01-02"))
+    save_speed(cache, "a", Speed(3.5, "2026-01-03"))
     assert read_speed(cache, "a") == Speed(3.5, "2026-01-03")
     assert read_speed(cache, "b") == Speed(2.5, "2026-01-02")
     assert read_speed(cache, "c") is None
@@ -31,7 +31,7 @@ def test_speed_is_read_back_by_its_key_and_the_latest_counts(tmp_path: Path) -> 
 
 
 def test_without_a_cache_nothing_is_kept() -> None:
-    keep_speed(None, "a", Speed(1.5, "2026-01-01"))
+    save_speed(None, "a", Speed(1.5, "2026-01-01"))
     assert read_speed(None, "a") is None
 
 
@@ -41,10 +41,10 @@ def test_without_a_cache_nothing_is_kept() -> None:
 def test_broken_file_is_as_good_as_none_and_is_mended(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     assert read_speed(tmp_path, "a") is None
-    keep_speed(tmp_path, "a", Speed(1.5, "2026-01-01"))
+    save_speed(tmp_path, "a", Speed(1.5, "2026-01-01"))
     assert read_speed(tmp_path, "a") == Speed(1.5, "2026-01-01")
 
 
 def test_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    keep_speed(tmp_path / "file" / "cache", "a", Speed(1.5, "2026-01-01"))
+    save_speed(tmp_path / "file" / "cache", "a", Speed(1.5, "2026-01-01"))

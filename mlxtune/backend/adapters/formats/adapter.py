@@ -103,8 +103,8 @@ def group_by_module(
     parts: dict[str, dict[str, Matrix]] = {}
     others = []
     for name, tensor in tensors.items():
-        if found := pattern.fullmatch(name):
-            parts.setdefault(found[1], {})[found[2]] = tensor
+        if match := pattern.fullmatch(name):
+            parts.setdefault(match[1], {})[match[2]] = tensor
         else:
             others.append(name)
     return parts, others
