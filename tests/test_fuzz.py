@@ -93,7 +93,7 @@ def test_command_that_does_what_it_must_not_is_found_and_its_files_are_kept(
 ) -> None:
     monkeypatch.chdir(place.cases)
     monkeypatch.setattr(fuzz_cases, "SECONDS", 0.15 if "took" in said else 10)
-    monkeypatch.setattr(sys.modules["mlxtune.recipes.inspect"], "show", lambda config: fault(place))
+    monkeypatch.setattr("mlxtune.recipes.inspect.show", lambda config: fault(place))
     # The first that is inspected.
     results = ((name, run_case(place, SEED, name)) for name in names_of(20, 0))
     name, result = next(each for each in results if each[1]["problem"])
@@ -112,12 +112,12 @@ def test_case_that_ends_or_hangs_its_process_is_named_and_the_others_are_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, os, signal, time\n"
+        "import os, signal, time\n"
         "import mlxtune.recipes.inspect\n"
         "def show(config):\n"
         "    if 'data-1/' in config.data[0]: os.kill(os.getpid(), signal.SIGSEGV)\n"
         "    if 'data-2/' in config.data[0]: time.sleep(60)\n"
-        "sys.modules['mlxtune.recipes.inspect'].show = show\n"
+        "mlxtune.recipes.inspect.show = show\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)

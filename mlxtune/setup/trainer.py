@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.profile import PipelineMeter
-from mlxtune.config import RunConfig, RunParts
-from mlxtune.core.training.observer import Observers, TrainingObserver
-from mlxtune.core.training.profile import Profiler, StepProfiler
+from mlxtune.config import RunParts
+from mlxtune.core.training.observer import Observers
+from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.setup.dataset import Dataset
 from mlxtune.terminal.console import RunConsole
@@ -23,7 +23,17 @@ def make_trainer(
     should_stop: Callable[[], bool],
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
-    observer = Observers([console, *trackers_of(parts.run, parts.options, console.warn)])
+    run = parts.run
+    observer = Observers([console, *trackers_of(run, parts.options, console.warn)])
+    profiler = None
+    if run.profile_interval:
+        profiler = StepProfiler(
+            run.profile_interval,
+            PipelineMeter(pipeline),
+            run.checkpoint_path,
+            on_record=observer.on_profile,
+            on_problem=observer.on_problem,
+        )
     trainer = InstructTrainer(
         pipeline,
         dataset.corpus,
@@ -33,22 +43,8 @@ def make_trainer(
         run_config=parts.options,
         observer=observer,
         should_stop=should_stop,
-        profiler=_make_profiler(parts.run, pipeline, observer),
+        profiler=profiler,
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)
     return trainer
-
-
-def _make_profiler(
-    run: RunConfig, pipeline: InstructPipeline, observer: TrainingObserver
-) -> Profiler | None:
-    if not run.profile_interval:
-        return None
-    return StepProfiler(
-        run.profile_interval,
-        PipelineMeter(pipeline),
-        run.checkpoint_path,
-        on_record=observer.on_profile,
-        on_problem=observer.on_problem,
-    )

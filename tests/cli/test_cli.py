@@ -23,11 +23,8 @@ from tests.slow import slow
 @pytest.fixture
 def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
     """Replace the recipe; return the config that it was called with."""
-    import mlxtune.recipes.train  # noqa: F401
-
     calls: list[TrainConfig] = []
-    recipe = sys.modules["mlxtune.recipes.train"]
-    monkeypatch.setattr(recipe, "train", lambda config, **_: calls.append(config))
+    monkeypatch.setattr("mlxtune.recipes.train.train", lambda config, **_: calls.append(config))
 
     def config() -> TrainConfig:
         assert len(calls) == 1
@@ -352,9 +349,7 @@ def test_bug_keeps_its_traceback(train: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
-    import mlxtune.recipes.train  # noqa: F401
-
-    monkeypatch.setattr(sys.modules["mlxtune.recipes.train"], "read_weights", fail)
+    monkeypatch.setattr("mlxtune.recipes.train.read_weights", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         train()
 
@@ -365,7 +360,5 @@ def test_every_error_of_ours_is_one_line_whatever_it_holds(
     def fail(*_: object, **__: object) -> None:
         raise MlxTuneError("first\n\nsecond\r\n  third")
 
-    import mlxtune.recipes.train  # noqa: F401
-
-    monkeypatch.setattr(sys.modules["mlxtune.recipes.train"], "train", fail)
+    monkeypatch.setattr("mlxtune.recipes.train.train", fail)
     assert cli("train", "--model-path", "m", "--data", "d").error == "first second third"

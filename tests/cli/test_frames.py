@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
+
+# isort: split
 import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-import mlxtune.backend  # noqa: F401  # isort: split
 from mlxtune.backend.step.operations import MlxOperations
 from tests.models import sums, write_chat, write_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -126,18 +125,18 @@ def test_compilation_is_as_asked(model: Path, chat: Path, choice: str) -> None:
 def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlxtune.setup.memory import choose_plan
+
     assert train().code == 0
     expected = adapter(output)
-    recipe = sys.modules["mlxtune.recipes.train"]
-    choose = recipe.choose_plan
 
     def huge(step: Any, lora: Any, base: Any, work: Any) -> Any:
-        plan = choose(replace(step, memory_limit=1000), lora, base, work)
+        plan = choose_plan(replace(step, memory_limit=1000), lora, base, work)
         limit = int(step.memory_limit * 10**9)
         execution = replace(plan.execution, micro_batch_tokens=10**6)
         return replace(plan, execution=execution, limit=limit)
 
-    monkeypatch.setattr(recipe, "choose_plan", huge)
+    monkeypatch.setattr("mlxtune.recipes.train.choose_plan", huge)
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err

@@ -85,8 +85,7 @@ def test_file_of_the_person_named_like_a_library_is_left_alone(tmp_path: Path) -
 def test_mlx_imported_first_is_found_out() -> None:
     code = (
         "import mlx.core, mlxtune.recipes.doctor; from mlxtune.core.machine.facts import Device\n"
-        "import sys; recipe = sys.modules['mlxtune.recipes.doctor']\n"
-        "print(recipe._mlx_first(Device('CPU', '', 1, None, 1, blas='b')))"
+        "print(mlxtune.recipes.doctor._mlx_first(Device('CPU', '', 1, None, 1, blas='b')))"
     )
     first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert first.stdout == "True\n"

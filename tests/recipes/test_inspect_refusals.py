@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,10 +206,8 @@ def test_output_that_cannot_be_written_is_found_before_any_work(
 def test_device_is_no_file_to_replace(
     inspect: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    import mlxtune.recipes.inspect  # noqa: F401
-
     # Should the check fail, the device is not to be replaced by this test.
-    monkeypatch.setattr(sys.modules["mlxtune.recipes.inspect"], "load_dataset", None)
+    monkeypatch.setattr("mlxtune.recipes.inspect.load_dataset", None)
     assert inspect("--dump", name).error == (
         f"{name}: is not a regular file: choose another --html or --dump"
     )

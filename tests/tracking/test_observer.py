@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -197,8 +196,7 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
         asked.append((run.trackers, run.profile_interval))
         return []
 
-    recipe = sys.modules["mlxtune.recipes.train"]
-    monkeypatch.setattr(recipe, "check_trackers", lambda names: None)
+    monkeypatch.setattr("mlxtune.recipes.train.check_trackers", lambda names: None)
     monkeypatch.setattr("mlxtune.setup.trainer.trackers_of", trackers_of)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = str(tmp_path / "out/adapters.safetensors")
