@@ -26,13 +26,7 @@ from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.bench_worker import OURS, Job
-from mlxtune.setup.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    report_findings,
-)
+from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, report_findings
 from mlxtune.setup.memory import choose_plan, first_epoch, planned_work
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions

@@ -19,13 +19,7 @@ from mlxtune.backend.lora.layers import (
     PrincipalFactors,
     hash_of,
 )
-from mlxtune.backend.lora.targets import (
-    EXPERTS,
-    chosen_layers,
-    match_targets,
-    projections,
-    rank_of,
-)
+from mlxtune.backend.lora.targets import EXPERTS, chosen_layers, match_targets, projections, rank_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import pattern_of, scale_of, target_ranks
 from mlxtune.errors import ModelError

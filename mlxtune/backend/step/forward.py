@@ -16,12 +16,7 @@ import numpy.typing as npt
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.packed import Layout, PackedCache, laid_out
 from mlxtune.backend.step.head import SplitModel
-from mlxtune.backend.step.loss import (
-    cross_entropies,
-    cross_entropy_sum,
-    head_loss_sum,
-    head_losses,
-)
+from mlxtune.backend.step.loss import cross_entropies, cross_entropy_sum, head_loss_sum, head_losses
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.recompute import Layerwise
 from mlxtune.core.steps.batch import MicroBatch

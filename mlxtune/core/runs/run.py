@@ -16,14 +16,7 @@ from typing import Any
 from mlxtune.core.machine.files import read_own
 from mlxtune.core.machine.lock import holder_of
 from mlxtune.core.training.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
-from mlxtune.core.training.run_folder import (
-    ABOUT,
-    EVALUATION,
-    LEDGER,
-    LOCK,
-    PREVIOUS,
-    RESULT,
-)
+from mlxtune.core.training.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PREVIOUS, RESULT
 from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
