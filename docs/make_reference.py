@@ -2,7 +2,7 @@
 
     python docs/make_reference.py
 
-Both say what the code says: `tests/test_reference.py` fails while they do not.
+`tests/test_reference.py` fails if either is out of date.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ def reference() -> str:
             "",
             "## Exit codes",
             "",
-            *_table(("code", "means"), [(str(code), said) for code, said in EXIT_CODES.items()]),
+            *_table(
+                ("code", "means"), [(str(code), meaning) for code, meaning in EXIT_CODES.items()]
+            ),
             "## Files of a run",
             "",
             "Relative to the folder of `--output`; the second part is `--checkpoint-dir`, by "
             "default `checkpoints`.",
             "",
-            *_table(("file", "holds"), [(f"`{path}`", said) for path, said in RUN_FILES.items()]),
+            *_table(
+                ("file", "holds"), [(f"`{path}`", contents) for path, contents in RUN_FILES.items()]
+            ),
             "## Python",
             "",
             *(line for name in mlxtune.__all__ for line in _name(name)),
@@ -103,15 +107,15 @@ def _argument(argument: click.Argument) -> str:
 
 
 def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield the options of a command section by section, those of its own in the last."""
+    """Yield the options of a command section by section; the last holds its own options."""
     fields = dataclasses.fields(each.config) if isinstance(each, ConfigCommand) else ()
     types = field_types(each.config) if isinstance(each, ConfigCommand) else {}
-    # One command may call an option otherwise than another.
+    # Commands may use different names for an option.
     arguments = {p.name for p in each.params if isinstance(p, click.Argument)}
     by_option = {f.metadata["name"]: f for f in fields if f.name not in arguments}
     for section, options in SECTIONS.items():
-        ours = [by_option[name] for name in options if name in by_option]
-        yield section, [_option(field, types[field.name]) for field in ours]
+        known = [by_option[name] for name in options if name in by_option]
+        yield section, [_option(field, types[field.name]) for field in known]
     names = {field.name for field in fields}
     own = [p for p in each.params if isinstance(p, click.Option) and p.name not in names]
     yield "Of the command itself" if fields else "Options", [_own_option(p) for p in own]
@@ -132,13 +136,15 @@ def _takes(option: Option, annotation: Any) -> str:
         "above": option.above,
         "below": option.below,
     }
-    said = " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
+    bounds = " and ".join(
+        f"{name} {limit:g}" for name, limit in limits.items() if limit is not None
+    )
     kind = getattr(annotation, "__name__", str(annotation)).partition(" ")[0].partition("[")[0]
     if kind in ("str", "tuple"):
         named = option.metavar not in (None, "PATH", "FILE")
         kind = f"`{option.metavar}`" if named else "path"
     kind = KINDS.get(kind, kind)
-    return f"{kind}, {said}" if said else kind
+    return f"{kind}, {bounds}" if bounds else kind
 
 
 def _default(value: Any) -> str:
@@ -187,15 +193,15 @@ def _name(name: str) -> Iterator[str]:
 
 
 def _fields(found: type) -> Iterator[str]:
-    """Yield the fields of a dataclass as one would give them."""
+    """Yield the fields of a dataclass as a call with them."""
     yield f"{found.__name__}("
     for field in dataclasses.fields(found):
-        given = ""
+        default = ""
         if field.default is not dataclasses.MISSING:
-            given = f" = {field.default!r}"
+            default = f" = {field.default!r}"
         elif field.default_factory is not dataclasses.MISSING:
-            given = " = …"
-        yield f"    {field.name}: {field.type}{given},"
+            default = " = …"
+        yield f"    {field.name}: {field.type}{default},"
     yield ")"
 
 
@@ -213,7 +219,7 @@ def _methods(found: type) -> Iterator[str]:
 
 
 def _signature(found: Any) -> str:
-    """Return a signature as it stands in the code, the same whatever the version of Python."""
+    """Return a signature as in the code, the same in every version of Python."""
     parts, starred = [], False
     for p in inspect.signature(found).parameters.values():
         if p.name in ("self", "cls"):
@@ -233,13 +239,13 @@ def _signature(found: Any) -> str:
 def _written(value: Any) -> str:
     if inspect.isfunction(value) or inspect.isclass(value):
         return value.__name__ if value.__name__ != "<lambda>" else "…"
-    # The address of an object is another one each time.
+    # The address of an object differs each time.
     return "…" if " at 0x" in repr(value) else repr(value)
 
 
 def _doc(found: Any) -> str:
     own = found.__doc__ or ""
-    # What dataclasses make up where nobody wrote any.
+    # Dataclasses without a docstring get a generated one.
     return "" if own.startswith(f"{getattr(found, '__name__', '')}(") else inspect.cleandoc(own)
 
 
@@ -248,7 +254,7 @@ def _first_line(text: str) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield a docstring as Markdown; what is indented, or not to be wrapped, stays as it is."""
+    r"""Yield a docstring as Markdown; indented paragraphs, and those after \b, stay unchanged."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         lines = paragraph.splitlines()
         if not lines:
@@ -278,33 +284,33 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def modules() -> str:
-    """Return the list of all modules, folder by folder, each with the first line of its text."""
+    """Return the list of modules by folder, each with the first line of its docstring."""
     folders: dict[Path, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         folders.setdefault(path.parent, []).append(path)
     lines: list[str] = []
     for folder, files in folders.items():
         own = folder / "__init__.py"
-        lines += [f"### `{folder.relative_to(DOCS.parent)}/`", "", _said(own), ""]
+        lines += [f"### `{folder.relative_to(DOCS.parent)}/`", "", _summary(own), ""]
         named = [f"`{path.name}`" for path in files if path != own]
-        rows = list(zip(named, (_said(path) for path in files if path != own), strict=True))
+        rows = list(zip(named, (_summary(path) for path in files if path != own), strict=True))
         lines += _table(("module", "contents"), rows)
     return "\n".join(lines)
 
 
-def _said(path: Path) -> str:
+def _summary(path: Path) -> str:
     return _first_line(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
 
 
 def architecture(text: str) -> str:
-    """Return docs/architecture.md with the list of modules as it is now."""
+    """Return docs/architecture.md with the current list of modules."""
     before, _, rest = text.partition(MODULES_BEGIN)
     _, _, after = rest.partition(MODULES_END)
     return f"{before}{MODULES_BEGIN}\n\n{modules()}\n{MODULES_END}{after}"
 
 
 def main() -> None:
-    """Write both."""
+    """Write both files."""
     REFERENCE.write_text(reference(), encoding="utf-8")
     ARCHITECTURE.write_text(architecture(ARCHITECTURE.read_text(encoding="utf-8")), "utf-8")
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mlxtune.errors import ConfigError
 
-# Values are computed with as 64-bit integers.
+# Computations use 64-bit integers.
 _TOO_LARGE = 2**63
 
 
@@ -129,7 +129,7 @@ def _read_names(value: Any) -> tuple[Any, str | None]:
 
 
 def _read_items(value: Any, *, blank: bool) -> tuple[Any, str | None]:
-    if isinstance(value, Mapping):  # in a config file, as one would write it there
+    if isinstance(value, Mapping):  # in a config file, in its natural form
         value = [f"{name}={key}" for name, key in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):

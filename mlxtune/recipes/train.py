@@ -105,7 +105,7 @@ def train(
                 ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
                 result = trainer.train(
                     {LEDGER: ledgers},
-                    beside={ABOUT: setup.about(parts, trainer, resume)},
+                    folder_records={ABOUT: setup.about(parts, trainer, resume)},
                     resume=resume,
                 )
         peak_gb = memory.peak_gb()

@@ -88,7 +88,7 @@ class RunConsole(TrainingObserver):
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
     def on_encoding(self, path: Path, rows: int) -> None:
-        """Show on a terminal how many rows of a file are encoded."""
+        """Show on a terminal the number of rows encoded so far."""
         self.show(f"encoding {path}: {count(rows, 'row')}")
 
     def show(self, text: str) -> None:
@@ -121,7 +121,7 @@ class RunConsole(TrainingObserver):
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._total_steps, self._epochs = run.total_steps, run.epochs
-        for record in run.progress.records.steps:  # from before a resume
+        for record in run.progress.records.steps:  # steps from before a resume
             self._average.add(record.loss)
         if self._quiet or not self._live:
             return

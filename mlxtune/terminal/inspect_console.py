@@ -28,7 +28,7 @@ Part = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class _Signs:
-    """Marks for whitespace, and for supervised text where there is no colour."""
+    """Marks for whitespace, and for supervised text without colour."""
 
     newline: str = "↵"
     space: str = "·"
@@ -167,7 +167,7 @@ class _View:
         self._table(list(zip(*cells, strict=True)) if self._narrow else cells)
 
     def limits(self) -> None:
-        """Print what each limit would cut."""
+        """Print the losses under each limit."""
         self._heading("What --max-seq-len would cut", "a lost row has no supervised token left")
         cells: list[tuple[str, ...]] = [
             ("", "rows cut", "rows lost", "tokens cut", "supervised cut")
@@ -197,7 +197,7 @@ class _View:
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False), highlight=False)
 
     def cost(self) -> None:
-        """Print what an epoch takes."""
+        """Print the cost of an epoch."""
         inspection, cost = self._inspection, self._inspection.cost
         validation = f"; a validation reads {count(cost.validation_tokens, 'token')}"
         self.line(

@@ -1,4 +1,4 @@
-"""Trackers: where a run is recorded besides its own folder, for people to compare runs.
+"""Trackers: where runs are recorded in addition to their folders, for people to compare.
 
 Each is an extra. Its package is checked before any work and imported when training starts.
 """

@@ -1,4 +1,4 @@
-"""Passes a run on to a tracker, under the names that are usual there."""
+"""Passes a run on to a tracker, under the names usual in trackers."""
 
 from __future__ import annotations
 

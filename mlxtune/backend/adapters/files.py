@@ -38,7 +38,7 @@ class AdapterInfo:
 
 
 def find_adapter(path: str, option: str = "--adapter") -> Path:
-    """Return the adapter file that a path means: the file, its folder, or a run's folder.
+    """Return the adapter file at a path: the file itself, its folder, or a run's folder.
 
     For a run without an adapter next to its checkpoints, it is that of the best checkpoint.
     `option` is the option that named the path. Raises ModelError.

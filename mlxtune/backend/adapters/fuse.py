@@ -34,7 +34,7 @@ from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
-# A file of weights is in memory while it is written; mlx-lm's are five times as large.
+# A weight file is in memory while it is written; mlx-lm's are five times as large.
 _SHARD_GB = 1
 # The other files of a model folder.
 _COPIED = (
@@ -62,7 +62,7 @@ class _Base:
         """Return the dtype of a module's weight when it is not quantised."""
         if name in self.dtypes or "scales" not in module:
             return self.dtypes.get(name) or module.weight.dtype
-        # MLX dequantises to bfloat16 where the scales are not floating-point numbers.
+        # MLX dequantises to bfloat16 if the scales are not floating-point numbers.
         floating = mx.issubdtype(module.scales.dtype, mx.floating)
         return module.scales.dtype if floating else mx.bfloat16
 
@@ -235,7 +235,7 @@ def check_fused(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> WeightCheck:
-    """Compare every tensor of a fused folder with what the base and the adapter should give.
+    """Compare every tensor of a fused folder with its expected value, from base and adapter.
 
     Both are read from disk again, one module at a time. Fused weights may be off by one rounding to
     their dtype, quantised ones by as much as quantising the exact weight; all other tensors must

@@ -72,7 +72,7 @@ class _Rounded(nn.Module):
 def reference_of(
     adapted: Adapted, prompts: Sequence[Sequence[int]], dtype: str, *, everywhere: bool
 ) -> Reference:
-    """Return the trained model's outputs for prompts, and how far rounding to `dtype` moves them.
+    """Return the trained model's outputs for prompts, and how much rounding to `dtype` moves them.
 
     With `everywhere`, the weights of all projections are rounded, not only those with LoRA.
     """

@@ -39,7 +39,7 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class LoRASummary:
-    """The LoRA on a model: its options, and what they matched.
+    """The LoRA on a model: its options, and the modules that they matched.
 
     `keys` are the paths of the targets within a layer, `num_layers` how many of the last layers
     were searched, `layers` how many of these had a match. An adapter file has one rank and one

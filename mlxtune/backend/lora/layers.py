@@ -109,7 +109,7 @@ class LoRALinear(nn.Module):
         return update - self._low_rank(x, self.principal.a, self.principal.b)
 
     def _low_rank(self, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-        # The scale is applied where the array is smallest.
+        # The scale is applied to the smallest of the arrays.
         return ((x @ a.astype(x.dtype)) * self.scale) @ b.astype(x.dtype)
 
     def drops(self) -> bool:

@@ -70,7 +70,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         ) from error
     except (AttributeError, TypeError) as error:
         raise ModelError(
-            f"{path} or generation_config.json beside it: is not a JSON object: download it again"
+            f"{path} or generation_config.json: is not a JSON object: download it again"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: has no model_type: is this a language model's folder?")

@@ -256,7 +256,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Hooks(NodeTransformer):
-    """Adds filters where a compiled template would bypass its environment."""
+    """Adds filters to operations in which a compiled template would bypass its environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -27,7 +27,7 @@ class _FastEncoded:
         self.ids: list[int] = encoding.ids
 
     def boundary(self, character: int) -> int | None:
-        """Return the number of tokens before a character; None where a token crosses it."""
+        """Return the number of tokens before a character; None if a token crosses it."""
         if character >= self._length:
             return len(self.ids)
         token = self._encoding.char_to_token(character)

@@ -48,7 +48,7 @@ class SkippedRows(RowTally):
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield `path:line: reason` for the first rows of each reason, then how many more."""
+        """Yield `path:line: reason` for the first rows of each reason, then a count of others."""
         for kind, places in self.places.items():
             for row, detail in places:
                 yield f"{self.path}:{row}: {BadRow(kind, detail)}; row skipped"
@@ -62,6 +62,6 @@ class SkippedRows(RowTally):
 
 
 def json_type(value: Any) -> str:
-    """Return what a JSON value is, such as "a list", for a message."""
+    """Return the type of a JSON value in words, such as "a list"."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")

@@ -103,7 +103,7 @@ def _plain_fields(message: dict[str, Any], role: str, where: str) -> dict[str, A
     fields = {k: value for k, value in message.items() if value is not None and k != "weight"}
     fields["role"] = role
     if isinstance(content := fields.get("content"), list):
-        # mlx_lm.server joins them likewise.
+        # mlx_lm.server joins them the same way.
         fields["content"] = "".join([_part(part, where) for part in content])
     return fields
 
@@ -120,7 +120,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -> Message:
-    """Convert an assistant's message; `fields` is the message itself or its plain copy."""
+    """Convert an assistant's message; `fields` is the message or its plain copy."""
     content, thinking, trained = fields.get("content"), "", True
     calls: tuple[dict[str, Any], ...] = ()
     if fields is not message:
@@ -176,7 +176,7 @@ def _split_thinking(content: str) -> tuple[str, str]:
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object where they are the JSON text of one.
+    """Return a call with its arguments as an object if they are the JSON text of one.
 
     OpenAI's files have the text; templates expect the object, which mlx_lm.server gives them too.
     """
@@ -223,7 +223,7 @@ def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def parse_json(text: str, problem: BadRow, where: str) -> Any:
-    """Return the value of JSON text. Raises `problem`, or BadRow where it is nested too deeply."""
+    """Return the value of JSON text. Raises `problem`, or BadRow if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -134,7 +134,7 @@ def _reading(path: Path, option: str = "--data") -> Iterator[None]:
 
 
 def _printable(error: Exception) -> str:
-    # Libraries quote the bytes that they stumble on.
+    # Libraries quote the bytes that they cannot read.
     return "".join(c if c.isprintable() else "\ufffd" for c in one_line(error))
 
 
@@ -318,7 +318,8 @@ def _batch_rows(batch: Any) -> list[dict[str, Any] | BadRow]:
     try:
         return [_plain(row) for row in batch.to_pylist(maps_as_pydicts="lossy")]
     except (ValueError, OverflowError) as error:
-        # Python's times are coarser and span fewer years; no text to train on is in these columns.
+        # Python's times are coarser and span fewer years, but these columns hold no text to train
+        # on.
         other = [i for i, kind in enumerate(batch.schema.types) if not types.is_temporal(kind)]
         if 0 < len(other) < batch.num_columns:
             return _batch_rows(batch.select(other))
@@ -340,6 +341,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, bytes):
-        # Bytes that are not text become halves of surrogate pairs, which are refused where used.
+        # Bytes that are not text become halves of surrogate pairs, which are rejected when used.
         return value.decode("utf-8", errors="surrogateescape")
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)

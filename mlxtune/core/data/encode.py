@@ -126,7 +126,7 @@ class EncodedExample:
 
 
 def _texts(row: Conversation | Document) -> Iterator[str]:
-    """Yield all text that comes from the data, not from the template."""
+    """Yield all text from the data, as opposed to the template's."""
     if isinstance(row, Document):
         yield row.text
         return

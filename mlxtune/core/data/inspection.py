@@ -1,4 +1,4 @@
-"""What `mlxtune inspect` shows of the data: numbers, findings, and rows as the model sees them.
+"""The contents of `mlxtune inspect`: numbers, findings, and rows as the model sees them.
 
 core/reports/inspect_page.py turns it into a page, terminal/inspect_console.py prints it.
 """
@@ -55,7 +55,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """What a `--max-seq-len` would cut; `rows_lost` would have no supervised token left."""
+    """The losses under a `--max-seq-len`; `rows_lost` would have no supervised token left."""
 
     max_seq_len: int
     rows_cut: int
@@ -66,7 +66,7 @@ class LengthLimit:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an epoch takes: optimizer steps, and tokens through the model without padding.
+    """The cost of an epoch: optimizer steps, and tokens through the model without padding.
 
     `validation_tokens` are the tokens of one validation.
     """
@@ -164,7 +164,7 @@ class InspectedExamples:
         return len(self._validates)
 
     def cost(self, batch_size: int) -> Cost:
-        """Return what an epoch takes."""
+        """Return the cost of an epoch."""
         kept = np.concatenate([each.lengths for each in self._corpora])
         supervised = np.concatenate([each.supervised for each in self._corpora])
         trains = ~self._validates
@@ -240,7 +240,7 @@ def pieces(example: Example, tokenizer: SpellingTokenizer) -> Iterator[Piece]:
 
 
 def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...]:
-    """Return what the current limit, and powers of two up to the longest example, would cut."""
+    """Return the losses under the current limit, and powers of two up to the longest example."""
     longest = max((int(file.arrays.lengths.max(initial=0)) for file in files), default=0)
     sizes = {current}
     size = _SHORTEST_LIMIT

@@ -1,4 +1,4 @@
-r"""A model's own chat template: what inference shows the model, and what it must then produce.
+r"""A model's own chat template: the prompts of inference, and the answers that must follow.
 
 A turn's prompt is the messages before it, rendered with the generation prompt; its answer is what
 rendering the messages up to and including it adds to that prompt.
@@ -36,7 +36,7 @@ from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
 _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
-# Where files keep thinking and templates look for it.
+# The fields in which files keep thinking and templates read it.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _END_TOKENS_SHOWN = 4
 _PROBE = "mlxtune asks whether this is shown"

@@ -31,7 +31,7 @@ _MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens before an answer, and what the template ends the answer with.
+    """The tokens before an answer, and how the template ends the answer.
 
     That is the token `end`, or the text `end_text` if it is not a single token.
     """
@@ -52,8 +52,8 @@ class LastTurn:
 def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Prompt:
     """Return the prompt for the next answer of a conversation, as training would encode it.
 
-    `content` has `messages`, and may have `tools`, like a row of data; `where` is what an error
-    names. `encoder` must encode the last turn only.
+    `content` has `messages`, and may have `tools`, like a row of data; `where` is the source that
+    errors name. `encoder` must encode the last turn only.
 
     Raises DataError if the conversation is not valid, or the template refuses it.
     """

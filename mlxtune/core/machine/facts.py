@@ -290,7 +290,7 @@ def _text(path: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Return what a system tool prints; nothing if it is missing or slow."""
+    """Return the output of a system tool; empty if the tool is missing or slow."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TOOL_SECONDS

@@ -1,4 +1,4 @@
-"""The hash of a model: over the files of its folder that decide what it computes."""
+"""The hash of a model, over the files of its folder that determine its computation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelHash:
 
 
 def model_hash(folder: Path, cache: Path | None) -> str:
-    """Return what ModelHash does. Raises OSError."""
+    """Compute a ModelHash now. Raises OSError."""
     files = sorted([folder / "config.json", *folder.glob("model*.safetensors")])
     known = _known(cache)
     digest = hashlib.sha256()

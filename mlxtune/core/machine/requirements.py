@@ -43,7 +43,7 @@ def _has_library(name: str) -> bool:
 
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:
-    """Yield the requirements of a package, or of its extra, and those of what they require."""
+    """Yield the requirements of a package, or of its extra, and their requirements in turn."""
     for required in _required(name, extra):
         yield required
         if required.name in _FOLLOWED:

@@ -1,7 +1,7 @@
 """The memory reserved by runs on this machine: who holds how much, and whether more fits.
 
-Each run keeps a small file in one folder, locked while it lives, with what it reserves. When its
-process dies the lock is released, and the next reader removes the file.
+Each run keeps a small file in one folder, locked while it runs, with the amount that it reserves.
+When its process dies the lock is released, and the next reader removes the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlxtune.errors import MemoryLimitError
 
 _SUFFIX = ".run"
 _GB = 1e9
-# One process at a time holds the door, while it reads a few small files.
+# Only one process at a time may read and reserve; it reads a few small files.
 _DOOR = "door.lock"
 _DOOR_SECONDS, _DOOR_POLL_SECONDS = 5.0, 0.02
 POLL_SECONDS = 2.0
@@ -33,7 +33,7 @@ class Reservation:
     run: str
 
     def describe(self) -> str:
-        """Return who holds how much, in a few words."""
+        """Return the holder and the amount in words."""
         return f"process {self.pid} holds {self.size / _GB:.1f} GB for {self.run}"
 
 
@@ -82,7 +82,7 @@ def reserve_when_free(
 
 
 def reservations(folder: Path) -> list[Reservation]:
-    """Return what other processes have reserved, and remove the files of dead ones."""
+    """Return the reservations of other processes, and remove the files of dead ones."""
     reserved = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         holder = holder_of(path)

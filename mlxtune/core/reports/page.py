@@ -1,7 +1,7 @@
 """What all pages share: one HTML file that loads nothing, in which data is never code.
 
 Templates are in `templates/`. All values are escaped, and invisible characters made visible; only
-markup rendered by this package is inserted as it is.
+markup rendered by this package is inserted unchanged.
 """
 
 from __future__ import annotations

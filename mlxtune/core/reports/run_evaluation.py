@@ -46,7 +46,7 @@ def verdict_sentence(evaluation: Mapping[str, Any]) -> Verdict | None:
 
 
 def evaluation_context(run: Run) -> dict[str, Any]:
-    """Return what evaluation.html shows."""
+    """Return the variables of evaluation.html."""
     model = text(run.config, "model_path") or "MODEL"
     return {
         "evaluation": _evaluation(run.evaluation) if run.evaluation else None,

@@ -60,7 +60,7 @@ def render_runs(runs: Sequence[Run]) -> str:
 def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
     drawings = [draw(chart, number) for number, chart in enumerate(charts)]
     data = json.dumps([each.data for each in drawings], separators=(",", ":"), allow_nan=False)
-    # Only `<` could end a script element.
+    # Only `<` can end a script element.
     escaped = Markup(data.replace("<", "\\u003c"))
     return {"charts": [each.html for each in drawings], "chart_data": escaped}
 
@@ -69,7 +69,7 @@ def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
-    """Return what run_page.html shows."""
+    """Return the variables of run_page.html."""
     links = {
         "loss": "Loss",
         **({"skipped": "Skipped steps"} if run.skipped else {}),
@@ -142,8 +142,8 @@ def _totals(summary: RunSummary) -> dict[str, str]:
         totals[f"for {count(summary.step, 'step')}{at}"] = duration(summary.seconds)
     if summary.peak_memory is not None:
         predicted = summary.predicted_memory
-        beside = f", {byte_size(predicted)} predicted" if predicted else ""
-        totals[f"peak memory{beside}"] = byte_size(summary.peak_memory)
+        prediction = f", {byte_size(predicted)} predicted" if predicted else ""
+        totals[f"peak memory{prediction}"] = byte_size(summary.peak_memory)
     return totals
 
 
@@ -151,7 +151,7 @@ def _totals(summary: RunSummary) -> dict[str, str]:
 
 
 def _comparison_context(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> dict[str, Any]:
-    """Return what comparison_page.html shows."""
+    """Return the variables of comparison_page.html."""
     links = {
         "results": "Results",
         "differences": "Options that differ",

@@ -23,7 +23,7 @@ _MOST_BARS = 1000
 
 
 def sections_context(run: Run, summary: RunSummary) -> dict[str, Any]:
-    """Return what the sections of run_page.html show."""
+    """Return the variables of the sections of run_page.html."""
     options = options_of(run)
     return {
         "epochs": [_epoch(each, summary) for each in run.epochs[-_MOST_EPOCHS:]],

@@ -37,7 +37,7 @@ def table_lines(
 ) -> Iterator[str]:
     """Yield a table no wider than `width` columns; None sets no limit.
 
-    Below it stand the adapters, the commands that resume unfinished runs, and damaged folders.
+    Below it are the adapters, the commands that resume unfinished runs, and damaged folders.
     """
     rows = [_cells(each, unicode) for each in runs]
     widths = {name: max(len(name), *(_width(row[name]) for row in rows)) for name in _COLUMNS}

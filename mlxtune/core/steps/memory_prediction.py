@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.shapes import Load, ModelShapes
 
-# Rows of the vocabulary that the CPU's head casts at once, and how many casts stand at once.
+# Rows of the vocabulary that the CPU's head casts at once, and how many casts exist at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
 # CPU's own functions.

@@ -136,7 +136,7 @@ class _Lines:
         return min(options, key=lambda lines: sum(fixed + self.tokens(line) for line in lines))
 
     def tokens(self, line: Sequence[int]) -> int:
-        """Return how many tokens a line has."""
+        """Return the number of tokens in a line."""
         return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
 
     def _common(self, i: int, j: int) -> int:

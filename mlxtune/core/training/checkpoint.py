@@ -2,7 +2,7 @@
 
     epoch-2/
       adapters.safetensors, adapter_config.json   what mlx-lm loads
-      optimizer.safetensors                       what the backend needs to resume, and
+      optimizer.safetensors                       the backend's state to resume from, and
       parameters.safetensors                      the trained values, if the adapter differs
       metrics.jsonl                               every step, validation and epoch so far
       metadata.json                               options, data and versions

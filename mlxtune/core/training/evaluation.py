@@ -1,8 +1,8 @@
 """Whether an adapter helped: the losses of rows with and without it, and a confidence interval.
 
 A model's loss is the sum over all supervised tokens divided by their count. The rows are a sample
-of what the model will be used on, so the bootstrap resamples rows, each with all its tokens and
-both losses, which makes the interval a paired one.
+of the model's future inputs, so the bootstrap resamples rows, each with all its tokens and both
+losses, which makes the interval a paired one.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class LayerProfile:
     """A layer's two passes over all micro-batches of a step.
 
     `kept_bytes` is what the forward pass keeps for the backward pass, outputs included, and
-    `peak_bytes` the peak of both passes; each for the micro-batch where it is largest.
+    `peak_bytes` the peak of both passes; each for the micro-batch in which it is largest.
     """
 
     name: str

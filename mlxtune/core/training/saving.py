@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, which ones it keeps, and what it does when the disk fails."""
+"""When a run writes checkpoints, which ones it keeps, and how it handles a failing disk."""
 
 from __future__ import annotations
 

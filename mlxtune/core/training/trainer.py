@@ -132,13 +132,13 @@ class InstructTrainer:
         self,
         records: Mapping[str, Any] | None = None,
         *,
-        beside: Mapping[str, Any] | None = None,
+        folder_records: Mapping[str, Any] | None = None,
         resume: ResumePoint | None = None,
     ) -> InstructTrainResult:
         """Run all epochs, or those after the checkpoint to resume from.
 
         `records` are JSON values by file name, written to the run's folder and into each
-        checkpoint; those in `beside` only to the run's folder.
+        checkpoint; those in `folder_records` only to the run's folder.
 
         Raises NonFiniteLossError, OutputError if the best or last checkpoint cannot be written,
         ModelError if the checkpoint does not fit, and TrainingInterrupted, with the state saved,
@@ -147,7 +147,7 @@ class InstructTrainer:
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
         self._saver.records = dict(records or {})
-        for name, record in {**self._saver.records, **(beside or {})}.items():
+        for name, record in {**self._saver.records, **(folder_records or {})}.items():
             write_json(self._folder / name, record)
         self._start(resume)
         start = RunStart(

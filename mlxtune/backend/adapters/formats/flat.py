@@ -1,7 +1,7 @@
 """The flat file: `lora.{layer}.{projection}.lora_a` (rank, in) and `.lora_b` (out, rank), float32.
 
-The file's metadata holds `rank`, `alpha` and `scale`, and `epoch` and `val_loss` where they are
-known. A projection is named by the last part of its name alone.
+The file's metadata holds `rank`, `alpha` and `scale`, and `epoch` and `val_loss` if they are known.
+A projection is named by the last part of its name alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A LoRA adapter as GGUF, for llama.cpp and the tools built on it.
+"""A LoRA adapter as GGUF, for llama.cpp and tools built on it.
 
 Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
