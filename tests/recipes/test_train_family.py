@@ -110,7 +110,7 @@ def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
         ({"alpha": 5.0}, r"its scale is 8, but --alpha 5 gives 2\.5"),
         ({"dora": False}, "its type is dora, but --dora is off"),
         ({"targets": ("k_proj",), "target_rank": ()}, "does not fit the model"),
-        ({"target_rank": {"q_proj": 2}}, "q_proj has values other than zero beyond rank 2"),
+        ({"target_rank": {"q_proj": 2}}, "q_proj has non-zero values beyond rank 2"),
     ],
 )
 def test_option_that_contradicts_the_adapter_is_an_error_that_names_both(
@@ -132,7 +132,7 @@ def test_equivalent_lora_of_pissa_is_gone_on_with(model: Path, chat: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"init": "pissa", "dora": True}, "--init pissa changes the weights whose row sizes"),
+        ({"init": "pissa", "dora": True}, "--init pissa changes the weights whose row norms"),
         ({"init": "pissa", "init_adapter": "x"}, "--init pissa starts from the weights"),
         ({"init": "gaussian"}, "--init must be lora, pissa or pissa_niter_N"),
         ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj': must be as in q_proj=16"),
