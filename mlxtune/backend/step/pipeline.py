@@ -177,7 +177,7 @@ class InstructPipeline:
     def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:
         self.model.train()
         parameters = self.model.trainable_parameters()
-        tokens = sum(map(predicted_tokens, examples))
+        tokens = _count_tokens(examples)
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
         compute = self.phases.gradients(self.forward)
@@ -207,13 +207,13 @@ class InstructPipeline:
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
         self.model.eval()
+        tokens = _count_tokens(examples)
         for attempt in self._micro_batches.attempts(examples):
             with attempt:
                 total = 0.0
                 for _, batch in self.micro_batches(examples):
                     total += float(self.forward.losses(batch).sum())
                     memory.relieve_pressure()
-        tokens = sum(map(predicted_tokens, examples))
         loss = total / tokens
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
@@ -307,3 +307,10 @@ def _clip(grads: dict[str, Any], max_norm: float) -> tuple[dict[str, Any], mx.ar
     """Return gradients scaled to the norm, where they are above it, and their norm before."""
     clipped, norm = optim.clip_grad_norm(grads, max_norm if max_norm else math.inf)
     return (clipped if max_norm else grads), norm
+
+
+def _count_tokens(examples: Sequence[Example]) -> int:
+    """Return how many supervised tokens are predicted. Raises ValueError if none is."""
+    if tokens := sum(map(predicted_tokens, examples)):
+        return tokens
+    raise ValueError("no example has a supervised token after its first: nothing is predicted")

@@ -123,6 +123,14 @@ def at_the_edges() -> list[Example]:
     ]
 
 
+def test_examples_that_predict_nothing_are_an_error(make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline("qwen3")
+    examples = [Example(1, np.array([1, 2, 3], dtype=np.int32), np.array([1, 0, 0], np.uint8))]
+    for use in (pipeline.evaluate, pipeline.train_batch):
+        with pytest.raises(ValueError, match="no example has a supervised token after its first"):
+            use(examples)
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
 def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     make_pipeline: MakePipeline, tmp_path: Path, micro_batch_tokens: int
