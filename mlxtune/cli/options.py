@@ -14,7 +14,6 @@ from mlxtune.config import load_config_file
 from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import SECTIONS
 from mlxtune.errors import ConfigError
-from mlxtune.setup.init_adapter import with_adapter
 
 Config = TypeVar("Config", bound=Checked)
 
@@ -128,7 +127,11 @@ def config_command(
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
     options, problems = _read_options(kind, config, flags)
-    options = with_adapter(options)
+    if "init_adapter" in options:
+        # Loads mlx, which --help must not.
+        from mlxtune.backend.adapters.initialise import with_adapter
+
+        options = with_adapter(options)
     try:
         checked = kind(**options)
     except ConfigError as error:

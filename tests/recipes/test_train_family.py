@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from mlxtune import TrainConfig, resume, train
+from mlxtune.backend.adapters.initialise import with_adapter
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
-from mlxtune.setup.init_adapter import with_adapter
 from tests.command import Cli
 from tests.models import sums, write_chat
 

@@ -89,12 +89,16 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
     return problems
 
 
-def options_of(adapter: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which a run continues an adapter.
+def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a run with the rank, alpha, targets, layers and kind of its `init_adapter`.
 
-    `given` are the options that the user set; with --rslora among them, the scale is expressed as
-    alpha / √rank. Raises ModelError.
+    Given options stay, and are an error later if they contradict the adapter. With --rslora among
+    them, the scale is expressed as alpha / √rank. Raises ModelError if training cannot continue
+    from the adapter.
     """
+    adapter = given.get("init_adapter")
+    if not isinstance(adapter, str) or not adapter.strip() or given.get("init", "lora") != "lora":
+        return dict(given)
     weights = find_adapter(adapter, "--init-adapter")
     info, shapes = read_info(weights), read_shapes(weights)
     check_rank(weights, shapes, info)
@@ -122,4 +126,4 @@ def options_of(adapter: str, given: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
         "rslora": rslora,
         "dora": info.kind == "dora",
-    }
+    } | dict(given)
