@@ -56,9 +56,8 @@ if TYPE_CHECKING:
     from mlxtune.recipes.import_adapter import import_adapter
     from mlxtune.recipes.inspect import inspect
     from mlxtune.recipes.report import report
-    from mlxtune.recipes.resume import resume
     from mlxtune.recipes.runs import runs
-    from mlxtune.recipes.train import TrainResult, train
+    from mlxtune.recipes.train import TrainResult, resume, train
     from mlxtune.recipes.verify import verify
     from mlxtune.setup.proof import ExportResult
 
@@ -119,7 +118,7 @@ _LAZY = {
     "import_adapter": "mlxtune.recipes.import_adapter",
     "inspect": "mlxtune.recipes.inspect",
     "report": "mlxtune.recipes.report",
-    "resume": "mlxtune.recipes.resume",
+    "resume": "mlxtune.recipes.train",
     "runs": "mlxtune.recipes.runs",
     "train": "mlxtune.recipes.train",
     "verify": "mlxtune.recipes.verify",

@@ -142,7 +142,6 @@ def write_run(
     said = {
         "format": 1,
         "started_at": "2026-03-04T05:06:07+00:00",
-        "resumed_at": [],
         "device": "a machine (cpu)",
         "model": {"path": "models/tiny", "type": "llama", "description": "llama, 2 layers"},
         "lora": {"description": "rank 8 on 4 modules"},

@@ -40,12 +40,11 @@ def evaluate(config: EvalConfig) -> Evaluation:
         if _was_trained_on(config, dataset.corpus):
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
         loaded = load_model(config, folder, console)
-        rows, paths = dataset.corpus.select(), [ledger.path for ledger in dataset.ledgers]
-        generated = None
+        rows, generated = dataset.corpus.select(), None
         if config.generate:
             longest = config.max_new_tokens
-            generated = answer_rows(loaded, reader.tokenizer, rows, paths, longest, console)
-        evaluation = compare_losses(loaded, rows, paths, config.seed, console)
+            generated = answer_rows(loaded, reader.tokenizer, rows, longest, console)
+        evaluation = compare_losses(loaded, rows, config.seed, console)
         return replace(evaluation, generated=generated)
 
 

@@ -1,45 +1,52 @@
-"""The recipe of a run, from its options to its adapter.
-
-Imports stand in the functions, so that `import mlxtune` and `mlxtune --help` load neither mlx nor
-numpy.
-"""
+"""The recipe of a run, from its options to its adapter, and of a run that is resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.model import memory
+from mlxtune.backend.model import memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.step import operations
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.config import RunParts, TrainConfig, user_cache
+from mlxtune.backend.step.profile import PipelineMeter
+from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.machine.files import write_json
+from mlxtune.core.machine.files import check_outputs, check_writable, write_json
 from mlxtune.core.machine.hashing import ModelHash
 from mlxtune.core.reports import plan_text, run_text
 from mlxtune.core.reports.run_page import write_page
 from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training import run_folder
+from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.core.training.metrics import InstructTrainResult
+from mlxtune.core.training.observer import Observers
+from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.setup.dataset import Dataset, Reader, load_dataset, report_findings
+from mlxtune.errors import OutputError
+from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, report_findings
 from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.judge import judge
-from mlxtune.setup.memory import choose_plan, first_steps, planned_work, save_run_speed
+from mlxtune.setup.memory import (
+    choose_plan,
+    first_steps,
+    planned_work,
+    reserve_memory,
+    save_run_speed,
+)
 from mlxtune.setup.model import build_pipeline, open_model, read_weights, warn_of_other_base
-from mlxtune.setup.preflight import check_paths, lock_folder, reserve_memory
-from mlxtune.setup.resuming import check_resumed
+from mlxtune.setup.resuming import check_resumed, find_run
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
-from mlxtune.setup.trainer import make_trainer
 from mlxtune.terminal.console import RunConsole
-from mlxtune.tracking import check_trackers
+from mlxtune.tracking import check_trackers, trackers_of
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 
@@ -90,11 +97,7 @@ def train(
         dataset = setup.dataset
         with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
             trainer = make_trainer(
-                parts,
-                setup.pipeline,
-                dataset,
-                console,
-                should_stop=lambda: asked() or trainer.progress.step == stop_after,
+                parts, setup, console, lambda: asked() or trainer.progress.step == stop_after
             )
             print_plan(parts, setup, trainer, console)
             if resume is not None:
@@ -103,10 +106,11 @@ def train(
                 if not run.checkpoint_path.is_dir():
                     lock_folder(run, resume, held)
                 ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
+                about = about_run(
+                    parts, setup.base, setup.pipeline, setup.plan, trainer, dataset, resume
+                )
                 result = trainer.train(
-                    {LEDGER: ledgers},
-                    folder_records={ABOUT: setup.about(parts, trainer, resume)},
-                    resume=resume,
+                    {LEDGER: ledgers}, folder_records={ABOUT: about}, resume=resume
                 )
         peak_gb = memory.peak_gb()
         if result is not None:
@@ -115,7 +119,7 @@ def train(
             # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
-            evaluation = conclude(parts, folder, rows, dataset.paths_of(rows), console)
+            evaluation = conclude(parts, folder, rows, console)
             usage = run_text.usage_line(result, run, parts.data.model_path)
             console.say("Try it", usage, copyable=True)
     return TrainResult(
@@ -128,6 +132,49 @@ def train(
     )
 
 
+def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
+    """Resume the run in a folder, with its own options, to the result it would have had.
+
+    `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
+    `max_steps` may grow, and options that do not change the result may change.
+
+    Raises what `train` does; ConfigError if a change would change the result; OutputError if there
+    is no run to resume.
+    """
+    config, found = find_run(str(folder), changes)
+    return train(config, resume=found)
+
+
+def check_paths(data: DataConfig, run: RunConfig) -> Path:
+    """Check before any work that the files can be read and written; return the model's folder.
+
+    Raises ModelError, DataError or OutputError.
+    """
+    folder = model_folder.find_folder(data.model_path)
+    model_folder.read_config(folder, trust_remote_code=data.trust_remote_code)
+    output = run.output_path
+    if output.name == ADAPTER_CONFIG:
+        raise OutputError(f"{output}: is written beside the adapter: choose another --output")
+    read = [*data_files(data), *folder.iterdir()]
+    check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
+    check_writable(run.checkpoint_path, "--checkpoint-dir")
+    return folder
+
+
+def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> None:
+    """Lock the run's folder for as long as `held`, or this process, lives.
+
+    Raises OutputError if another process trains there, or if it holds another unfinished run.
+    """
+    folder = run.checkpoint_path
+    held.callback(run_folder.lock_run(folder).release)
+    if resume is None and not run.overwrite and run_folder.is_unfinished(folder):
+        raise OutputError(
+            f"{folder}: holds an unfinished run: resume it with mlxtune train --resume "
+            f"{shlex.quote(str(folder))}, or start over with --overwrite"
+        )
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a run is made of. `plan` is `planned`, corrected to how the loaded model runs."""
@@ -137,13 +184,6 @@ class Setup:
     pipeline: InstructPipeline
     planned: MemoryPlan
     plan: MemoryPlan
-
-    def about(
-        self, parts: RunParts, trainer: InstructTrainer, resume: ResumePoint | None
-    ) -> dict[str, Any]:
-        """Return what the run records about itself."""
-        made = (self.base, self.pipeline, self.plan, trainer, self.dataset)
-        return about_run(parts, *made, resumed=resume is not None)
 
 
 def prepare(
@@ -181,6 +221,36 @@ def prepare(
     return Setup(dataset, base, pipeline, planned, plan)
 
 
+def make_trainer(
+    parts: RunParts, setup: Setup, console: RunConsole, should_stop: Callable[[], bool]
+) -> InstructTrainer:
+    """Make the trainer, and count the rows that it holds out in the ledgers."""
+    run, dataset = parts.run, setup.dataset
+    observer = Observers([console, *trackers_of(run, parts.options, console.warn)])
+    profiler = None
+    if run.profile_interval:
+        profiler = StepProfiler(
+            run.profile_interval,
+            PipelineMeter(setup.pipeline),
+            run.checkpoint_path,
+            on_record=observer.on_profile,
+            on_problem=observer.on_problem,
+        )
+    trainer = InstructTrainer(
+        setup.pipeline,
+        dataset.corpus,
+        parts.training,
+        validation=dataset.validation,
+        run_config=parts.options,
+        observer=observer,
+        should_stop=should_stop,
+        profiler=profiler,
+    )
+    if dataset.validation is None:
+        dataset.hold_out(trainer.val_rows.indices)
+    return trainer
+
+
 def print_plan(
     parts: RunParts, setup: Setup, trainer: InstructTrainer, console: RunConsole
 ) -> None:
@@ -215,11 +285,11 @@ def finish(
 
 
 def conclude(
-    parts: RunParts, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
+    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole
 ) -> Evaluation | None:
     """Judge the adapter on the validation rows, and write the run's page."""
     try:
-        return judge(parts, folder, rows, paths, console) if rows else None
+        return judge(parts, folder, rows, console) if rows else None
     finally:  # also after Ctrl-C during the evaluation
         if (page := write_page(parts.run.checkpoint_path, console.warn)) is not None:
             console.say("Report", str(page))

@@ -20,7 +20,7 @@ from mlxtune.core.data import findings, notes
 from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Document
-from mlxtune.core.data.corpus import Corpus, CorpusRows
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.datafiles import check_data_file, find_data_files
 from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.findings import Finding
@@ -52,11 +52,6 @@ class Dataset:
     files: list[EncodedFile]
     ledgers: list[Ledger]
     findings: list[Finding]
-
-    def paths_of(self, rows: CorpusRows) -> list[str]:
-        """Return the paths of the files that validation rows come from."""
-        first = 0 if rows.corpus is self.corpus else len(self.corpus.files)
-        return [ledger.path for ledger in self.ledgers[first:]]
 
     def hold_out(self, rows: Iterable[int]) -> None:
         """Count rows of the corpus, by their index, as held out in the ledgers."""
@@ -235,10 +230,10 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         files.append(file)
         ledgers.append(ledger)
     count = len(train_paths)
-    corpus = Corpus([file.arrays for file in files[:count]], config.max_seq_len)
+    corpus = _corpus_of(files[:count], config)
     validation = None
     if validation_paths or not config.val_split:
-        validation = Corpus([file.arrays for file in files[count:]], config.max_seq_len)
+        validation = _corpus_of(files[count:], config)
         for ledger in ledgers[count:]:
             ledger.hold_out(ledger.rows_train)
     check_corpus(config, reader, corpus, validation, files)
@@ -253,6 +248,11 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
             *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         ],
     )
+
+
+def _corpus_of(files: Sequence[EncodedFile], config: DataConfig) -> Corpus:
+    paths = [str(file.skipped.path) for file in files]
+    return Corpus([file.arrays for file in files], config.max_seq_len, paths)
 
 
 def check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:

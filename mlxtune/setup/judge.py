@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -40,9 +40,9 @@ _LONGEST_SAMPLE = 128
 
 
 def compare_losses(
-    loaded: LoadedModel, rows: CorpusRows, paths: Sequence[str], seed: int, console: RunConsole
+    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole
 ) -> Evaluation:
-    """Compute the losses of rows, read from the files `paths`, without and with the adapter.
+    """Compute the losses of rows without and with the adapter.
 
     The model may compute by faster functions meanwhile, and by its own again afterwards.
     """
@@ -55,21 +55,17 @@ def compare_losses(
         base = sums(False)
         adapted = None if loaded.adapted is None else sums(True)
     console.close()
-    return evaluation_of(rows, paths, base, adapted, seed)
+    return evaluation_of(rows, base, adapted, seed)
 
 
 def answer_rows(
     loaded: LoadedModel,
     tokenizer: ModelTokenizer,
     rows: CorpusRows,
-    paths: Sequence[str],
     max_new_tokens: int,
     console: RunConsole,
 ) -> Generated:
-    """Answer the last turn of each row greedily, without and with the adapter.
-
-    `paths` are those of the rows' files.
-    """
+    """Answer the last turn of each row greedily, without and with the adapter."""
     ends = tokenizer.control_ids | tokenizer.eos_ids
     asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
     if not asked:
@@ -86,10 +82,10 @@ def answer_rows(
     adapted = None if loaded.adapted is None else generate(True)
     samples = []
     for number, (i, turn) in enumerate(asked):
-        file, row = rows.corpus.place_of(rows.indices[i])
+        path, row = rows.place(i)
         samples.append(
             Sample(
-                path=paths[file],
+                path=path,
                 row=row,
                 prompt=text_of(tokenizer.spell(turn.prompt.ids)),
                 expected=text_of(tokenizer.spell(turn.answer)),
@@ -101,7 +97,7 @@ def answer_rows(
 
 
 def judge(
-    parts: RunParts, folder: Path, rows: CorpusRows, paths: Sequence[str], console: RunConsole
+    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
@@ -117,7 +113,7 @@ def judge(
     target = parts.run.checkpoint_path / EVALUATION
     try:
         loaded = load_model(use, folder)
-        evaluation = compare_losses(loaded, rows, paths, parts.data.seed, console)
+        evaluation = compare_losses(loaded, rows, parts.data.seed, console)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")
@@ -127,7 +123,7 @@ def judge(
         raise
     console.say("Verdict", verdict_line(evaluation))
     try:
-        if generated := _samples(parts, loaded, folder, rows, paths, console):
+        if generated := _samples(parts, loaded, folder, rows, console):
             evaluation = replace(evaluation, generated=generated)
             write_json(target, evaluation.as_dict())
             console.say("Samples", generated.describe())
@@ -145,7 +141,6 @@ def _samples(
     loaded: LoadedModel,
     folder: Path,
     rows: CorpusRows,
-    paths: Sequence[str],
     console: RunConsole,
 ) -> Generated | None:
     """Answer a few rows; None if none are asked for or none can be answered."""
@@ -156,7 +151,7 @@ def _samples(
     if not drawn:
         return None
     memory.release()
-    return answer_rows(loaded, tokenizer, drawn, paths, _LONGEST_SAMPLE, console)
+    return answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:

@@ -1,9 +1,11 @@
-"""How the steps of a run fit the memory: the work to plan, and the plan that is chosen."""
+"""How the steps of a run fit the memory: the work to plan, the chosen plan, its reservation."""
 
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,17 +14,19 @@ from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.shapes import model_shapes, planned_execution
-from mlxtune.config import InstructConfig, InstructTrainingConfig, StepConfig
+from mlxtune.config import InstructConfig, InstructTrainingConfig, RunConfig, StepConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
+from mlxtune.core.machine import reservation
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
 from mlxtune.core.steps.shapes import Load, ModelShapes
 from mlxtune.core.training.metrics import StepRecord
 from mlxtune.core.training.speed import save_speed, speed_of
-from mlxtune.errors import MemoryLimitError
+from mlxtune.errors import MemoryLimitError, MlxTuneError
 from mlxtune.setup.dataset import Dataset
+from mlxtune.terminal.console import RunConsole
 
 # On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
 _CPU_TOLERANCE = 0.05
@@ -136,3 +140,25 @@ def save_run_speed(
     speed = speed_of(steps, str(datetime.date.today()))
     if speed is not None:
         save_speed(cache, speed_key(plan, dtype), speed)
+
+
+def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole) -> None:
+    """Reserve the planned memory among the runs on this machine.
+
+    Raises MemoryLimitError if others hold it and neither --wait nor --ignore-ledger is given.
+    """
+    folder, owner = user_cache() / "memory", str(run.checkpoint_path.absolute())
+    size, capacity = plan.peak.total, memory.capacity()
+    try:
+        if run.ignore_ledger:
+            lock = reservation.reserve(folder, size, sys.maxsize, owner)
+        elif run.wait:
+            lock = reservation.reserve_when_free(folder, size, capacity, owner, console.warn)
+        else:
+            lock = reservation.reserve(folder, size, capacity, owner)
+    except OSError as error:
+        if isinstance(error, MlxTuneError):
+            raise
+        console.warn(f"{folder}: other runs will not see the memory that this one takes: {error}")
+    else:
+        held.callback(lock.release)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -23,9 +24,10 @@ from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.machine.files import file_hash, read_json
 from mlxtune.core.machine.hashing import ModelHash
 from mlxtune.core.reports.curves import histogram
+from mlxtune.core.runs.run import text
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.metrics import InstructTrainResult
-from mlxtune.core.training.run_folder import ABOUT
+from mlxtune.core.training.run_folder import ABOUT, ResumePoint
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.setup.dataset import Dataset
 
@@ -37,19 +39,19 @@ def about_run(
     plan: MemoryPlan,
     trainer: InstructTrainer,
     dataset: Dataset,
-    *,
-    resumed: bool,
+    resume: ResumePoint | None,
 ) -> dict[str, Any]:
     """Return the content of run.json: options, model, plan and data.
 
     A resumed run keeps its first start time.
     """
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    started, resumed_at = _times_before(parts.run) if resumed else (None, [])
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    if resume is not None:
+        with suppress(OSError, ValueError):
+            started = text(read_json(parts.run.checkpoint_path / ABOUT), "started_at") or started
     return {
         "format": 1,
-        "started_at": started or now,
-        "resumed_at": [*resumed_at, now] if resumed else [],
+        "started_at": started,
         "device": device.device_name(),
         "model": {
             "path": parts.step.model_path,
@@ -76,17 +78,6 @@ def about_run(
         "versions": versions(),
         "config": parts.options,
     }
-
-
-def _times_before(run: RunConfig) -> tuple[str | None, list[str]]:
-    """Return when a run started and when it was resumed, if its run.json has that."""
-    try:
-        about = read_json(run.checkpoint_path / ABOUT)
-    except (OSError, ValueError):
-        return None, []
-    started, resumed_at = about.get("started_at"), about.get("resumed_at")
-    times = resumed_at if isinstance(resumed_at, list) else []
-    return started if isinstance(started, str) else None, [str(each) for each in times]
 
 
 def _plan(plan: MemoryPlan) -> dict[str, Any]:

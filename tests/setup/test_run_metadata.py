@@ -110,9 +110,7 @@ def test_page_and_list_are_of_the_run(run: tuple[Path, TrainResult]) -> None:
     assert summary.problems == ()
 
 
-def test_run_that_goes_on_keeps_its_start_and_says_when(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
+def test_run_that_goes_on_keeps_its_start(model: Path, chat: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         recipe(config(model, chat, tmp_path), stop_after=3)
     folder = tmp_path / "checkpoints"
@@ -124,14 +122,13 @@ def test_run_that_goes_on_keeps_its_start_and_says_when(
     resume(folder, epochs=3)
     after = about(folder)
     assert after["started_at"] == "2026-03-04T05:06:07+00:00"
-    assert len(after["resumed_at"]) == 1
     assert after["plan"]["steps"] == 12
     assert after["config"]["epochs"] == 3
     (summary,) = mlxtune.runs(tmp_path)
     assert (summary.status, summary.step) == ("finished", 12)
 
 
-@pytest.mark.parametrize("damage", [None, "{", "[]", '{"started_at": 7, "resumed_at": 8}'])
+@pytest.mark.parametrize("damage", [None, "{", "[]", '{"started_at": 7}'])
 def test_run_goes_on_whatever_became_of_what_it_had_said(
     model: Path, chat: Path, tmp_path: Path, damage: str | None
 ) -> None:
@@ -142,7 +139,8 @@ def test_run_goes_on_whatever_became_of_what_it_had_said(
     if damage is not None:
         said.write_text(damage)
     resume(tmp_path)
-    assert len(about(said.parent)["resumed_at"]) == 1
+    started = datetime.datetime.fromisoformat(about(said.parent)["started_at"])
+    assert (datetime.datetime.now(started.tzinfo) - started).total_seconds() < 600
 
 
 def test_run_whose_page_cannot_be_written_is_a_good_run(

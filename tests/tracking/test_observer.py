@@ -197,7 +197,7 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
         return []
 
     monkeypatch.setattr("mlxtune.recipes.train.check_trackers", lambda names: None)
-    monkeypatch.setattr("mlxtune.setup.trainer.trackers_of", trackers_of)
+    monkeypatch.setattr("mlxtune.recipes.train.trackers_of", trackers_of)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = str(tmp_path / "out/adapters.safetensors")
     options: dict[str, Any] = {"output": output, "quiet": True, "samples": 0, "track": "wandb"}

@@ -174,13 +174,19 @@ class ArraysWriter:
 
 
 class Corpus(Sequence[Example]):
-    """The examples of one or more files, each truncated at `max_seq_len`.
+    """The examples of one or more files, each truncated at `max_seq_len`. `paths` name the files.
 
     An example with no supervised token left is dropped, and so is a row with no example left.
     """
 
-    def __init__(self, files: Sequence[ExampleArrays], max_seq_len: int | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[ExampleArrays],
+        max_seq_len: int | None = None,
+        paths: Sequence[str] = (),
+    ) -> None:
         self.files = files
+        self.paths = paths
         self._max_seq_len = max_seq_len
         columns = [self._columns_of(i, arrays) for i, arrays in enumerate(files)] or [_NO_COLUMNS]
         self._file, self._start, self._length, self._rows, identities = (
@@ -328,6 +334,11 @@ class CorpusRows:
         lengths = np.zeros(self.corpus.num_rows, dtype=np.int64)
         np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
         return lengths[np.asarray(self.indices, dtype=np.int64)]
+
+    def place(self, place: int) -> tuple[str, int]:
+        """Return the path of a row's file, if known, and the row's number there."""
+        file, row = self.corpus.place_of(self.indices[place])
+        return self.corpus.paths[file] if self.corpus.paths else "", row
 
     def __getitem__(self, place: int) -> RowExamples:
         return self.corpus.row(self.indices[place])

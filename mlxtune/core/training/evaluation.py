@@ -166,19 +166,16 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
     return Sums(totals, tokens)
 
 
-def evaluation_of(
-    rows: CorpusRows, paths: Sequence[str], base: Sums, adapted: Sums | None, seed: int
-) -> Evaluation:
-    """Compare the losses of rows; `paths` are those of their files.
+def evaluation_of(rows: CorpusRows, base: Sums, adapted: Sums | None, seed: int) -> Evaluation:
+    """Compare the losses of rows.
 
     Raises NonFiniteLossError if the loss of a row is not finite.
     """
-    places = [rows.corpus.place_of(index) for index in rows.indices]
     for name, sums in (("base", base), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
-            file, row = places[int(np.argmin(np.isfinite(sums.losses)))]
+            path, row = rows.place(int(np.argmin(np.isfinite(sums.losses))))
             raise NonFiniteLossError(
-                f"{paths[file]}:{row}: its loss under the {name} model is not finite: "
+                f"{path}:{row}: its loss under the {name} model is not finite: "
                 "check the model, or use --dtype float32"
             )
     evaluation = Evaluation(len(rows), int(base.tokens.sum()), base.loss)
@@ -191,8 +188,7 @@ def evaluation_of(
         order = np.argsort(change, kind="stable")[:_TOP_ROWS].tolist()
         return tuple(
             RowLosses(
-                paths[places[i][0]],
-                places[i][1],
+                *rows.place(i),
                 int(base.tokens[i]),
                 float(base.losses[i] / base.tokens[i]),
                 float(adapted.losses[i] / base.tokens[i]),

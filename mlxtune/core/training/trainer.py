@@ -44,8 +44,8 @@ class InstructTrainer:
     """Trains a pipeline on a corpus.
 
     `validation` replaces the split: its examples are evaluated and the whole corpus trains; if it
-    is empty, there is no validation. `sources` names the corpus's files. `run_config` is saved in
-    each checkpoint. `should_stop` is called after each step and during validation.
+    is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop` is
+    called after each step and during validation.
 
     Raises ValueError when the corpus is empty or too small to split.
     """
@@ -57,7 +57,6 @@ class InstructTrainer:
         config: InstructTrainingConfig,
         *,
         validation: Sequence[Example] | None = None,
-        sources: Sequence[str] = (),
         run_config: Mapping[str, Any] | None = None,
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -69,7 +68,6 @@ class InstructTrainer:
         self.config = config
         corpus = Corpus.of(corpus)
         self._data_hash = corpus.data_hash()
-        self._sources = sources
         if validation is None:
             training, held_out = order.split_rows(
                 corpus.identities, config.val_split, config.seed, config.val_rows
@@ -275,8 +273,8 @@ class InstructTrainer:
         self._profiler.measure_layers(examples)
 
     def _place_of(self, index: int) -> str:
-        file, row = self.train_rows.corpus.place_of(self.train_rows.indices[index])
-        return f"{self._sources[file]}:{row}" if file < len(self._sources) else f"row {row}"
+        path, row = self.train_rows.place(index)
+        return f"{path}:{row}" if path else f"row {row}"
 
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
         self._record(skipped)

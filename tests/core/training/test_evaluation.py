@@ -142,10 +142,11 @@ def example(row: int, length: int, supervised: int) -> Example:
 
 
 def evaluated(changes: list[float]) -> Evaluation:
-    rows = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))]).select()
+    corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
+    corpus.paths = ["a.jsonl"]
     tokens = np.full(len(changes), 4)
     base = Sums(np.full(len(changes), 8.0), tokens)
-    return evaluation_of(rows, ["a.jsonl"], base, Sums(base.losses + changes, tokens), 0)
+    return evaluation_of(corpus.select(), base, Sums(base.losses + changes, tokens), 0)
 
 
 def test_examples_of_a_row_are_summed_and_the_first_token_counts_nowhere() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.steps.order import steps_of
 from mlxtune.core.training.metrics import InstructTrainResult, SkippedStep
 from mlxtune.core.training.observer import TrainingObserver
@@ -249,9 +250,9 @@ def test_step_that_is_not_finite_is_skipped_and_told_with_its_rows(tmp_path: Pat
             problems.append(message)
 
     made = Diverging({2, 3, 5})
-    trainer = InstructTrainer(
-        made, CORPUS, options(tmp_path), observer=Observer(), sources=["chat.jsonl"]
-    )
+    corpus = Corpus.of(CORPUS)
+    corpus.paths = ["chat.jsonl"]
+    trainer = InstructTrainer(made, corpus, options(tmp_path), observer=Observer())
     result = trainer.train()
 
     assert [record.step for record in result.steps] == [1, 4, 6]
