@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import shlex
@@ -78,6 +79,9 @@ def command() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; errors that a user can fix end in one line on stderr."""
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: characters that the encoding lacks must not end a command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if request := os.environ.get(VARIABLE):
         sys.exit(complete(command, request))

@@ -14,8 +14,6 @@ from itertools import islice, product
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
-
 from mlxtune.backend.model import device, model_folder
 from mlxtune.backend.step import peers
 from mlxtune.config import BenchConfig
@@ -30,9 +28,9 @@ from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, rep
 from mlxtune.setup.memory import choose_plan, first_epoch, planned_work
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions
-from mlxtune.terminal.bench_console import show_benchmark
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
+from mlxtune.terminal.tables import result_console, show_benchmark
 
 
 def bench(config: BenchConfig) -> Benchmark:
@@ -81,7 +79,7 @@ def show(config: BenchConfig) -> None:
     if as_json:
         print_json(result.as_dict())
     if not config.quiet:
-        show_benchmark(result, Console(stderr=as_json, highlight=False))
+        show_benchmark(result, result_console(stderr=as_json))
 
 
 def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 
-from rich.console import Console
-
 from mlxtune.backend.model import model_folder
 from mlxtune.config import InspectConfig
 from mlxtune.core.data import findings, inspection
@@ -20,6 +18,7 @@ from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.inspect_console import show_inspection
 from mlxtune.terminal.output import print_json
+from mlxtune.terminal.tables import result_console
 
 # Examples on a page, and elsewhere; a terminal shows a few of these.
 ON_PAGE, ELSEWHERE = 200, 12
@@ -61,7 +60,7 @@ def show(config: InspectConfig) -> None:
             console.warn(run_text.finding_line(finding))
     else:
         every = found.shown if config.row is not None else None
-        show_inspection(found, Console(highlight=False), examples=every)
+        show_inspection(found, result_console(), examples=every)
     if found.errors:
         kinds = ", ".join(finding.kind for finding in found.errors)
         raise DataError(f"train refuses this data: {kinds}")

@@ -20,7 +20,7 @@ from mlxtune.core.runs.summary import (
 )
 from mlxtune.core.training.run_folder import REPORT
 from mlxtune.errors import ConfigError
-from mlxtune.terminal.output import can_print, print_json, print_line
+from mlxtune.terminal.output import print_json, print_line
 
 COMPARISON = "comparison.html"
 
@@ -56,7 +56,7 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
         print_json(_as_dict(found))
         return
     for line in (*_lines(found), f"page: {target}"):
-        _print(line)
+        print_line(line)
 
 
 def _read_runs(runs: Sequence[str | Path]) -> list[Run]:
@@ -100,13 +100,6 @@ def _lines(runs: Sequence[Run]) -> list[str]:
         for option, values in differing_options(runs).items():
             lines.append(f"{option}: {' | '.join(values)}")
     return lines
-
-
-def _print(line: str) -> None:
-    for fancy, simple in (("−", "-"), ("’", "'"), ("–", "-"), ("✓ ", ""), ("✕ ", "")):
-        if not can_print(fancy):
-            line = line.replace(fancy, simple)
-    print_line(line)
 
 
 def _path(name: str | Path) -> Path:

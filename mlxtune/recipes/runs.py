@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxtune.core.reports.runs_table import table_lines
 from mlxtune.core.runs.run import read_run
 from mlxtune.core.runs.run_list import ListedRun, Search, in_order
 from mlxtune.core.runs.summary import RunSummary
 from mlxtune.errors import OutputError
-from mlxtune.terminal.output import can_print, print_json, print_line
+from mlxtune.terminal.output import print_json, print_line
+from mlxtune.terminal.tables import result_console, show_runs
 
 
 def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
@@ -39,9 +37,7 @@ def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
         where = ", ".join(folders) or "this folder"
         print_line(f"no run below {where}: start one with mlxtune train", stderr=True)
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in table_lines(found, width, unicode=can_print("▁█→…")):
-        print_line(line)
+    show_runs(found, result_console())
 
 
 def _find(folders: Sequence[str | Path], search: Search) -> list[ListedRun]:

@@ -16,26 +16,14 @@ def print_json(value: Any) -> None:
 
 
 def print_line(line: str, *, stderr: bool = False) -> None:
-    """Print a line, with escapes for control characters and what the encoding lacks."""
-    stream = sys.stderr if stderr else sys.stdout
-    encoding = stream.encoding or "utf-8"
-    shown = printable(line).encode(encoding, "backslashreplace").decode(encoding)
-    print(shown, file=stream, flush=stderr)
+    """Print a line, with escapes for control characters."""
+    print(printable(line), file=sys.stderr if stderr else sys.stdout)
 
 
 def print_answer(text: str) -> None:
     """Print a piece of a model's answer as it arrives; nothing in it controls the terminal."""
     # Loads numpy, which doctor does without.
-    from mlxtune.core.reports.visible import escape_controls, escape_unencodable
+    from mlxtune.core.reports.visible import escape_controls
 
-    sys.stdout.write(escape_unencodable(escape_controls(text), sys.stdout.encoding or "utf-8"))
+    sys.stdout.write(escape_controls(text))
     sys.stdout.flush()
-
-
-def can_print(text: str) -> bool:
-    """Return whether the encoding of stdout has all these characters."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -24,7 +24,6 @@ _ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # Letters and marks that appear as nothing or as a gap.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _SPACES = " \u3000"  # the second is the ideographic space
-_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _ODD = re.compile(r"[^ -~]")
 _PARTS = re.compile(r" +|\n|\t|[^ \n\t]+")
 _EDGES = ("", " ", "\n", "\r", "\t")
@@ -37,32 +36,12 @@ def _escape(character: str) -> str:
     tag = 0xE0000 <= code <= 0xE0FFF
     if not (category in _HIDDEN or space or tag or character in _BLANK):
         return character
-    return _SHORT.get(character) or _by_number(character)
-
-
-def _by_number(character: str) -> str:
-    code = ord(character)
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+    return character.encode("unicode_escape").decode()
 
 
 def escape(text: str) -> str:
     r"""Return a text as one line with escapes such as `\n` and `\u202e`."""
     return _ODD.sub(lambda match: _escape(match[0]), text)
-
-
-def escape_unencodable(text: str, encoding: str) -> str:
-    r"""Return a text with an escape such as `\u2026` for each character that an encoding lacks."""
-
-    def encodable(part: str) -> bool:
-        try:
-            part.encode(encoding)
-        except UnicodeEncodeError:
-            return False
-        return True
-
-    if encodable(text):
-        return text
-    return _ODD.sub(lambda match: match[0] if encodable(match[0]) else _by_number(match[0]), text)
 
 
 def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[Stretch]]]:
