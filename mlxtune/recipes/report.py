@@ -18,6 +18,7 @@ from mlxtune.core.runs.summary import (
     planned_shares,
     summarize,
 )
+from mlxtune.core.training.progress import record_values
 from mlxtune.core.training.run_folder import REPORT
 from mlxtune.errors import ConfigError
 from mlxtune.terminal.output import print_json, print_line
@@ -71,10 +72,12 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
                 **summarize(run).as_dict(),
                 "planned": planned_shares(run),
                 "measured": measured_shares(run),
-                "epochs_ended": [dict(epoch) for epoch in run.epochs],
-                "validations": [{"step": step, "loss": loss} for step, loss in run.validations],
-                "skipped_steps": [dict(each) for each in run.skipped],
-                "ledgers": [dict(each) for each in run.ledgers],
+                "epochs_ended": [record_values(epoch) for epoch in run.progress.epochs],
+                "validations": [
+                    {"step": each.step, "loss": each.val_loss} for each in run.progress.validations
+                ],
+                "skipped_steps": [record_values(each) for each in run.progress.skipped],
+                "ledgers": [each.as_dict() for each in run.ledgers],
                 "evaluation": dict(run.evaluation) or None,
                 "config": dict(run.config),
             }

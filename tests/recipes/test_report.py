@@ -69,7 +69,7 @@ def test_unfinished_and_damaged_run_says_so(cli: Cli) -> None:
     outcome = cli("report", "out")
     assert outcome.code == 0
     assert "stopped at step 60 of 80" in outcome.out
-    assert "problem: ledger.json is not valid JSON" in outcome.out
+    assert "problem: ledger.json is not a list of ledgers" in outcome.out
     assert "resume it with: mlxtune train --resume out" in outcome.out
 
 

@@ -24,8 +24,8 @@ _LOSS_UNIT = "nats per supervised token"
 
 def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
     """Return the charts of one run, that of the loss first."""
-    steps = run.steps["step"]
-    grad_norm, clip = run.steps["grad_norm"], number(run.config, "max_grad_norm")
+    steps = run.column("step")
+    grad_norm, clip = run.column("grad_norm"), number(run.config, "max_grad_norm")
     size, unit = _memory_unit([summary])
     memory = _memory(run, size)
     predicted = summary.predicted_memory or 0
@@ -34,8 +34,8 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
         Chart(
             title="Learning rate",
             unit="",
-            series=[_curve("learning rate", "lr", steps, run.steps["learning_rate"])],
-            description=_describe("Learning rate", run.steps["learning_rate"]),
+            series=[_curve("learning rate", "lr", steps, run.column("learning_rate"))],
+            description=_describe("Learning rate", run.column("learning_rate")),
             from_zero=True,
         ),
         Chart(
@@ -68,9 +68,9 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
 
 
 def _loss_chart(run: Run, summary: RunSummary) -> Chart:
-    steps, losses = run.steps["step"], run.steps["loss"]
+    steps, losses = run.column("step"), run.column("loss")
     span, shown = span_for(len(steps)), decimate(losses, _POINTS)
-    both = pairwise(zip(steps, run.steps["epoch"], strict=True))
+    both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
     description = f"Loss over {count(summary.step, 'step')}"
     if losses:
@@ -91,13 +91,14 @@ def _loss_chart(run: Run, summary: RunSummary) -> Chart:
         description=description,
         choose_scale=True,
         verticals=ends if len(ends) <= _MOST_EPOCHS else (),
-        skipped=[step for each in run.skipped if (step := number(each, "step")) is not None],
+        skipped=[each.step for each in run.progress.skipped],
         large=True,
     )
 
 
 def _validation(name: str, style: str, run: Run, place: int | None = None) -> Series:
-    steps, losses = [float(step) for step, _ in run.validations], [y for _, y in run.validations]
+    validations = run.progress.validations
+    steps, losses = [each.step for each in validations], [each.val_loss for each in validations]
     return Series(name, style, steps, losses, "points", place, sparse=True)
 
 
@@ -153,7 +154,7 @@ def _describe(name: str, values: Sequence[float]) -> str:
 
 def _speeds(run: Run) -> list[float]:
     """Return the tokens a second of each step, NaN if no time was measured."""
-    pairs = zip(run.steps["tokens"], run.steps["seconds"], strict=True)
+    pairs = zip(run.column("tokens"), run.column("seconds"), strict=True)
     return [tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs]
 
 
@@ -164,7 +165,7 @@ def _memory_unit(summaries: Sequence[RunSummary]) -> tuple[float, str]:
 
 def _memory(run: Run, size: float) -> list[float]:
     """Return the peak of each step in units of `size` bytes; 0 means that it was not measured."""
-    return [(value or math.nan) / size for value in run.steps["memory"]]
+    return [(value or math.nan) / size for value in run.column("memory")]
 
 
 # Several runs
@@ -181,13 +182,13 @@ def comparison_charts(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> l
         curves = []
         for i, (name, run, y) in enumerate(zip(names, runs, values, strict=True)):
             y = smooth(y, span_for(len(y))) if smoothed else y
-            x, style = run.steps["step"], style_of(i)
+            x, style = run.column("step"), style_of(i)
             curves.append(_curve(name, style, x, y, points=_POINTS_OF_SEVERAL, run=i))
         description = f"{title} of {len(runs)} runs, step by step"
         return Chart(title, unit, curves, description, **shape)  # type: ignore[arg-type]
 
-    def column(name: str) -> list[list[float]]:
-        return [run.steps[name] for run in runs]
+    def column(name: str) -> list[Sequence[float]]:
+        return [run.column(name) for run in runs]
 
     best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in summaries)
     speeds, peaks = [_speeds(run) for run in runs], [_memory(run, size) for run in runs]

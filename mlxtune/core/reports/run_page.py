@@ -72,7 +72,7 @@ def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
     """Return the variables of run_page.html."""
     links = {
         "loss": "Loss",
-        **({"skipped": "Skipped steps"} if run.skipped else {}),
+        **({"skipped": "Skipped steps"} if run.progress.skipped else {}),
         "evaluation": "Before and after",
         "course": "Training",
         "plan": "Plan",
@@ -187,12 +187,12 @@ def _comparable(runs: Sequence[Run]) -> bool:
         len(
             {
                 (
-                    text(run.about, "validation_hash") or text(run.metadata, "validation_hash"),
+                    text(run.about, "validation_hash"),
                     run.config.get("val_split"),
                     *(whole(run.config, name) for name in ("seed", "val_rows")),
                 )
                 for run in runs
-                if run.validations
+                if run.progress.validations
             }
         )
         < 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mlxtune.core.reports.charts import draw_bars
@@ -10,12 +9,12 @@ from mlxtune.core.reports.page import number_text
 from mlxtune.core.runs.run import Run, mapping, number, text, whole
 from mlxtune.core.runs.summary import (
     RunSummary,
-    ledgers_of,
     measured_shares,
     options_of,
     planned_shares,
 )
 from mlxtune.core.text import byte_size, duration, join_few
+from mlxtune.core.training.metrics import InstructEpochMetrics
 
 # Skipped steps, the rows of each, and epochs that are shown at most.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
@@ -26,10 +25,13 @@ def sections_context(run: Run, summary: RunSummary) -> dict[str, Any]:
     """Return the variables of the sections of run_page.html."""
     options = options_of(run)
     return {
-        "epochs": [_epoch(each, summary) for each in run.epochs[-_MOST_EPOCHS:]],
-        "skipped": [_skipped(each) for each in run.skipped[:_MOST_SKIPPED]],
+        "epochs": [_epoch(each, summary) for each in run.progress.epochs[-_MOST_EPOCHS:]],
+        "skipped": [
+            (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
+            for each in run.progress.skipped[:_MOST_SKIPPED]
+        ],
         "plan": _plan(run, summary),
-        "ledgers": ledgers_of(run),
+        "ledgers": run.ledgers,
         "histograms": _histograms(run),
         "changed": [
             (flag, own, default) for flag, (own, default, differ) in options.items() if differ
@@ -39,23 +41,13 @@ def sections_context(run: Run, summary: RunSummary) -> dict[str, Any]:
     }
 
 
-def _epoch(epoch: Mapping[str, Any], summary: RunSummary) -> dict[str, Any]:
-    number_, took = whole(epoch, "epoch"), number(epoch, "epoch_time_ms")
+def _epoch(epoch: InstructEpochMetrics, summary: RunSummary) -> dict[str, Any]:
     return {
-        "number": number_ or 0,
-        "best": number_ is not None and number_ == summary.best_epoch,
-        "losses": [number(epoch, name) for name in ("train_loss", "val_loss", "val_perplexity")],
-        "speed": number(epoch, "samples_per_sec"),
-        "time": None if took is None else duration(took / 1000),
-    }
-
-
-def _skipped(step: Mapping[str, Any]) -> dict[str, Any]:
-    rows = step.get("rows")
-    return {
-        "step": whole(step, "step") or 0,
-        "reason": text(step, "reason"),
-        "rows": join_few(map(str, rows), _MOST_ROWS) if isinstance(rows, list) else "",
+        "number": epoch.epoch,
+        "best": epoch.epoch == summary.best_epoch,
+        "losses": [epoch.train_loss, epoch.val_loss, epoch.val_perplexity],
+        "speed": epoch.samples_per_sec,
+        "time": duration(epoch.epoch_time_ms / 1000),
     }
 
 
@@ -125,12 +117,11 @@ def _origin(run: Run, summary: RunSummary) -> list[tuple[str, str]]:
         ("adapter's SHA-256", summary.sha256),
         ("base model", text(run.about, "model", "description")),
         ("base model's hash", text(run.metadata, "base_hash")),
-        ("data's hash", text(run.about, "data_hash") or text(run.metadata, "data_hash")),
+        ("data's hash", text(run.about, "data_hash")),
         ("LoRA", text(run.about, "lora", "description")),
         ("template", text(run.about, "template")),
         ("device", text(run.about, "device")),
         ("checkpoints", ", ".join(run.checkpoints)),
     ]
-    versions = mapping(run.about, "versions") or mapping(run.metadata, "versions")
-    pairs += [(str(name), str(version)) for name, version in versions.items()]
+    pairs += [(name, str(version)) for name, version in mapping(run.about, "versions").items()]
     return [(name, value) for name, value in pairs if value]

@@ -1,4 +1,4 @@
-"""A run as its folder describes it: finished or not, damaged, or of another version.
+"""A run as its folder describes it: finished or not, perhaps damaged.
 
 No file is trusted: a missing or invalid value counts as absent.
 """
@@ -6,66 +6,34 @@ No file is trusted: a missing or invalid value counts as absent.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mlxtune.core.machine.files import read_own
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.machine.files import read_json, read_own
 from mlxtune.core.machine.lock import holder_of
 from mlxtune.core.training.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
+from mlxtune.core.training.metrics import SkippedStep, StepRecord
+from mlxtune.core.training.progress import Progress, parse_record
 from mlxtune.core.training.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PREVIOUS, RESULT
 from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
-# The values of a step that charts and summaries use.
-COLUMNS = (
-    *("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens"),
-    *("rows", "seconds", "memory", "micro_batches", "run_tokens", "padding"),
-)
-# A step has at least these; later versions added the others.
-_REQUIRED = ("step", "loss")
-# Every number of a run is smaller.
-_LARGEST = 2.0**63
+# Every number of a run's JSON files is smaller.
+_LARGEST = 2**63
 
-
-@dataclass
-class Steps:
-    """The steps of a run as columns of one length; NaN for what a step did not record."""
-
-    columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
-
-    def __len__(self) -> int:
-        return len(self.columns["step"])
-
-    def __getitem__(self, name: str) -> list[float]:
-        return self.columns[name]
-
-    def append(self, values: Mapping[str, Any]) -> None:
-        """Add a step. This must be fast: there may be tens of thousands."""
-        for name, column in self.columns.items():
-            value = values.get(name)
-            plain = type(value) in (float, int) and -_LARGEST < value < _LARGEST  # type: ignore[operator]
-            column.append(value if plain else math.nan)  # type: ignore[arg-type]
-
-    def known(self, *names: str) -> list[tuple[float, ...]]:
-        """Return the values of some columns at the steps that recorded all of them."""
-        rows = zip(*(self.columns[name] for name in names), strict=True)
-        return [row for row in rows if not any(map(math.isnan, row))]
-
-    def total(self, name: str) -> float:
-        """Return the sum of a column over the steps that recorded it."""
-        return math.fsum(value for (value,) in self.known(name))
+T = TypeVar("T")
 
 
 @dataclass
 class Run:
     """A run as its folder describes it; `problems` are sentences on what could not be read.
 
-    `about` is run.json, `metadata` that of the newest checkpoint, `config` the options in either.
-    `validations` are pairs of a step and a loss; `holder` is the process that is training it now.
+    `about` is run.json, `metadata` that of the newest checkpoint; `holder` is the process that is
+    training it now.
     """
 
     folder: Path
@@ -73,19 +41,20 @@ class Run:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
-    ledgers: list[Mapping[str, Any]] = field(default_factory=list)
-    steps: Steps = field(default_factory=Steps)
-    validations: list[tuple[int, float]] = field(default_factory=list)
-    epochs: list[Mapping[str, Any]] = field(default_factory=list)
-    skipped: list[Mapping[str, Any]] = field(default_factory=list)
+    ledgers: list[Ledger] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
     checkpoints: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     holder: Mapping[str, Any] | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The options of the run; empty if it recorded none."""
-        return mapping(self.about, "config") or mapping(self.metadata, "config")
+        """The options of the run; empty if they could not be read."""
+        return mapping(self.about, "config")
+
+    def column(self, name: str) -> Sequence[float]:
+        """Return a value of every step, by its name in StepRecord."""
+        return self.progress.records.steps.column(name)
 
     @property
     def name(self) -> str:
@@ -117,143 +86,86 @@ def run_folder_at(path: Path) -> Path:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is that of a run, rather than of one of its checkpoints."""
-    own = any((folder / name).is_file() for name in (METRICS, ABOUT, LEDGER, RESULT))
-    return not (folder / MANIFEST).exists() and (own or bool(checkpoint_folders(folder)))
+    own = any((folder / name).is_file() for name in (METRICS, ABOUT))
+    return own and not (folder / MANIFEST).exists()
 
 
 def read_run(folder: Path) -> Run:
     """Read a run's folder. Whatever cannot be read is listed in `problems`."""
-    run = Run(folder)
-    run.about = _object(run, ABOUT)
-    run.result = _object(run, RESULT)
-    run.evaluation = _object(run, EVALUATION)
-    _read_ledgers(run)
+    run = Run(folder, holder=holder_of(folder / LOCK))
+    run.about = _read(run, ABOUT, read_json, {})
+    run.result = _read(run, RESULT, read_json, {})
+    run.evaluation = _read(run, EVALUATION, read_json, {})
+    run.ledgers = _read(run, LEDGER, read_ledgers, [])
+    run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
+    # Their files are not checked.
+    every: list[dict[str, Any]] = [
+        _read(run, f"{name}/{METADATA}", read_json, {}) for name in run.checkpoints
+    ]
+    run.metadata = max(every, key=lambda each: number(each, "step") or 0, default={})
     _read_metrics(run)
-    _read_metadata(run)
-    run.holder = holder_of(folder / LOCK)
     return run
 
 
-def _read_ledgers(run: Run) -> None:
-    content = _read(run, LEDGER)
-    if isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values()):
-        # The first version mapped paths to ledgers, and had one example a row.
-        content = [
-            {"path": path, "examples": _kept(ledger), **ledger} for path, ledger in content.items()
-        ]
-    if isinstance(content, list):
-        run.ledgers = [entry for entry in content if isinstance(entry, dict)]
-    elif content is not None:
-        run.problems.append(f"{LEDGER}: expected a list of files")
-
-
-def _kept(ledger: Mapping[str, Any]) -> int:
-    return sum(whole(ledger, name) or 0 for name in ("rows_train", "rows_validation"))
-
-
-def _object(run: Run, name: str) -> Mapping[str, Any]:
-    content = _read(run, name)
-    if isinstance(content, dict):
-        return content
-    if content is not None:
-        run.problems.append(f"{name}: expected a JSON object")
-    return {}
-
-
-def _read(run: Run, name: str) -> Any:
-    """Return the JSON of a file; None if it is missing or cannot be read."""
+def _read(run: Run, name: str, read: Callable[[Path], T], missing: T) -> T:
+    path = run.folder / name
     try:
-        return _json(read_own(run.folder / name).decode("utf-8"))
+        return read(path)
     except FileNotFoundError:
-        return None
+        pass
     except OSError as error:
         run.problems.append(f"{name} cannot be read: {error.strerror}")
-    except (ValueError, RecursionError) as error:
-        explained = str(error).startswith(name) and not isinstance(error, UnicodeDecodeError)
-        run.problems.append(str(error) if explained else f"{name} is not valid JSON")
-    return None
+    except ValueError as error:
+        # It names the file, but not its folder.
+        run.problems.append(f"{name.removesuffix(path.name)}{error}")
+    return missing
 
 
-# Charts and strict JSON have no NaN and Infinity.
-_json = json.JSONDecoder(parse_constant=lambda _: None).decode
+def read_ledgers(path: Path) -> list[Ledger]:
+    """Read ledger.json. Raises OSError, or ValueError if the file is invalid."""
+    try:
+        return [_ledger(**values) for values in json.loads(read_own(path))]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not a list of ledgers") from error
 
 
-def _read_metadata(run: Run) -> None:
-    """Read the metadata of the newest readable checkpoint, without checking its files."""
-    newest, complete = -1.0, checkpoint_folders(run.folder)
-    run.checkpoints = [folder.name for folder in complete]
-    # Checkpoints of the first version have no manifest, and cannot be resumed.
-    every = (path.parent for path in run.folder.glob(f"*/{METADATA}"))
-    for folder in sorted({*complete, *every}):
-        try:
-            metadata = _json(read_own(folder / METADATA).decode("utf-8"))
-        except (OSError, ValueError, RecursionError):
-            run.problems.append(f"{folder.name}/{METADATA} cannot be read")
-            continue
-        step = number(metadata, "step") if isinstance(metadata, dict) else None
-        if step is not None and step > newest:
-            run.metadata, newest = metadata, step
+def _ledger(**values: Any) -> Ledger:
+    counters = {name: Counter(**values[name]) for name in ("rows_skipped", "notes")}
+    ledger = Ledger(**values | counters)
+    counts = [value for name, value in values.items() if name not in ("path", *counters)]
+    counts += [count for counter in counters.values() for count in counter.values()]
+    if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+        raise ValueError("a count is not a whole number")
+    if not isinstance(ledger.path, str):
+        raise TypeError("the path is not a string")
+    return ledger
 
 
 def _read_metrics(run: Run) -> None:
-    try:
-        content = read_own(run.folder / METRICS)
-    except FileNotFoundError:
-        if run.result or checkpoint_folders(run.folder):
-            run.problems.append(f"{METRICS} is missing, so there are no curves")
-        return
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        run.problems.append(f"{METRICS} cannot be read: {why}")
-        return
-    lines = content.split(b"\n")
-    bad = [
-        number for number, line in enumerate(lines, start=1) if line and not _add_record(run, line)
-    ]
+    lines = _read(run, METRICS, read_own, b"").split(b"\n")
+    if not (run.folder / METRICS).exists() and (run.result or run.checkpoints):
+        run.problems.append(f"{METRICS} is missing, so there are no curves")
+    progress = run.progress
+    bad = [i for i, line in enumerate(lines, start=1) if line and not _add_record(progress, line)]
     if bad == [len(lines)]:
         run.problems.append(f"{METRICS}: its last line is incomplete")
     elif bad:
         more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        run.problems.append(f"{METRICS}: line {bad[0]} is not a record of a run{more}")
-    _sort_steps(run)
+        run.problems.append(f"{METRICS}: line {bad[0]} is not the next record of the run{more}")
+    if progress.step != len(progress.records.steps) + len(progress.skipped):
+        run.problems.append(f"{METRICS}: steps are missing")
 
 
-def _add_record(run: Run, line: bytes) -> bool:
-    """Add a line's record to the run; return False if it is not one. Ignore unknown kinds."""
+def _add_record(progress: Progress, line: bytes) -> bool:
+    """Add a line's record; return False if it is not one, or not of a later step."""
     try:
-        values = _json(line.decode("utf-8"))
-    except (ValueError, RecursionError):
+        record = parse_record(line.decode())
+    except ValueError:
         return False
-    if not isinstance(values, dict):
+    if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:
         return False
-    kind = values.get("kind")
-    if kind == "step":
-        if any(number(values, name) is None for name in _REQUIRED):
-            return False
-        run.steps.append(values)
-    elif kind == "validation":
-        step, loss = number(values, "step"), number(values, "val_loss")
-        if step is None or loss is None:
-            return False
-        run.validations.append((int(step), loss))
-    elif kind == "epoch":
-        run.epochs.append(values)
-    elif kind == "skipped":
-        run.skipped.append(values)
-    return isinstance(kind, str)
-
-
-def _sort_steps(run: Run) -> None:
-    """Sort the steps, and report missing and duplicate ones."""
-    applied = run.steps["step"]
-    skipped = [step for each in run.skipped if (step := number(each, "step")) is not None]
-    if sorted([*applied, *skipped]) != list(range(1, len(applied) + len(skipped) + 1)):
-        run.problems.append(f"{METRICS}: steps are missing or duplicated")
-    if any(after <= before for before, after in pairwise(applied)):
-        order = sorted(range(len(applied)), key=applied.__getitem__)
-        for name, column in run.steps.columns.items():
-            run.steps.columns[name] = [column[i] for i in order]
-    run.validations.sort()
+    progress.records.append(record)
+    return True
 
 
 # Values of untrusted JSON

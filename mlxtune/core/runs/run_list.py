@@ -80,8 +80,8 @@ class ListedRun:
     @classmethod
     def of(cls, run: Run) -> ListedRun:
         """Summarize a run for a list."""
-        losses = [loss for _, loss in run.validations]
-        values = losses if len(losses) >= 3 else run.steps["loss"]
+        losses = [each.val_loss for each in run.progress.validations]
+        values = losses if len(losses) >= 3 else run.column("loss")
         return cls(summarize(run), tuple(bucket_means(values, _CURVE_POINTS)))
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import math
+import operator
 import os
 import shlex
 import statistics
@@ -17,8 +17,6 @@ from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.runs.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.text import count, loss_text
-from mlxtune.core.training.checkpoint import METRICS
-from mlxtune.core.training.run_folder import LEDGER
 
 
 @dataclass(frozen=True)
@@ -92,27 +90,29 @@ class RunSummary:
 
 def summarize(run: Run) -> RunSummary:
     """Return the summary of a run."""
-    best_epoch, best_val_loss = _best(run)
-    status = _status(run)
+    progress, plan, status = run.progress, mapping(run.about, "plan"), _status(run)
+    best = progress.best
+    seconds = math.fsum(run.column("seconds"))
     return RunSummary(
         name=run.name,
         folder=str(run.folder),
         status=status,
-        started=_started(run),
+        started=text(run.about, "started_at"),
         model=PurePath(text(run.config, "model_path")).name,
-        data=tuple(PurePath(path).name for path in _data(run)),
-        step=_step(run),
-        total_steps=_total_steps(run),
-        epoch=len(run.epochs),
+        data=tuple(PurePath(ledger.path).name for ledger in run.ledgers),
+        step=progress.step,
+        total_steps=whole(plan, "steps"),
+        epoch=len(progress.epochs),
         epochs=whole(run.config, "epochs"),
         train_loss=_train_loss(run),
-        initial_val_loss=next((loss for step, loss in run.validations if step == 0), None),
-        best_val_loss=best_val_loss,
-        best_epoch=best_epoch,
-        tokens_per_second=_speed(run),
-        peak_memory=_peak(run),
-        predicted_memory=whole(mapping(run.about, "plan"), "memory", "peak"),
-        seconds=_seconds(run),
+        initial_val_loss=progress.initial_val_loss,
+        best_val_loss=best.val_loss if best else None,
+        best_epoch=best.epoch if best else None,
+        tokens_per_second=sum(run.column("tokens")) / seconds if seconds > 0 else None,
+        peak_memory=max([*map(int, run.column("memory")), whole(run.result, "peak_memory") or 0])
+        or None,
+        predicted_memory=whole(plan, "memory", "peak"),
+        seconds=_seconds(run) or seconds or None,
         adapter=_adapter(run),
         sha256=text(run.result, "sha256"),
         resume=_resume(run) if status == "unfinished" else "",
@@ -126,75 +126,19 @@ def _status(run: Run) -> str:
     return "running" if run.holder is not None else "unfinished"
 
 
-def _step(run: Run) -> int:
-    """Return the last step, applied or skipped."""
-    skipped = [whole(each, "step") or 0 for each in run.skipped]
-    return max([*(int(step) for step in run.steps["step"][-1:]), *skipped, 0])
-
-
-def _total_steps(run: Run) -> int | None:
-    planned = whole(mapping(run.about, "plan"), "steps")
-    if planned is not None:
-        return planned
-    return whole(run.metadata, "total_steps") or whole(run.result, "steps")
-
-
-def _started(run: Run) -> str:
-    started = text(run.about, "started_at")
-    try:
-        return datetime.datetime.fromisoformat(started).isoformat(timespec="seconds")
-    except ValueError:
-        pass
-    # Earlier versions recorded no time; these files are written first, the ledger only once.
-    for name in (LEDGER, METRICS):
-        try:
-            stamp = (run.folder / name).stat().st_mtime
-        except OSError:
-            continue
-        local = datetime.datetime.fromtimestamp(stamp, datetime.UTC).astimezone()
-        return local.isoformat(timespec="seconds")
-    return ""
-
-
-def _data(run: Run) -> list[str]:
-    if run.ledgers:
-        return [text(ledger, "path") for ledger in run.ledgers]
-    data = run.config.get("data")
-    return [str(each) for each in data] if isinstance(data, list) else []
-
-
 def _train_loss(run: Run) -> float | None:
-    for epoch in reversed(run.epochs):
-        if (loss := number(epoch, "train_loss")) is not None:
-            return loss
-    steps = run.steps.known("loss", "supervised_tokens")
-    tokens = math.fsum(tokens for _, tokens in steps)
-    return math.fsum(loss * tokens for loss, tokens in steps) / tokens if tokens else None
-
-
-def _best(run: Run) -> tuple[int | None, float | None]:
-    """Return the epoch with the lowest validation loss, and that loss."""
-    epochs = [(whole(each, "epoch"), number(each, "val_loss")) for each in run.epochs]
-    known = [(epoch, loss) for epoch, loss in epochs if epoch is not None and loss is not None]
-    return min(known, key=lambda pair: pair[1], default=(None, None))
-
-
-def _speed(run: Run) -> float | None:
-    timed = [(tokens, time) for tokens, time in run.steps.known("tokens", "seconds") if time > 0]
-    seconds = math.fsum(time for _, time in timed)
-    return math.fsum(tokens for tokens, _ in timed) / seconds if seconds else None
-
-
-def _peak(run: Run) -> int | None:
-    of_steps = [int(memory) for (memory,) in run.steps.known("memory")]
-    return max([*of_steps, whole(run.result, "peak_memory") or 0]) or None
+    if run.progress.epochs:
+        return run.progress.epochs[-1].train_loss
+    tokens = run.column("supervised_tokens")
+    losses = math.fsum(map(operator.mul, run.column("loss"), tokens))
+    return losses / sum(tokens) if any(tokens) else None
 
 
 def _seconds(run: Run) -> float | None:
     for source in (run.result, run.metadata):
         if (milliseconds := number(source, "total_time_ms")) is not None:
             return milliseconds / 1000
-    return run.steps.total("seconds") or None
+    return None
 
 
 def _adapter(run: Run) -> str:
@@ -260,26 +204,10 @@ def planned_shares(run: Run) -> dict[str, float | None]:
 
 def measured_shares(run: Run) -> dict[str, float | None]:
     """Return the measured values, without `micro_batch_tokens`; None for those not measured."""
-    micro_batches = [number for (number,) in run.steps.known("micro_batches") if number]
-    tokens, tokens_run = run.steps.total("tokens"), run.steps.total("run_tokens")
+    micro_batches = [number for number in run.column("micro_batches") if number]
+    tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
     return {
         "micro_batches_per_step": statistics.fmean(micro_batches) if micro_batches else None,
-        "padding_share": run.steps.total("padding") / tokens_run if tokens_run else None,
+        "padding_share": sum(run.column("padding")) / tokens_run if tokens_run else None,
         "run_share": tokens_run / tokens if tokens_run and tokens else None,
     }
-
-
-def ledgers_of(run: Run) -> list[dict[str, Any]]:
-    """Return the ledgers that have all their numbers, so that a page can add them up."""
-    names = (
-        *("rows_read", "rows_train", "rows_validation", "rows_truncated", "examples"),
-        *("tokens", "tokens_supervised", "tokens_context", "tokens_truncated"),
-    )
-    ledgers = []
-    for ledger in run.ledgers:
-        numbers = {name: whole(ledger, name) for name in names}
-        skipped = mapping(ledger, "rows_skipped")
-        counts = {str(kind): whole(skipped, kind) or 0 for kind in skipped}
-        if None not in numbers.values():
-            ledgers.append({"path": text(ledger, "path"), **numbers, "rows_skipped": counts})
-    return ledgers

@@ -51,8 +51,7 @@ class InstructBatchResult:
 class StepRecord:
     """One optimizer update. `tokens` counts its examples' tokens; `seconds` is wall time.
 
-    The fields after `seconds` are those of InstructBatchResult, 0 if an earlier version did not
-    measure them.
+    The fields after `seconds` are those of InstructBatchResult.
     """
 
     step: int
@@ -85,6 +84,10 @@ class StepHistory(Sequence[StepRecord]):
         """Add a record."""
         for name, column in self._columns.items():
             column.append(getattr(record, name))
+
+    def column(self, name: str) -> Sequence[float]:
+        """Return one field of all records."""
+        return self._columns[name]
 
     def pop(self) -> StepRecord:
         """Remove and return the last record."""

@@ -99,10 +99,19 @@ class Progress:
         return best
 
     @property
+    def validations(self) -> list[ValidationRecord]:
+        """The validations so far."""
+        return list(self.records.of(ValidationRecord))
+
+    @property
+    def skipped(self) -> list[SkippedStep]:
+        """The skipped steps."""
+        return list(self.records.of(SkippedStep))
+
+    @property
     def initial_val_loss(self) -> float | None:
         """The validation loss before the first step."""
-        losses = (r.val_loss for r in self.records.of(ValidationRecord) if r.step == 0)
-        return next(losses, None)
+        return next((each.val_loss for each in self.validations if each.step == 0), None)
 
     @property
     def skipped_in_a_row(self) -> list[SkippedStep]:
@@ -132,15 +141,15 @@ class Progress:
         progress = cls()
         step = 0
         for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
-            record = _record(line, number)
+            try:
+                record = parse_record(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} {error}") from error
             if isinstance(record, StepRecord | SkippedStep):
                 step += 1
                 if record.step != step:
                     raise ValueError(f"line {number} is step {record.step}, not {step}")
-            try:
-                progress.records.append(record)
-            except OverflowError as error:
-                raise ValueError(f"line {number} has a number that is too large") from error
+            progress.records.append(record)
         return progress
 
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int) -> None:
@@ -151,34 +160,45 @@ class Progress:
 
 
 def _line(record: Record) -> bytes:
-    values = {"kind": _KIND_OF[type(record)], **asdict(record)}
-    return (json.dumps(values, allow_nan=False) + "\n").encode()
+    return (json.dumps(record_values(record), allow_nan=False) + "\n").encode()
 
 
-def _record(line: str, number: int) -> Record:
+def record_values(record: Record) -> dict[str, Any]:
+    """Return what a line of metrics.jsonl holds."""
+    return {"kind": _KIND_OF[type(record)], **asdict(record)}
+
+
+def parse_record(line: str) -> Record:
+    """Parse a line of metrics.jsonl. Raises ValueError; its message follows the line's name."""
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("kind")]
         record: Record = kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"line {number} is not a record of a run") from error
-    for field in fields(kind):
-        value = getattr(record, field.name)
-        types = _FIELD_TYPES[str(field.type)]
-        texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
-        if not isinstance(value, types) or isinstance(value, bool) or not texts:
-            raise ValueError(f"line {number}: its {field.name} is {value!r:.40}")
+        raise ValueError("is not a record of a run") from error
+    for name, annotation in _FIELDS[kind]:
+        value = getattr(record, name)
+        if not _fits(value, annotation):
+            raise ValueError(f"is not a record of a run: its {name} is {value!r:.40}")
     return record
 
 
-# The types a field accepts, by its annotation.
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "str": (str,),
-    "list[str]": (list,),
-}
+def _fits(value: Any, annotation: str) -> bool:
+    if annotation == "str":
+        return isinstance(value, str)
+    if annotation == "list[str]":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if type(value) is int:
+        return abs(value) < _LARGEST_INT
+    # Rejects NaN and infinity too.
+    is_number = type(value) is float and abs(value) < _LARGEST_FLOAT
+    return annotation != "int" and (is_number or (value is None and "None" in annotation))
+
+
+# The names and types of the fields of each kind.
+_FIELDS = {kind: [(each.name, str(each.type)) for each in fields(kind)] for kind in _KINDS.values()}
+# What the columns of StepHistory hold, and more than float32 arithmetic yields.
+_LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
 
 # Fields that depend on the machine and its memory, not on what was learned.
 MEASURED = (

@@ -1,10 +1,11 @@
-"""What is read of a run's folder, whole, unfinished, damaged, or of an earlier version."""
+"""What is read of a run's folder, whole, unfinished or damaged."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.reports.run_page import render_runs
 from mlxtune.core.runs.run import is_run, number, read_run, run_folder_at
-from mlxtune.core.runs.summary import ledgers_of, summarize
+from mlxtune.core.runs.summary import summarize
 from mlxtune.errors import OutputError
 from tests.runs import EVALUATION, LEDGER, as_lines, metrics, step_line, write_run
 
@@ -21,11 +22,12 @@ def test_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", evaluation=EVALUATION))
 
     assert run.problems == []
-    assert len(run.steps) == 80
-    assert run.steps["step"] == list(range(1, 81))
-    assert run.steps.total("tokens") == 80 * 400
-    assert run.validations == [(0, 4.0), (40, 2.0), (80, 1.0)]
-    assert [epoch["epoch"] for epoch in run.epochs] == [1, 2]
+    assert list(run.column("step")) == list(range(1, 81))
+    assert sum(run.column("tokens")) == 80 * 400
+    losses = [(each.step, each.val_loss) for each in run.progress.validations]
+    assert losses == [(0, 4.0), (40, 2.0), (80, 1.0)]
+    assert [epoch.epoch for epoch in run.progress.epochs] == [1, 2]
+    assert [ledger.as_dict() for ledger in run.ledgers] == [LEDGER]
     assert run.evaluation == EVALUATION
     assert run.config["epochs"] == 2
     assert run.checkpoints == ["epoch-1"]
@@ -62,49 +64,10 @@ def test_run_is_found_by_its_folder_its_adapter_or_a_checkpoint(tmp_path: Path) 
     assert not is_run(run / "epoch-1")
 
 
-def test_run_of_an_earlier_version_lacks_what_that_did_not_write(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "out")
-    (folder / "run.json").unlink()
-    result = json.loads((folder / "result.json").read_text())
-    del result["peak_memory"]
-    (folder / "result.json").write_text(json.dumps(result))
-    older = []
-    for record in metrics(2, 40):
-        for name in ("memory", "micro_batches", "run_tokens", "padding"):
-            record.pop(name, None)
-        older.append(record)
-    (folder / "metrics.jsonl").write_bytes(as_lines(older))
-    run = read_run(folder)
-
-    assert run.problems == []
-    assert run.config["epochs"] == 2, "a checkpoint says it"
-    assert run.steps.known("memory") == []
-    summary = summarize(run)
-    assert summary.total_steps == 80
-    assert summary.started[:2] == "20", "the time of its files"
-    assert summary.peak_memory is None
-    assert "earlier version" in render_runs([run])
-
-
-def test_run_of_the_first_version_is_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "out", finished=False)
-    for name in ("run.json", "epoch-1/manifest.json"):
-        (folder / name).unlink()
-    own = {key: value for key, value in LEDGER.items() if key not in ("path", "examples", "notes")}
-    (folder / "ledger.json").write_text(json.dumps({"data/old.jsonl": own}))
-    run = read_run(folder)
-
-    assert run.problems == []
-    assert (run.config["epochs"], run.checkpoints) == (2, [])
-    (ledger,) = ledgers_of(run)
-    assert (ledger["path"], ledger["examples"], ledger["rows_read"]) == ("data/old.jsonl", 48, 50)
-    assert summarize(run).resume == ""
-
-
 def test_unfinished_run_is_read_as_far_as_it_came(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", finished=False))
     assert run.problems == []
-    assert len(run.steps) == 60
+    assert len(run.column("step")) == 60
     assert run.result == {}
 
 
@@ -122,17 +85,21 @@ def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     ("file", "content", "problem"),
     [
         ("run.json", b"{", "run.json is not valid JSON"),
-        ("run.json", b"[]", "run.json: expected a JSON object"),
+        ("run.json", b"[]", "run.json is not a JSON object"),
         ("result.json", b"\xff", "result.json is not valid JSON"),
-        ("evaluation.json", b"[" * 100_000, "evaluation.json is not valid JSON"),
-        ("ledger.json", b"7", "ledger.json: expected a list of files"),
-        ("epoch-1/metadata.json", b"nonsense", "epoch-1/metadata.json cannot be read"),
+        ("evaluation.json", b"[" * 100_000, "evaluation.json is nested too deep"),
+        ("ledger.json", b"7", "ledger.json is not a list of ledgers"),
+        ("epoch-1/metadata.json", b"nonsense", "epoch-1/metadata.json is not valid JSON"),
         ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: its last line is incomplete"),
         ("metrics.jsonl", b'{"kind": "st', "metrics.jsonl: its last line is incomplete"),
-        ("metrics.jsonl", b"[]\n{}\n7\n", "line 1 is not a record of a run, and 2 more"),
-        ("metrics.jsonl", b'{"kind": "step", "step": 1}\n', "line 1 is not a record of a run"),
-        ("metrics.jsonl", as_lines([step_line(2, 9)]), "steps are missing or duplicated"),
-        ("metrics.jsonl", as_lines([step_line(1, 9)] * 2), "steps are missing or duplicated"),
+        ("metrics.jsonl", b"[]\n{}\n7\n", "line 1 is not the next record of the run, and 2 more"),
+        (
+            "metrics.jsonl",
+            b'{"kind": "step", "step": 1}\n',
+            "line 1 is not the next record of the run",
+        ),
+        ("metrics.jsonl", as_lines([step_line(2, 9)]), "steps are missing"),
+        ("metrics.jsonl", as_lines([step_line(1, 9)] * 2), "line 2 is not the next record"),
     ],
 )
 def test_damage_is_a_problem_that_names_the_file_and_the_rest_is_shown(
@@ -163,26 +130,18 @@ def test_bad_line_among_good_ones_costs_that_line_alone(tmp_path: Path) -> None:
     lines[10] = lines[10][:20]
     (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
     run = read_run(folder)
-    assert len(run.steps) == 79
-    assert "line 11 is not a record" in run.problems[0]
+    assert len(run.column("step")) == 79
+    assert "line 11 is not the next record" in run.problems[0]
 
 
-def test_steps_out_of_order_are_brought_into_it(tmp_path: Path) -> None:
+def test_step_out_of_order_costs_its_line_alone(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
-    records = [step_line(step, 9) for step in (1, 3, 2)]
+    records = [step_line(step, 9) for step in (1, 3, 2, 4)]
     (folder / "metrics.jsonl").write_bytes(as_lines(records))
     run = read_run(folder)
-    assert run.steps["step"] == [1, 2, 3]
-    assert run.steps["loss"] == [step_line(step, 9)["loss"] for step in (1, 2, 3)]
-
-
-def test_records_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "out")
-    with (folder / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"kind": "profile", "step": 80}\n')
-    run = read_run(folder)
-    assert run.problems == []
-    assert len(run.steps) == 80
+    assert list(run.column("step")) == [1, 3, 4]
+    assert "line 3 is not the next record" in run.problems[0]
+    assert "steps are missing" in run.problems[1]
 
 
 KEYS = [
@@ -209,13 +168,19 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
+RECORDS: dict[str, dict[str, Any]] = {
+    "step": step_line(4, 3),
+    "epoch": metrics(2, 3)[-1],
+    "skipped": {"kind": "skipped", "step": 4, "epoch": 2, "learning_rate": 1e-4}
+    | {"reason": "the loss is nan", "rows": ["chat.jsonl:4"]},
+}
 NAMES = ("run.json", "result.json", "evaluation.json", "ledger.json", "epoch-1/metadata.json")
 
 
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(name=st.sampled_from(NAMES), value=JSON, kind=st.sampled_from(["step", "epoch", "skipped"]))
+@given(name=st.sampled_from(NAMES), value=JSON, kind=st.sampled_from(sorted(RECORDS)))
 def test_nothing_that_a_file_may_hold_breaks_the_page(
     tmp_path: Path, name: str, value: object, kind: str
 ) -> None:
@@ -225,8 +190,9 @@ def test_nothing_that_a_file_may_hold_breaks_the_page(
     kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (folder / name).write_text(json.dumps(value))
     if isinstance(value, dict):
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": 4, "loss": 1.0} | value) + "\n")
+        changed = RECORDS[kind] | {key: value[key] for key in value if key in RECORDS[kind]}
+        with (folder / "metrics.jsonl").open("ab") as file:
+            file.write(as_lines([changed]))
     try:
         run = read_run(folder)
         assert render_runs([run]).endswith("</html>\n")
