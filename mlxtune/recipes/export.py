@@ -36,10 +36,10 @@ def export(config: ExportConfig) -> ExportResult:
     with output_folder(config, source, console) as folder:
         # Written first: it fails at once if the format has no place for the adapter.
         _write(config, source, folder)
-        reference, dtype = make_reference(config, source, console)
+        reference = make_reference(config, source, console)
         console.say("Proving", "loading what was written")
         load = partial(_load, config, source, folder)
-        certificate = certify(config, config.format, folder, reference, dtype, load)
+        certificate = certify(config, config.format, folder, reference, load)
     return ExportResult(config.output_path, certificate)
 
 

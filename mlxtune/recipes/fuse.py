@@ -26,22 +26,20 @@ def fuse(config: FuseConfig) -> ExportResult:
     Raises a child of MlxTuneError; the output folder is then not written.
     """
     console = RunConsole(quiet=config.quiet)
-    source = find_source(config)
-    trust = config.trust_remote_code
+    source, trust = find_source(config), config.trust_remote_code
     with output_folder(config, source, console) as folder:
-        dequantize = config.dequantize
-        if source.quantization.get("quantize") == NF4 and not dequantize:
-            dequantize = True
-            console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         options: dict[str, Any] = {
-            "dequantize": dequantize,
+            "dequantize": config.dequantize,
             "trust_remote_code": trust,
             "quantization": source.quantization,
         }
+        if source.quantization.get("quantize") == NF4 and not config.dequantize:
+            options["dequantize"] = True
+            console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
         exact = not fusing.is_quantized(model, source.adapter)
-        stored = fusing.stored_dtype(model)
-        reference, dtype = make_reference(config, source, console, stored, everywhere=dequantize)
+        stored, everywhere = fusing.stored_dtype(model), options["dequantize"]
+        reference = make_reference(config, source, console, stored, everywhere=everywhere)
         console.say("Writing", str(config.output_path))
         fusing.write_model(model, model_config, source.folder, folder)
         del model
@@ -52,7 +50,6 @@ def fuse(config: FuseConfig) -> ExportResult:
             "fused",
             folder,
             reference,
-            dtype,
             lambda: load_base(folder, config.dtype, trust_remote_code=trust).model,
             weights=fusing.check_fused(source.folder, folder, source.adapter, **options),
             exact=exact,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 from mlxtune.backend.adapters.proof import Reference
 from mlxtune.backend.model import loading, memory
 from mlxtune.backend.model.loading import BaseModel
-from mlxtune.backend.model.model_folder import find_folder, read_config
+from mlxtune.backend.model.model_folder import find_folder
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.export import ImportConfig, OutgoingConfig
@@ -29,11 +27,13 @@ from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.encode import EncodedExample
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.machine.files import file_hash, read_json, write_json
 from mlxtune.core.machine.output_folder import new_folder
 from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check, hashes
+from mlxtune.core.runs.run import mapping
 from mlxtune.core.training.checkpoint import ADAPTER, METADATA
-from mlxtune.errors import ConfigError, MlxTuneError, ModelError
+from mlxtune.errors import DataError, MlxTuneError, ModelError
 from mlxtune.setup.dataset import Reader, data_files
 from mlxtune.setup.run_metadata import versions
 from mlxtune.terminal.console import RunConsole
@@ -62,7 +62,7 @@ class Source:
     weights: Path
     adapter: Adapter
     metadata: Mapping[str, Any]
-    quantization: Mapping[str, Any] = field(default_factory=dict)
+    quantization: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,6 @@ def find_base(
         if config.model_path:
             raise
         raise ModelError(f"{adapter}: its base model: {error}: give --model-path") from error
-    read_config(folder, trust_remote_code=config.trust_remote_code)
     return folder
 
 
@@ -123,9 +122,10 @@ def _metadata_of(weights: Path) -> Mapping[str, Any]:
     return {}
 
 
-@contextmanager
-def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -> Iterator[Path]:
-    """Yield a folder to fill, put in place at --output when all went well.
+def output_folder(
+    config: OutgoingConfig, source: Source, console: RunConsole
+) -> AbstractContextManager[Path]:
+    """Return a context whose folder is put in place at --output when all went well.
 
     Reports the base first, if it was quantised while loading. Raises OutputError.
     """
@@ -133,10 +133,7 @@ def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -
         name = format_name(**source.quantization)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
     sources = [source.folder, source.weights, source.weights.parent]
-    with new_folder(
-        config.output_path, sources, marker=CERTIFICATE, overwrite=config.overwrite
-    ) as folder:
-        yield folder
+    return new_folder(config.output_path, sources, marker=CERTIFICATE, overwrite=config.overwrite)
 
 
 def make_reference(
@@ -146,19 +143,18 @@ def make_reference(
     rounding: str = "float32",
     *,
     everywhere: bool = False,
-) -> tuple[Reference, str]:
-    """Run the trained model on prompts; return its logits, and the coarsest dtype involved.
+) -> Reference:
+    """Run the trained model on prompts, and return its logits.
 
     `rounding` is the dtype of what is written; with `everywhere`, all weights are rounded to it.
     The model is released before this returns. Raises a child of MlxTuneError.
     """
     prompts = choose_prompts(config, source, console)
     adapted = load_adapted(load_base(config, source), str(source.weights))
-    dtype = proof.coarsest(rounding, adapted.base.dtype)
-    reference = proof.reference_of(adapted, prompts, dtype, everywhere=everywhere)
+    reference = proof.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
     memory.release()
-    return reference, dtype
+    return reference
 
 
 def load_base(config: OutgoingConfig, source: Source) -> BaseModel:
@@ -173,7 +169,6 @@ def certify(
     format: str,
     folder: Path,
     reference: Reference,
-    dtype: str,
     load: Callable[[], Any],
     *,
     weights: WeightCheck | None = None,
@@ -188,7 +183,7 @@ def certify(
     memory.release()
     certificate = Certificate(
         format=format,
-        dtype=dtype,
+        dtype=reference.dtype,
         tolerance=reference.tolerance if exact else None,
         effect=reference.effect,
         comparison=comparison,
@@ -206,79 +201,62 @@ def choose_prompts(config: OutgoingConfig, source: Source, console: RunConsole) 
 
     They come from --data, else from the run's data, else they are built in.
     """
-    run = _run_data(source)
-    rows: list[EncodedExample] = []
-    if config.data:
-        like = run or DataConfig(model_path=str(source.folder), data=config.data)
-        rows = _read(config, source, vars(like) | {"data": config.data})
-        console.say("Prompts", f"from {', '.join(config.data)}")
-    else:
-        if run is not None:
-            with suppress(MlxTuneError):
-                rows = _read(config, source, vars(run))
-                console.say("Prompts", f"from the run's data, {', '.join(run.data)}")
-        if not rows:
-            rows = _read_built_in(config, source)
-            console.say("Prompts", "built in, as the run's data cannot be read")
-    if not rows:
-        raise ModelError(f"{', '.join(config.data)}: no row gives a prompt: name other --data")
-    return [_prompt(row) for row in rows[:: max(len(rows) // _PROMPTS, 1)][:_PROMPTS]]
+    try:
+        data = DataConfig(**_reading(config, source))
+        prompts = _read_prompts(data, source.folder)
+        whose = "" if config.data else "the run's data, "
+        console.say("Prompts", f"from {whose}{', '.join(data.data)}")
+    except MlxTuneError:
+        if config.data:
+            raise
+        console.say("Prompts", "built in, as the run's data cannot be read")
+        prompts = _built_in_prompts(config, source)
+    return prompts
 
 
-def _prompt(row: EncodedExample) -> list[int]:
-    start = row.spans[-1][0]
-    # A plain text has no prompt; its first half serves as one.
-    return list(row.ids[: start if start > 1 else max(len(row.ids) // 2, 1)])[:_LONGEST]
-
-
-def _run_data(source: Source) -> DataConfig | None:
-    """Return the options with which the adapter's run read its data; None if unknown."""
-    options = source.metadata.get("config")
-    relative_to = str(source.metadata.get("working_directory") or ".")
-    if not isinstance(options, Mapping) or not isinstance(options.get("data"), list):
-        return None
+def _reading(config: OutgoingConfig, source: Source) -> dict[str, Any]:
+    """Return the options with which the adapter's run read its data, with --data if given."""
+    options = mapping(source.metadata, "config")
     known = {name: OPTIONS[name] for name in options if name in OPTIONS}
     reading = {name: options[name] for name, o in known.items() if o.encodes and o.inherited}
-    data = tuple(str(Path(relative_to) / as_path(str(path))) for path in options["data"])
-    try:
-        return DataConfig(model_path=str(source.folder), data=data, **reading)
-    except ConfigError:
-        return None
+    data: Any = config.data or options.get("data")
+    if not config.data and isinstance(data, list):
+        relative_to = str(source.metadata.get("working_directory") or ".")
+        data = [str(Path(relative_to) / as_path(str(path))) for path in data]
+    own = {"model_path": str(source.folder), "trust_remote_code": config.trust_remote_code}
+    return reading | own | {"data": data}
 
 
-def _read(
-    config: OutgoingConfig, source: Source, options: Mapping[str, Any]
-) -> list[EncodedExample]:
-    """Return the last example of each of the first rows of data, as training encodes them."""
-    data = DataConfig(**{**options, "trust_remote_code": config.trust_remote_code})
-    encoder = Reader(data, source.folder).encoder
+def _read_prompts(data: DataConfig, folder: Path) -> list[list[int]]:
+    """Return the prompts of a few rows, as training encodes them. Raises DataError for none."""
+    encoder = Reader(data, folder).encoder
     examples: list[EncodedExample] = []
     for path in data_files(data):
         skipped = SkippedRows(path)
         rows = read_rows(path, skipped, format=data.format, fields=parse_fields(data.field))
         for chunk in encoder.encode(islice(rows, _ROWS), skipped, Notes()):
             examples += [of_row[-1] for _, of_row in chunk]
-    return examples
+    if not examples:
+        raise DataError(f"{', '.join(data.data)}: no row gives a prompt: name other --data")
+    prompts = []
+    for example in examples[:: max(len(examples) // _PROMPTS, 1)][:_PROMPTS]:
+        start = example.spans[-1][0]
+        # A plain text has no prompt; its first half serves as one.
+        end = start if start > 1 else max(len(example.ids) // 2, 1)
+        prompts.append(list(example.ids[:end])[:_LONGEST])
+    return prompts
 
 
-def _read_built_in(config: OutgoingConfig, source: Source) -> list[EncodedExample]:
-    chat = [
-        {"messages": [{"role": role, "content": text} for role, text in turns]}
-        for turns in ([("user", prompt), ("assistant", "Yes.")] for prompt in _BUILT_IN)
-    ]
-    text = [{"text": f"{prompt} {prompt}"} for prompt in _BUILT_IN]
-    with tempfile.TemporaryDirectory(prefix="mlxtune-") as folder:
-        path = Path(folder) / "prompts.jsonl"
-        for rows in (chat, text):
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            options = {"model_path": str(source.folder), "data": (str(path),)}
-            try:
-                if examples := _read(config, source, options):
-                    return examples
-            except ModelError:
-                if rows is text:
-                    raise
-    raise ModelError(f"{source.folder}: its tokenizer gives no tokens for plain text: give --data")
+def _built_in_prompts(config: OutgoingConfig, source: Source) -> list[list[int]]:
+    folder, trust = source.folder, config.trust_remote_code
+    data = DataConfig(str(folder), data=_BUILT_IN, trust_remote_code=trust)
+    encoder = Reader(data, folder).encoder
+    where = f"{folder}: a built-in prompt, for which --data is the alternative"
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in _BUILT_IN[:_PROMPTS]]
+    prompts = [list(prompt_of(encoder, row, where).ids) for row in rows]
+    if not all(prompts):
+        raise ModelError(f"{folder}: its tokenizer gives no tokens for text: give --data")
+    return prompts
 
 
 def print_result(result: ExportResult, config: OutgoingConfig, usage: Iterable[str]) -> None:

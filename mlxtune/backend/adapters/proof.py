@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,13 +42,14 @@ class Sample:
 class Reference:
     """The trained model's outputs, to compare with.
 
-    `tolerance` is the largest difference of a logit that rounding explains, `effect` the largest
-    that the adapter makes.
+    `dtype` is the coarsest that is involved, `tolerance` the largest difference of a logit that
+    rounding explains, `effect` the largest that the adapter makes.
     """
 
     sequences: list[Sample]
-    tolerance: float
-    effect: float
+    dtype: str
+    tolerance: float = 0.0
+    effect: float = 0.0
 
 
 class _Rounded(nn.Module):
@@ -70,11 +71,12 @@ class _Rounded(nn.Module):
 
 
 def reference_of(
-    adapted: Adapted, prompts: Sequence[Sequence[int]], dtype: str, *, everywhere: bool
+    adapted: Adapted, prompts: Sequence[Sequence[int]], rounding: str, *, everywhere: bool
 ) -> Reference:
-    """Return the trained model's outputs for prompts, and how much rounding to `dtype` moves them.
+    """Return the trained model's outputs for prompts, and how much rounding moves them.
 
-    With `everywhere`, the weights of all projections are rounded, not only those with LoRA.
+    `rounding` is the dtype of what is written. With `everywhere`, the weights of all projections
+    are rounded, not only those with LoRA.
     """
     sequences = []
     for prompt in prompts:
@@ -82,12 +84,12 @@ def reference_of(
         tokens = [*prompt, *answer]
         logits = _logits(adapted.model, tokens, len(answer))
         sequences.append(Sample(tokens, len(answer), logits))
-    reference = Reference(sequences, tolerance=0.0, effect=0.0)
+    reference = Reference(sequences, coarsest(rounding, adapted.base.dtype))
     adapted.use_adapter(False)
     effect = compare(adapted.model, reference).largest_difference
     adapted.use_adapter(True)
     chosen = _products(adapted.model) if everywhere else dict(adapted.modules)
-    unit = max(_UNIT_ROUNDOFF[dtype], _product_roundoff())
+    unit = max(_UNIT_ROUNDOFF[reference.dtype], _product_roundoff())
     keys = mx.random.split(mx.random.key(0), len(chosen))
     rounded = [
         (path, _Rounded(module, unit, key))
@@ -96,7 +98,7 @@ def reference_of(
     adapted.model.update_modules(tree_unflatten(rounded))
     off = compare(adapted.model, reference).largest_difference
     adapted.model.update_modules(tree_unflatten(list(chosen.items())))
-    return Reference(sequences, tolerance=_MARGIN * off, effect=effect)
+    return replace(reference, tolerance=_MARGIN * off, effect=effect)
 
 
 def compare(model: nn.Module, reference: Reference) -> Comparison:
