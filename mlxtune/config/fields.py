@@ -166,7 +166,7 @@ def field_types(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-_Part = TypeVar("_Part", bound="Checked")
+_Part = TypeVar("_Part")
 
 
 class Checked:

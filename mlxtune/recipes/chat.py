@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.machine.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
+from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.model import (
     LoadedModel,
     check_prompt_length,
@@ -56,8 +57,8 @@ def chat(config: ChatConfig) -> None:
         reader = prompt_reader(config, folder)
         loaded = load_model(config, folder, console)
         console.say("Chat", "/help lists the commands, Ctrl-D quits")
-    generator, sampling = start_generator(config, loaded, reader)
-    conversation = _Conversation(loaded, generator, sampling, reader.encoder, config.system)
+    generator = start_generator(config, loaded, reader)
+    conversation = _Conversation(config, loaded, generator, reader.encoder)
     for line in _lines():
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.run_command(line):
@@ -70,11 +71,10 @@ def chat(config: ChatConfig) -> None:
 class _Conversation:
     """The messages so far, and what answers them."""
 
+    config: ChatConfig
     loaded: LoadedModel
     generator: Generator
-    sampling: Sampling
     encoder: Encoder
-    system: str | None
     messages: list[dict[str, Any]] = field(default_factory=list)
     save_file: str = _SAVE_FILE
 
@@ -88,8 +88,9 @@ class _Conversation:
             _note(f"{problem}; the message was dropped")
             return
         try:
-            with _stop_on_interrupt() as should_stop:
-                answer = self.generator.answer(prompt, self.sampling, print_answer, should_stop)
+            with stop_on_interrupt(signals=(signal.SIGINT,)) as should_stop:
+                sampling = self.config.part(Sampling)
+                answer = self.generator.answer(prompt, sampling, print_answer, should_stop)
         except KeyboardInterrupt:
             print()
             _note("stopped; the message was dropped")
@@ -109,20 +110,20 @@ class _Conversation:
     def run_command(self, line: str) -> bool:
         """Run a command; return False if it ends the conversation."""
         name, _, argument = line[1:].strip().partition(" ")
-        commands: dict[str, Callable[[], None]] = {
-            "base": lambda: self._switch(on=False),
-            "adapter": lambda: self._switch(on=True),
-            "reset": self._reset,
-            "help": lambda: _note(HELP),
-        }
-        if name in ("quit", "exit"):
-            return False
-        if name == "save":
-            self._save(argument.strip())
-        elif name in commands and not argument:
-            commands[name]()
-        else:
-            _note(f"unknown command: {line}; /help lists the commands")
+        match name, argument:
+            case "quit" | "exit", _:
+                return False
+            case "save", _:
+                self._save(argument.strip())
+            case "base" | "adapter", "":
+                self._switch(on=name == "adapter")
+            case "reset", "":
+                self.messages = []
+                _note("new conversation")
+            case "help", "":
+                _note(HELP)
+            case _:
+                _note(f"unknown command: {line}; /help lists the commands")
         return True
 
     def _switch(self, *, on: bool) -> None:
@@ -133,10 +134,6 @@ class _Conversation:
         # The generator's cache holds keys and values of the other model.
         self.generator.forget()
         _note(f"the {'adapter' if on else 'base model'} answers from here on")
-
-    def _reset(self) -> None:
-        self.messages = []
-        _note("new conversation")
 
     def _save(self, name: str) -> None:
         if not self.messages:
@@ -152,7 +149,8 @@ class _Conversation:
         _note(f"appended to {path}")
 
     def _system(self) -> list[dict[str, Any]]:
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
+        system = self.config.system
+        return [] if system is None else [{"role": "system", "content": system}]
 
 
 def _lines() -> Iterator[str]:
@@ -186,20 +184,3 @@ def _read_line() -> str:
     if len(line) == _LONGEST_LINE:
         raise DataError(f"standard input: has a line of more than {_LONGEST_LINE:,} characters")
     return line.rstrip("\r\n")
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a first Ctrl-C; a second one interrupts."""
-    received: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def handle(number: int, _: Any) -> None:
-        received.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from mlxtune.backend.text.generate import Answer
+from mlxtune.backend.text.generate import Answer, Sampling
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.core.data.prompt import parse_content, prompt_of
 from mlxtune.errors import DataError
@@ -38,9 +38,9 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
         prompt = prompt_of(reader.encoder, content, where)
         loaded = load_model(config, folder, console)
         check_prompt_length(prompt, loaded.base, where)
-        generator, sampling = start_generator(config, loaded, reader)
+        generator = start_generator(config, loaded, reader)
         console.say("Prompt", f"{len(prompt.ids):,} tokens, {reader.describe()} template")
-        return generator.answer(prompt, sampling, on_text)
+        return generator.answer(prompt, config.part(Sampling), on_text)
 
 
 def show(config: GenerateConfig) -> None:

@@ -1,10 +1,10 @@
-"""Ctrl-C and other signals during training: the first one stops the run after its step."""
+"""Ctrl-C and other signals: the first one stops the work at its next step."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -26,7 +26,9 @@ class Stop:
 
 
 @contextmanager
-def stop_on_interrupt(notify: Callable[[], None]) -> Iterator[Stop]:
+def stop_on_interrupt(
+    notify: Callable[[], None] = lambda: None, signals: Sequence[signal.Signals] = _SIGNALS
+) -> Iterator[Stop]:
     """Yield a function that returns True after a first signal, which also calls `notify`.
 
     A second signal ends the process as usual, SIGINT with KeyboardInterrupt. Outside the main
@@ -37,14 +39,14 @@ def stop_on_interrupt(notify: Callable[[], None]) -> Iterator[Stop]:
         yield stop
         return
     # getsignal returns None for a handler that Python did not install.
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in signals}
     # In a thread: the handler may interrupt the printing of a line, and consoles are safe to call
     # from another thread but not from within themselves.
     notifier = threading.Thread(target=notify, daemon=True)
 
     def handle(number: int, _: FrameType | None) -> None:
         stop.signal = number
-        for other in _SIGNALS:
+        for other in signals:
             # A process started in the background ignores SIGINT, but a second one is meant.
             default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
             signal.signal(other, before[other] if callable(before[other]) else default)
@@ -54,7 +56,7 @@ def stop_on_interrupt(notify: Callable[[], None]) -> Iterator[Stop]:
         else:
             notifier.start()
 
-    for number in _SIGNALS:
+    for number in signals:
         # A process started with nohup outlives its terminal.
         if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
             signal.signal(number, handle)

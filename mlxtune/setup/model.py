@@ -13,7 +13,7 @@ from mlxtune.backend.model import loading, memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.text.generate import Generator, Sampling, seed
+from mlxtune.backend.text.generate import Generator, seed
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work
@@ -184,15 +184,8 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
 
 def start_generator(
     config: GenerateConfig | ChatConfig, loaded: LoadedModel, reader: Reader
-) -> tuple[Generator, Sampling]:
-    """Return a generator, seeded, and how it samples."""
+) -> Generator:
+    """Return a generator of answers, with the sampling seeded."""
     if config.seed is not None:
         seed(config.seed)
-    sampling = Sampling(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        stop=config.stop,
-    )
-    return Generator(loaded.model, reader.tokenizer, loaded.base.vocab_size), sampling
+    return Generator(loaded.model, reader.tokenizer, loaded.base.vocab_size)
