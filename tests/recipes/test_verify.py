@@ -116,14 +116,18 @@ def other_shapes(run: Path) -> None:
             "ledger.json",
             "does not add up",
         ),
-        (lambda run: (run / "ledger.json").write_text("[1]"), "ledger.json", "cannot be read"),
+        (
+            lambda run: (run / "ledger.json").write_text("[1]"),
+            "ledger.json",
+            "not a list of ledgers",
+        ),
         (
             lambda run: rewrite(run / "result.json", lambda found: found | {"steps": 9}),
             "result.json",
             "has 9 steps",
         ),
         (lambda run: flip(run.parent / "adapters.safetensors"), "adapter", "SHA-256 differs"),
-        (lambda run: (run.parent / "adapters.safetensors").unlink(), "adapter", "No such file"),
+        (lambda run: (run.parent / "adapters.safetensors").unlink(), "adapter", "no such file"),
         (other_shapes, "best/adapters.safetensors", "does not fit the model"),
     ],
 )

@@ -84,10 +84,6 @@ class WeightCheck:
     largest_error: float
     problems: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the numbers for certificate.json."""
-        return {name: value for name, value in asdict(self).items() if name != "problems"}
-
 
 @dataclass(frozen=True)
 class Certificate:
@@ -124,16 +120,11 @@ class Certificate:
             )
         return problems
 
-    @property
-    def passed(self) -> bool:
-        """Whether rounding explains every difference."""
-        return not self.problems
-
     def as_dict(self) -> dict[str, Any]:
         """Return the content of certificate.json."""
         compared = self.comparison
         content: dict[str, Any] = {
-            "passed": self.passed,
+            "passed": not self.problems,
             "format": self.format,
             "dtype": self.dtype,
             "tolerance": self.tolerance,
@@ -145,7 +136,8 @@ class Certificate:
             "greedy_match": {"same": compared.same, "of": compared.generated},
         }
         if self.weights is not None:
-            content["weights"] = self.weights.as_dict()
+            content["weights"] = asdict(self.weights)
+            del content["weights"]["problems"]
         return content | {"files": dict(self.files), "versions": dict(self.versions)}
 
     def lines(self) -> list[str]:
@@ -186,8 +178,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 def check(certificate: Certificate, target: Path) -> None:
     """Raise OutputError with the first problem unless a certificate passes."""
-    problems = certificate.problems
-    if problems:
+    if problems := certificate.problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise OutputError(
             f"{target}: differs from what was trained, so nothing was written: {problems[0]}{more}"

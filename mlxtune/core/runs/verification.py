@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.machine.files import file_hash, read_json, read_own
+from mlxtune.core.runs.run import read_ledgers
 from mlxtune.core.text import count
 from mlxtune.core.training.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
 from mlxtune.core.training.evaluation import VERDICTS
+from mlxtune.core.training.metrics import InstructEpochMetrics
 from mlxtune.core.training.progress import Progress
 from mlxtune.core.training.run_folder import EVALUATION, LEDGER, RESULT, read_result
 
@@ -45,6 +46,13 @@ class Verification:
         """Add a check, which failed if there is a problem."""
         self.checks.append(Check(name, problem is None, detail if problem is None else problem))
 
+    def attempt(self, name: str, check: Callable[[], str]) -> None:
+        """Add a check that returns what is well, or raises OSError or ValueError with a problem."""
+        try:
+            self.add(name, None, check())
+        except (OSError, ValueError) as problem:
+            self.add(name, str(problem), "")
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `mlxtune verify`."""
         return {"ok": self.ok, **asdict(self)}
@@ -52,135 +60,103 @@ class Verification:
 
 def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     """Check the files of a run; return the intact checkpoints too, the newest first."""
-    verification = Verification(str(run))
     good, bad = find_checkpoints(run)
-    verification.step = good[0].step if good else 0
+    found = Verification(str(run), step=good[0].step if good else 0)
     for each in sorted(good, key=lambda each: each.step):
-        detail = f"step {each.step}, all files intact"
-        verification.add(each.folder.name, _metadata_problem(each), detail)
+        found.attempt(each.folder.name, partial(_check_checkpoint, each))
     for folder, problem in sorted(bad.items()):
-        verification.add(folder.name, problem, "")
+        found.add(folder.name, problem, "")
     if not good and not bad:
-        verification.add("checkpoints", "none found", "")
-    progress = _verify_metrics(verification, run)
-    _verify_best(verification, progress, good)
-    _verify_ledger(verification, run)
-    _verify_result(verification, run, progress)
-    _verify_evaluation(verification, run)
-    return verification, good
-
-
-def _metadata_problem(checkpoint: Checkpoint) -> str | None:
-    try:
-        progress = Progress.from_jsonl(checkpoint.metrics)
-    except (OSError, ValueError) as error:
-        return f"{METRICS}: {error}"
-    if progress.step != checkpoint.step:
-        return f"{METRICS} ends at step {progress.step}, metadata.json at {checkpoint.step}"
-    return None
-
-
-def _verify_metrics(verification: Verification, run: Path) -> Progress | None:
+        found.add("checkpoints", "none found", "")
+    progress = None
     try:
         progress = Progress.from_jsonl(read_own(run / METRICS))
     except (OSError, ValueError) as error:
-        verification.add(METRICS, str(error), "")
-        return None
-    problem = _gap(progress)
-    if problem is None and progress.step < verification.step:
-        newest = f"the newest checkpoint, at step {verification.step}"
-        problem = f"ends at step {progress.step}, before {newest}"
-    epochs = count(len(progress.epochs), "epoch")
-    detail = f"{count(progress.step, 'step')}, {epochs}, none missing or duplicated"
-    verification.add(METRICS, problem, detail)
-    return progress
+        found.add(METRICS, str(error), "")
+    else:
+        found.attempt(METRICS, partial(_check_metrics, progress, found.step))
+        if progress.best is not None:
+            found.attempt("best epoch", partial(_check_best, progress.best, good))
+    found.attempt(LEDGER, partial(_check_ledger, run))
+    _verify_result(found, run, progress)
+    if (run / EVALUATION).exists():  # a run without validation has none
+        found.attempt(EVALUATION, partial(_check_evaluation, run))
+    return found, good
 
 
-def _gap(progress: Progress) -> str | None:
+def _check_checkpoint(checkpoint: Checkpoint) -> str:
+    step = Progress.from_jsonl(checkpoint.metrics).step
+    if step != checkpoint.step:
+        raise ValueError(f"{METRICS} ends at step {step}, metadata.json at {checkpoint.step}")
+    return f"step {step}, all files intact"
+
+
+def _check_metrics(progress: Progress, newest: int) -> str:
     epochs = [metrics.epoch for metrics in progress.epochs]
     if epochs != list(range(1, len(epochs) + 1)):
-        return f"its epochs are {', '.join(map(str, epochs))}"
+        raise ValueError(f"its epochs are {', '.join(map(str, epochs))}")
     before = 0
     for record in progress.records:
         epoch = getattr(record, "epoch", before)
         if epoch < before:
-            return f"epoch {epoch} comes after epoch {before}"
+            raise ValueError(f"epoch {epoch} comes after epoch {before}")
         before = epoch
-    return None
+    if progress.step < newest:
+        raise ValueError(
+            f"ends at step {progress.step}, before the newest checkpoint, at step {newest}"
+        )
+    taken = f"{count(progress.step, 'step')}, {count(len(epochs), 'epoch')}"
+    return f"{taken}, none missing or duplicated"
 
 
-def _verify_best(
-    verification: Verification, progress: Progress | None, good: list[Checkpoint]
-) -> None:
-    best = progress.best if progress else None
-    if best is None:
-        return
-    saved = next((each for each in good if each.folder.name == BEST), None)
-    problem = None
+def _check_best(best: InstructEpochMetrics, good: list[Checkpoint]) -> str:
+    saved = next((each.metadata.get("epoch") for each in good if each.folder.name == BEST), None)
     if saved is None:
-        problem = f"it has no checkpoint, though epoch {best.epoch} is the best"
-    elif saved.metadata.get("epoch") != best.epoch:
-        problem = f"the checkpoint is of epoch {saved.metadata.get('epoch')}, not {best.epoch}"
-    detail = f"epoch {best.epoch}, validation loss {best.val_loss:.4f}"
-    verification.add("best epoch", problem, detail)
+        raise ValueError(f"it has no checkpoint, though epoch {best.epoch} is the best")
+    if saved != best.epoch:
+        raise ValueError(f"the checkpoint is of epoch {saved}, not {best.epoch}")
+    return f"epoch {best.epoch}, validation loss {best.val_loss:.4f}"
 
 
-def _verify_ledger(verification: Verification, run: Path) -> None:
-    try:
-        ledgers = [_ledger(entry) for entry in json.loads(read_own(run / LEDGER).decode("utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        verification.add(LEDGER, f"cannot be read: {error}", "")
-        return
-    wrong = next((ledger.path for ledger in ledgers if not ledger.adds_up()), None)
-    rows = sum(ledger.rows_read for ledger in ledgers)
-    problem = None if wrong is None else f"{wrong} does not add up"
-    verification.add(LEDGER, problem, f"{count(rows, 'row')}, all accounted for")
+def _check_ledger(run: Path) -> str:
+    ledgers = read_ledgers(run / LEDGER)
+    for ledger in ledgers:
+        if not ledger.adds_up():
+            raise ValueError(f"{ledger.path} does not add up")
+    return f"{count(sum(ledger.rows_read for ledger in ledgers), 'row')}, all accounted for"
 
 
-def _ledger(entry: dict[str, Any]) -> Ledger:
-    counters = {name: Counter(entry[name]) for name in ("rows_skipped", "notes")}
-    return Ledger(**{**entry, **counters})
-
-
-def _verify_result(verification: Verification, run: Path, progress: Progress | None) -> None:
+def _verify_result(found: Verification, run: Path, progress: Progress | None) -> None:
     try:
         result = read_result(run)
     except ValueError as error:
-        verification.add(RESULT, str(error), "")
+        found.add(RESULT, str(error), "")
         return
     if result is None:
-        verification.add("end", None, "unfinished: resume it with mlxtune train --resume")
+        found.add("end", None, "unfinished: resume it with mlxtune train --resume")
         return
-    verification.finished = True
+    found.finished = True
     steps = result.get("steps")
     problem = None
     if progress is not None and steps != progress.step:
         problem = f"has {steps!r:.20} steps, {METRICS} has {progress.step}"
-    verification.add(RESULT, problem, f"{steps} steps")
+    found.add(RESULT, problem, f"{steps} steps")
+    found.attempt("adapter", partial(_check_adapter, run, result))
+
+
+def _check_adapter(run: Path, result: Mapping[str, Any]) -> str:
     adapter = Path(os.path.normpath(run / str(result.get("adapter"))))
-    if adapter.exists() and not adapter.is_file():
-        verification.add("adapter", f"{adapter}: is not a file", "")
-        return
-    try:
-        same = file_hash(adapter) == result.get("sha256")
-    except OSError as missing:
-        verification.add("adapter", f"{adapter}: {missing.strerror}", "")
-        return
-    changed = f"{adapter} has changed since the run wrote it: its SHA-256 differs"
-    verification.add(
-        "adapter", None if same else changed, f"{adapter} has not changed since the run wrote it"
-    )
+    # A pipe or device could be read forever.
+    if not adapter.is_file():
+        raise ValueError(f"{adapter}: no such file")
+    if file_hash(adapter) != result.get("sha256"):
+        raise ValueError(f"{adapter} has changed since the run wrote it: its SHA-256 differs")
+    return f"{adapter} has not changed since the run wrote it"
 
 
-def _verify_evaluation(verification: Verification, run: Path) -> None:
-    """Check evaluation.json; a run without validation has none."""
-    try:
-        evaluation = read_json(run / EVALUATION)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        verification.add(EVALUATION, str(error), "")
-        return
+def _check_evaluation(run: Path) -> str:
+    evaluation = read_json(run / EVALUATION)
     verdict, rows = evaluation.get("verdict"), evaluation.get("rows")
-    known = verdict in VERDICTS and isinstance(rows, int)
-    verification.add(EVALUATION, None if known else "has no verdict", f"{verdict} on {rows} rows")
+    if verdict not in VERDICTS or not isinstance(rows, int):
+        raise ValueError("has no verdict")
+    return f"{verdict} on {rows} rows"
