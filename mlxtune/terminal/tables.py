@@ -14,7 +14,6 @@ from mlxtune.core.reports import benchmark_text
 from mlxtune.core.reports.axis import spans_much
 from mlxtune.core.reports.visible import escape
 from mlxtune.core.runs.benchmark import Benchmark
-from mlxtune.core.runs.run_list import ListedRun
 from mlxtune.core.runs.summary import RunSummary
 from mlxtune.core.text import loss_text, minute_of
 
@@ -54,7 +53,7 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def show_runs(runs: Sequence[ListedRun], console: Console) -> None:
+def show_runs(runs: Sequence[RunSummary], console: Console) -> None:
     """Print a table of runs, with as many columns as a terminal has room for.
 
     Below it are the adapters, the commands that resume unfinished runs, and damaged folders.
@@ -72,11 +71,10 @@ def show_runs(runs: Sequence[ListedRun], console: Console) -> None:
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
     console.print(table)
-    summaries = [each.summary for each in runs]
     lists = {
-        "adapters": [run.adapter for run in summaries if run.adapter],
-        "to resume": [run.resume for run in summaries if run.resume],
-        "damaged": [f"{run.folder}: {run.problems[0]}" for run in summaries if run.problems],
+        "adapters": [run.adapter for run in runs if run.adapter],
+        "to resume": [run.resume for run in runs if run.resume],
+        "damaged": [f"{run.folder}: {run.problems[0]}" for run in runs if run.problems],
     }
     for title, lines in lists.items():
         if lines:
@@ -85,8 +83,7 @@ def show_runs(runs: Sequence[ListedRun], console: Console) -> None:
                 console.print(Text(f"  {escape(line)}"), soft_wrap=True)
 
 
-def _cells(listed: ListedRun) -> dict[str, str]:
-    run = listed.summary
+def _cells(run: RunSummary) -> dict[str, str]:
     before, best = run.initial_val_loss, run.best_val_loss
     validated = before is not None or best is not None
     more = f" +{len(run.data) - 1}" if len(run.data) > 1 else ""
@@ -99,7 +96,7 @@ def _cells(listed: ListedRun) -> dict[str, str]:
         "steps": _steps(run),
         "train": loss_text(run.train_loss),
         "val loss": f"{loss_text(before)} → {loss_text(best)}" if validated else "–",
-        "curve": sparkline(listed.curve),
+        "curve": sparkline(run.curve),
         "tok/s": "–" if speed is None else f"{speed:,.0f}",
     }
 

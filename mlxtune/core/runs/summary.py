@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import operator
 import os
@@ -9,6 +10,7 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -18,6 +20,8 @@ from mlxtune.config.options import OPTIONS
 from mlxtune.core.runs.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.text import count, loss_text
 
+_CURVE_POINTS = 12
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -25,7 +29,8 @@ class RunSummary:
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
-    `train_loss` is that of the last epoch, or of the steps so far if none ended.
+    `train_loss` is that of the last epoch, or of the steps so far if none ended. `curve` is the
+    validation loss or, of fewer than three, the training loss in a few means.
     """
 
     name: str
@@ -50,6 +55,7 @@ class RunSummary:
     sha256: str
     resume: str
     problems: tuple[str, ...]
+    curve: tuple[float, ...]
 
     @property
     def finished(self) -> bool:
@@ -82,9 +88,9 @@ class RunSummary:
         return f"{model} on {data}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON of a run in `mlxtune runs` and `mlxtune report`."""
+        """Return the JSON of a run in `mlxtune runs` and `mlxtune report`, without the curve."""
         values = asdict(self) | {"data": list(self.data)}
-        del values["problems"]
+        del values["problems"], values["curve"]
         return values | {"headline": self.headline, "problems": list(self.problems)}
 
 
@@ -93,11 +99,12 @@ def summarize(run: Run) -> RunSummary:
     progress, plan, status = run.progress, mapping(run.about, "plan"), _status(run)
     best = progress.best
     seconds = math.fsum(run.column("seconds"))
+    losses = [each.val_loss for each in progress.validations]
     return RunSummary(
         name=run.name,
         folder=str(run.folder),
         status=status,
-        started=text(run.about, "started_at"),
+        started=_started(run),
         model=PurePath(text(run.config, "model_path")).name,
         data=tuple(PurePath(ledger.path).name for ledger in run.ledgers),
         step=progress.step,
@@ -117,7 +124,25 @@ def summarize(run: Run) -> RunSummary:
         sha256=text(run.result, "sha256"),
         resume=_resume(run) if status == "unfinished" else "",
         problems=tuple(run.problems),
+        curve=tuple(
+            bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
+        ),
     )
+
+
+def bucket_means(values: Sequence[float], most: int) -> list[float]:
+    """Return the means of `most` buckets of values, or the values if there are fewer."""
+    parts = min(most, len(values))
+    bounds = [len(values) * i // parts for i in range(parts + 1)] if parts else [0]
+    return [statistics.fmean(values[a:b]) for a, b in pairwise(bounds)]
+
+
+def _started(run: Run) -> str:
+    try:
+        started = datetime.datetime.fromisoformat(text(run.about, "started_at"))
+    except ValueError:
+        return ""
+    return started.isoformat(timespec="seconds")
 
 
 def _status(run: Run) -> str:

@@ -130,6 +130,11 @@ def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.parametrize("started", ["\x1b[31m", "yesterday", 7])
+def test_time_that_is_none_is_left_out(tmp_path: Path, started: Any) -> None:
+    assert summary(tmp_path, about={"started_at": started}).started == ""
+
+
 # Options
 
 
