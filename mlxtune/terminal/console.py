@@ -18,7 +18,7 @@ from mlxtune.core.reports import profile_text, run_text
 from mlxtune.core.text import count
 from mlxtune.core.training.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.profile import ProfileRecord, StepProfile
+from mlxtune.core.training.profile import StepProfile
 from mlxtune.errors import printable
 
 _STAGE_WIDTH = 12
@@ -167,11 +167,10 @@ class RunConsole(TrainingObserver):
         if step == 0:
             self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
 
-    def on_profile(self, record: ProfileRecord) -> None:
+    def on_profile(self, profile: StepProfile) -> None:
         """Print the times of a profiled step, and keep them for the table at the end."""
-        self._profile.add(record)
-        if isinstance(record, StepProfile):
-            self.say("Profile", profile_text.step_line(record), copyable=True)
+        self._profile.add(profile)
+        self.say("Profile", profile_text.step_line(profile), copyable=True)
 
     def on_problem(self, message: str) -> None:
         """Print a warning."""

@@ -11,8 +11,6 @@ from mlxtune.core.training.profile import (
     PHASES,
     LayerProfile,
     Phase,
-    ProfileRecord,
-    SaveProfile,
     StepProfile,
 )
 
@@ -31,28 +29,16 @@ class ProfileSummary:
         self.layers: dict[str, LayerProfile] = {}
         # Steps whose layers were measured.
         self.layered = 0
-        self.saves = 0
-        self.save_seconds = 0.0
-        self.save_bytes = 0
 
-    def add(self, record: ProfileRecord) -> None:
-        """Add a record."""
-        if isinstance(record, SaveProfile):
-            self.saves += 1
-            self.save_seconds += record.seconds
-            self.save_bytes = max(self.save_bytes, record.bytes)
-            return
+    def add(self, profile: StepProfile) -> None:
+        """Add a step."""
         self.steps += 1
-        self.seconds += record.seconds
-        for name, phase in record.phases.items():
-            before = self.phases.get(name, Phase(0.0, 0, 0))
-            self.phases[name] = Phase(
-                before.seconds + phase.seconds,
-                max(before.bytes, phase.bytes),
-                max(before.peak_bytes, phase.peak_bytes),
-            )
-        self.layered += bool(record.layers)
-        for layer in record.layers:
+        self.seconds += profile.seconds
+        for name, phase in profile.phases.items():
+            known_phase = self.phases.get(name)
+            self.phases[name] = known_phase.plus(phase) if known_phase else phase
+        self.layered += bool(profile.layers)
+        for layer in profile.layers:
             known = self.layers.get(layer.name)
             self.layers[layer.name] = known.plus(layer) if known else layer
 
@@ -81,10 +67,6 @@ def table(summary: ProfileSummary) -> Iterator[str]:
                 share = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
                 memory = f"{byte_size(phase.bytes):>10}{byte_size(phase.peak_bytes):>10}"
                 yield f"{name:<{_WIDTH}}{time}{share}{memory}"
-    if summary.saves:
-        time = f"{short_duration(summary.save_seconds / summary.saves):>10}"
-        written = f"{byte_size(summary.save_bytes):>10}  written, {count(summary.saves, 'time')}"
-        yield f"{'save':<{_WIDTH}}{time}{'':>8}{written}"
     if summary.layers:
         yield f"{'layer':<{_WIDTH}}{'forward':>10}{'backward':>10}{'keeps':>10}{'takes':>10}"
         for layer in _grouped(list(summary.layers.values())):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
-from mlxtune.core.training.profile import ProfileRecord
+from mlxtune.core.training.profile import StepProfile
 from mlxtune.core.training.progress import Progress
 
 
@@ -43,8 +43,8 @@ class TrainingObserver:
     def on_checkpoint(self, folder: Path) -> None:
         """A checkpoint was written."""
 
-    def on_profile(self, record: ProfileRecord) -> None:
-        """A step, or the writing of a checkpoint, was profiled."""
+    def on_profile(self, profile: StepProfile) -> None:
+        """A step was profiled."""
 
     def on_problem(self, message: str) -> None:
         """Something went wrong, and training continues."""

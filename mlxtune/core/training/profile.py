@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import as_output_error, read_own, write_file
+from mlxtune.core.machine.files import append_line
 from mlxtune.errors import OutputError
 
 PROFILE = "profile.jsonl"
@@ -33,6 +33,14 @@ class Phase:
     seconds: float
     bytes: int
     peak_bytes: int
+
+    def plus(self, other: Phase) -> Phase:
+        """Return the sum of the times and the larger of the sizes."""
+        return Phase(
+            self.seconds + other.seconds,
+            max(self.bytes, other.bytes),
+            max(self.peak_bytes, other.peak_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -75,19 +83,6 @@ class StepProfile:
     layers_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class SaveProfile:
-    """A checkpoint written after `step` steps. `bytes` is the size of its files."""
-
-    step: int
-    name: str
-    seconds: float
-    bytes: int
-
-
-ProfileRecord = StepProfile | SaveProfile
-
-
 class PhaseTimer:
     """Divides the time and memory of a step into phases.
 
@@ -111,20 +106,15 @@ class PhaseTimer:
         active, peak = self._memory()
         # If nothing was allocated, no peak was counted.
         peak = max(peak, active, self._active)
-        before = self._phases.get(name, Phase(0.0, 0, 0))
-        self._phases[name] = Phase(
-            before.seconds + now - self._last,
-            max(before.bytes, peak - self._active),
-            max(before.peak_bytes, peak),
-        )
+        stretch = Phase(now - self._last, peak - self._active, peak)
+        before = self._phases.get(name)
+        self._phases[name] = before.plus(stretch) if before else stretch
         self._last, self._active = now, active
 
     def finish(self, step: int) -> StepProfile:
         """Add the rest to `other`, and return the step."""
         self.end(OTHER)
-        names = [name for name in (*PHASES, OTHER) if name in self._phases]
-        phases = {name: self._phases[name] for name in names}
-        return StepProfile(step, self._last - self._started, phases)
+        return StepProfile(step, self._last - self._started, self._phases)
 
 
 class ProfilerBackend(Protocol):
@@ -143,32 +133,11 @@ class ProfilerBackend(Protocol):
         """
 
 
-class Profiler:
-    """What the trainer reports to while it runs. This one measures nothing."""
-
-    def start(self, step: int) -> None:
-        """Start before the first step, or resume after `step` steps."""
-
-    def step(self, step: int) -> AbstractContextManager[None]:
-        """Measure the step taken inside."""
-        return nullcontext()
-
-    def end_phase(self, phase: str) -> None:
-        """End a phase of the current step."""
-
-    def measure_layers(self, examples: Sequence[Example]) -> None:
-        """Measure the layers on the examples of the last step."""
-
-    def saving(self, step: int, folder: Path) -> AbstractContextManager[None]:
-        """Measure the checkpoint written inside."""
-        return nullcontext()
-
-
-class StepProfiler(Profiler):
-    """Profiles one step in `interval`, and every checkpoint.
+class StepProfiler:
+    """Profiles one step in `interval`.
 
     Each record is passed to `on_record` and appended to a file in the run's folder; if that fails,
-    `on_problem` is called once.
+    `on_problem` is called once. Steps that a resumed run takes again are appended again.
     """
 
     def __init__(
@@ -177,7 +146,7 @@ class StepProfiler(Profiler):
         backend: ProfilerBackend,
         folder: Path,
         *,
-        on_record: Callable[[ProfileRecord], None],
+        on_record: Callable[[StepProfile], None],
         on_problem: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -187,16 +156,8 @@ class StepProfiler(Profiler):
         self._on_record = on_record
         self._on_problem = on_problem
         self._clock = clock
-        self._timer: PhaseTimer | None = None
         self._last: StepProfile | None = None
         self._failing = False
-
-    def start(self, step: int) -> None:
-        """Keep the records up to this step; later steps are taken again."""
-        try:
-            truncate_profile(self._path, step)
-        except OutputError as error:
-            self._warn(error)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -204,19 +165,13 @@ class StepProfiler(Profiler):
         if step % self._interval:
             yield
             return
-        self._timer = PhaseTimer(self._backend.memory, self._clock)
-        self._backend.attach(self._timer)
+        timer = PhaseTimer(self._backend.memory, self._clock)
+        self._backend.attach(timer)
         try:
             yield
-            self._last = self._timer.finish(step)
+            self._last = timer.finish(step)
         finally:
-            self._timer = None
             self._backend.attach(None)
-
-    def end_phase(self, phase: str) -> None:
-        """End a phase of the current step."""
-        if self._timer is not None:
-            self._timer.end(phase)
 
     def measure_layers(self, examples: Sequence[Example]) -> None:
         """Measure the layers if the last step was profiled, and write its record."""
@@ -226,54 +181,11 @@ class StepProfiler(Profiler):
         started = self._clock()
         layers = self._backend.layers(examples, profile.step)
         took = self._clock() - started
-        self._write(replace(profile, layers=layers, layers_seconds=took))
-
-    @contextmanager
-    def saving(self, step: int, folder: Path) -> Iterator[None]:
-        """Measure the checkpoint written inside, if it succeeds."""
-        started = self._clock()
-        yield
-        took = self._clock() - started
+        profile = replace(profile, layers=layers, layers_seconds=took)
+        self._on_record(profile)
         try:
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        except OSError:
-            size = 0
-        self._write(SaveProfile(step, folder.name, took, size))
-
-    def _write(self, record: ProfileRecord) -> None:
-        self._on_record(record)
-        kind = "step" if isinstance(record, StepProfile) else "save"
-        line = json.dumps({"kind": kind, **asdict(record)}, allow_nan=False) + "\n"
-        try:
-            with as_output_error(self._path), self._path.open("ab") as file:
-                file.write(line.encode())
+            append_line(self._path, json.dumps(asdict(profile), allow_nan=False))
         except OutputError as error:
-            self._warn(error)
-
-    def _warn(self, error: OutputError) -> None:
-        if not self._failing:
-            self._on_problem(f"{error}; training continues, and its profile will be incomplete")
-        self._failing = True
-
-
-def truncate_profile(path: Path, step: int) -> None:
-    """Remove later steps and broken lines from a profile. Raises OutputError."""
-    with as_output_error(path):
-        try:
-            lines = read_own(path).splitlines(keepends=True)
-        except FileNotFoundError:
-            return
-        except ValueError as error:
-            raise OutputError(f"{path}: {error}: move it away") from error
-        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-        if kept != lines:
-            write_file(path, kept)
-
-
-def _step_of(line: bytes) -> float:
-    """Return the step of a line; infinity if it has none."""
-    try:
-        step: Any = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return float("inf")
-    return step if isinstance(step, int) else float("inf")
+            if not self._failing:
+                self._on_problem(f"{error}; training continues, and its profile will be incomplete")
+            self._failing = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     A checkpoint within an epoch is due every `every_steps` or `every_minutes`, whichever comes
-    first. The last `keep` remain, in addition to `best/`. Each is written inside `saving(step,
-    folder)`. `records` are JSON values, by file name, that each checkpoint holds.
+    first. The last `keep` remain, in addition to `best/`. `records` are JSON values, by file name,
+    that each checkpoint holds.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class CheckpointSaver:
         keep: int,
         on_saved: Callable[[Path], None],
         on_problem: Callable[[str], None],
-        saving: Callable[[int, Path], AbstractContextManager[None]] = lambda *_: nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
@@ -57,7 +55,6 @@ class CheckpointSaver:
         self._keep = keep
         self._on_saved = on_saved
         self._on_problem = on_problem
-        self._saving = saving
         self._clock = clock
         self._kept: list[Path] = []
         self._failing = False
@@ -118,8 +115,7 @@ class CheckpointSaver:
                 write_json(folder / file, record)
 
         target = self.folder / name
-        with self._saving(content.metadata["step"], target):
-            checkpoint.write_checkpoint(target, fill, content.metadata, content.metrics())
+        checkpoint.write_checkpoint(target, fill, content.metadata, content.metrics())
         self.latest, self._failing = target, False
         self._on_saved(target)
         return target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from mlxtune.core.training.metrics import (
 )
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
-from mlxtune.core.training.profile import Profiler
+from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.progress import MetricsFile, Progress, Record, improves
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
@@ -60,7 +61,7 @@ class InstructTrainer:
         run_config: Mapping[str, Any] | None = None,
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-        profiler: Profiler | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         if not corpus:
             raise ValueError("the corpus is empty: there is nothing to train on")
@@ -92,7 +93,7 @@ class InstructTrainer:
         self._run_config = dict(run_config) if run_config is not None else asdict(config)
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
-        self._profiler = profiler or Profiler()
+        self._profiler = profiler
         self._saver = CheckpointSaver(
             self._folder,
             every_steps=config.save_steps,
@@ -100,7 +101,6 @@ class InstructTrainer:
             keep=config.keep,
             on_saved=self._observer.on_checkpoint,
             on_problem=self._observer.on_problem,
-            saving=self._profiler.saving,
         )
         self._metrics_file = MetricsFile(self._folder, self._observer.on_problem)
         self.progress = Progress()
@@ -188,7 +188,6 @@ class InstructTrainer:
             self._saver.resume(resume.kept, self.progress.step)
             self._started -= checkpoint.seconds("total_time_ms")
             self._epoch_started -= checkpoint.seconds("epoch_time_ms")
-        self._profiler.start(self.progress.step)
 
     def _result(self, stopped_early: bool) -> InstructTrainResult:
         best = self.progress.best
@@ -244,9 +243,8 @@ class InstructTrainer:
         learning_rate = self._schedule(step)
         started = time.perf_counter()
         try:
-            with self._profiler.step(step):
+            with self._profiler.step(step) if self._profiler else nullcontext():
                 examples = [example for i in chosen for example in self.train_rows[i]]
-                self._profiler.end_phase("data")
                 result = self.pipeline.train_batch(examples, step=step, learning_rate=learning_rate)
         except NonFiniteLossError as error:
             rows = [self._place_of(i) for i in chosen]
@@ -270,7 +268,8 @@ class InstructTrainer:
         )
         self._record(record)
         self._observer.on_step(record)
-        self._profiler.measure_layers(examples)
+        if self._profiler:
+            self._profiler.measure_layers(examples)
 
     def _place_of(self, index: int) -> str:
         path, row = self.train_rows.place(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxtune.core.reports.profile_text import ProfileSummary, step_line, table
-from mlxtune.core.training.profile import LayerProfile, Phase, SaveProfile, StepProfile
+from mlxtune.core.training.profile import LayerProfile, Phase, StepProfile
 
 STEP = StepProfile(
     10,
@@ -19,7 +19,7 @@ STEP = StepProfile(
 )
 
 
-def summary(*records: StepProfile | SaveProfile) -> ProfileSummary:
+def summary(*records: StepProfile) -> ProfileSummary:
     made = ProfileSummary()
     for record in records:
         made.add(record)
@@ -34,7 +34,7 @@ def test_step_is_one_line_of_shares_and_its_peak() -> None:
 
 def test_table_has_a_mean_for_each_phase_and_layer() -> None:
     slower = StepProfile(20, 4.0, {"forward": Phase(3.5, 1, 6_000_000), "other": Phase(0.5, 0, 0)})
-    rows = [line.split() for line in table(summary(STEP, slower, SaveProfile(20, "x", 0.5, 4000)))]
+    rows = [line.split() for line in table(summary(STEP, slower))]
     assert rows == [
         ["2", "steps", "profiled,", "3", "s", "a", "step"],
         ["phase", "time", "share", "takes", "peak"],
@@ -42,7 +42,6 @@ def test_table_has_a_mean_for_each_phase_and_layer() -> None:
         ["forward", "2", "s", "66.7%", "3", "MB", "6", "MB"],
         ["backward", "650", "ms", "21.7%", "5", "MB", "9", "MB"],
         ["other", "300", "ms", "10.0%", "0", "B", "1", "MB"],
-        ["save", "500", "ms", "4", "kB", "written,", "1", "time"],
         ["layer", "forward", "backward", "keeps", "takes"],
         # Of the one step whose layers were measured.
         ["layers.0", "250", "ms", "500", "ms", "700", "B", "900", "B"],

@@ -12,15 +12,12 @@ from mlxtune.core.training.profile import (
     PROFILE,
     Phase,
     PhaseTimer,
-    ProfileRecord,
-    SaveProfile,
     StepProfile,
     StepProfiler,
-    truncate_profile,
 )
 from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 from tests.core.training.profiles import LAYERS, FakeMeter, Ticking
 
@@ -59,7 +56,7 @@ class Profiled:
 
     def __init__(self, folder: Path, interval: int, pipeline: FakePipeline | None = None) -> None:
         self.meter = FakeMeter()
-        self.heard: list[ProfileRecord] = []
+        self.heard: list[StepProfile] = []
         self.warnings: list[str] = []
         self.folder = folder
         self.profiler = StepProfiler(
@@ -70,7 +67,12 @@ class Profiled:
             on_problem=self.warnings.append,
             clock=Ticking(),
         )
-        self.pipeline = pipeline or FakePipeline()
+        self.pipeline = pipeline or FakePipeline(train_loss=self.loss)
+
+    def loss(self, step: int) -> float:
+        if self.meter.timer:
+            self.meter.timer.end("loss")
+        return 4.0 / step
 
     def train(self, *, resume: bool = False, **changes: Any) -> None:
         trainer = InstructTrainer(
@@ -82,7 +84,7 @@ class Profiled:
         return [json.loads(line) for line in (self.folder / PROFILE).read_text().splitlines()]
 
     def steps(self) -> list[int]:
-        return [line["step"] for line in self.lines() if line["kind"] == "step"]
+        return [line["step"] for line in self.lines()]
 
 
 def test_every_so_many_steps_are_profiled_and_no_others(tmp_path: Path) -> None:
@@ -97,33 +99,18 @@ def test_every_so_many_steps_are_profiled_and_no_others(tmp_path: Path) -> None:
 def test_step_has_its_phases_and_its_layers(tmp_path: Path) -> None:
     run = Profiled(tmp_path, 6)
     run.train()
-    line = next(line for line in run.lines() if line["kind"] == "step")
-    # The clock is read as the step begins, as its data is there, and as it ends.
+    (line,) = run.lines()
+    # The clock is read as the step begins, as its loss is there, and as it ends.
     assert line["seconds"] == 2.0
     assert {name: phase["seconds"] for name, phase in line["phases"].items()} == {
-        "data": 1.0,
+        "loss": 1.0,
         "other": 1.0,
     }
     assert line["layers"] == [vars(layer) for layer in LAYERS]
     assert line["layers_seconds"] == 1.0
-    told = next(record for record in run.heard if isinstance(record, StepProfile))
-    assert told.seconds == 2.0
-    assert told.layers == LAYERS
-
-
-def test_each_checkpoint_is_profiled_with_its_size(tmp_path: Path) -> None:
-    run = Profiled(tmp_path, 100)
-    run.train()
-    saves = [record for record in run.heard if isinstance(record, SaveProfile)]
-    assert [(save.name, save.step) for save in saves] == [
-        ("best", 3),
-        ("epoch-1", 3),
-        ("epoch-2", 6),
-    ]
-    kept = tmp_path / "epoch-2"
-    assert saves[-1].bytes == sum(path.stat().st_size for path in kept.iterdir())
-    assert saves[-1].seconds == 1.0
-    assert [line["name"] for line in run.lines()] == ["best", "epoch-1", "epoch-2"]
+    (heard,) = run.heard
+    assert heard.seconds == 2.0
+    assert heard.layers == LAYERS
 
 
 def test_step_that_was_not_applied_is_no_profile(tmp_path: Path) -> None:
@@ -142,17 +129,15 @@ def test_step_that_was_not_applied_is_no_profile(tmp_path: Path) -> None:
 
 def test_profile_goes_on_where_the_run_goes_on(tmp_path: Path) -> None:
     Profiled(tmp_path, 1).train(max_steps=4, save_steps=1, keep=9)
-    # As after a crash: the newest checkpoint is of step 3, the profile has a fourth and a half.
+    # As after a crash: the newest checkpoint is of step 3, and the profile has a fourth.
     for path in (tmp_path / "epoch-2", tmp_path / "step-4"):
         for file in path.glob("manifest.json"):
             file.unlink()
-    with (tmp_path / PROFILE).open("a") as file:
-        file.write('{"kind": "step", "st')
 
     again = Profiled(tmp_path, 1)
     again.train(resume=True, save_steps=1)
 
-    assert again.steps() == [1, 2, 3, 4, 5, 6]
+    assert again.steps() == [1, 2, 3, 4, 4, 5, 6]
     assert not again.warnings
 
 
@@ -174,19 +159,3 @@ def test_profile_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_pa
     assert len(run.heard) == 2
     assert len(run.warnings) == 1
     assert str(tmp_path / PROFILE) in run.warnings[0]
-
-
-def test_lines_of_steps_to_come_and_lines_that_are_none_are_taken_out(tmp_path: Path) -> None:
-    path = tmp_path / PROFILE
-    good = b'{"kind": "step", "step": 3}\n'
-    path.write_bytes(good + b"nonsense\n[]\n" + b'{"step": "x"}\n{"step": 4}\n' + good[:-1])
-    truncate_profile(path, 3)
-    assert path.read_bytes() == good
-
-
-def test_profile_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_bytes(b"precious\n")
-    (tmp_path / PROFILE).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OutputError, match=PROFILE):
-        truncate_profile(tmp_path / PROFILE, 3)
-    assert (tmp_path / "elsewhere").read_bytes() == b"precious\n"
