@@ -13,7 +13,7 @@ from mlxtune.backend.step.forward import Forward
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, collate
 from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.pack import Pack, Packed, pack
+from mlxtune.core.steps.pack import Pack, pack
 from mlxtune.errors import MemoryLimitError, MlxTuneError
 
 
@@ -56,16 +56,16 @@ class MicroBatches:
         # Loading is not part of a pass.
         self.start_peak()
 
-    def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group | Packed, MicroBatch | Pack]]:
+    def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of examples: which of them, and their arrays."""
         execution = replace(self._forward.execution, micro_batch_tokens=self.max_tokens)
         groups = execution.plan(examples, keyed=self._keyed)
-        prefixed = any(isinstance(group, Group) and group.prefix for group in groups)
+        prefixed = any(group.prefix for group in groups)
         if prefixed and not self._forward.shares_prefixes:
             groups = replace(execution, share_prefixes=False).plan(examples, keyed=self._keyed)
         for group in groups:
             chosen = [examples[i] for i in group.examples]
-            if isinstance(group, Packed):
+            if group.packed:
                 yield group, pack(chosen, share=execution.share_prefixes, keyed=self._keyed)
             else:
                 yield group, collate(chosen, group.prefix, group.width)

@@ -30,8 +30,7 @@ from mlxtune.core.machine.files import make_folder
 from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.memory_plan import used_tokens
-from mlxtune.core.steps.pack import Pack, Packed
+from mlxtune.core.steps.pack import Pack
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.core.training.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.errors import ModelError, NonFiniteLossError
@@ -194,7 +193,7 @@ class InstructPipeline:
                 mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
                 micro_batches += 1
                 run_tokens += group.tokens
-                padding += group.tokens - used_tokens(group, examples)
+                padding += group.padding(examples)
                 memory.relieve_pressure()
             mx.eval(loss, grads)
             self.phases.end("backward")
@@ -298,7 +297,7 @@ class InstructPipeline:
 
     def micro_batches(
         self, examples: Sequence[Example]
-    ) -> Iterator[tuple[Group | Packed, MicroBatch | Pack]]:
+    ) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of a step: which examples, and their arrays."""
         return self._micro_batches.of(examples)
 

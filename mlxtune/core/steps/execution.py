@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.groups import Group, StepCost, plan_step
-from mlxtune.core.steps.pack import Packed, plan_packs
+from mlxtune.core.steps.pack import plan_packs
 from mlxtune.core.steps.shapes import Load, ModelShapes
 
 _DEFAULT_COST = StepCost()
@@ -111,9 +111,7 @@ class Execution:
     holds_scores: bool = False
     cost: StepCost = _DEFAULT_COST
 
-    def plan(
-        self, examples: Sequence[Example], *, keyed: bool = False
-    ) -> list[Group] | list[Packed]:
+    def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
         """Return the micro-batches of a step; with `keyed`, only equal keys share a prefix."""
         tokens, share = self.micro_batch_tokens, self.share_prefixes
         if max(map(run_length, examples)) <= self.packs_up_to:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -22,12 +22,13 @@ import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.pack import Packed
 
 # Examples planned together: the time is quadratic in them, and more gain little.
 _AT_ONCE = 256
 # Lengths of the shared prefix that make examples a family; each is tried.
 _FAMILIES_TRIED = 8
+
+_Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,9 @@ class StepCost:
     fixed: int = 32
     width_multiple: int = 1
 
-    def of(self, group: Group | Packed) -> int:
+    def of(self, group: Group) -> int:
         """Return the cost of a group."""
-        passes = 2 if isinstance(group, Group) and group.prefix else 1
-        return group.tokens + self.fixed * passes
+        return group.tokens + self.fixed * (2 if group.prefix else 1)
 
     def width(self, tokens: int) -> int:
         """Return a rest's tokens, rounded up."""
@@ -58,20 +58,33 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The examples of a micro-batch, as indices into those of the step, the longest first.
+    """The examples of a micro-batch, as indices into those of the step.
 
     The first `prefix` tokens of all are run once, 0 for none. Each then runs `width` tokens: those
-    of the widest rest, rounded up.
+    of the widest rest, rounded up; the longest comes first. If `packed`, they stand in order in one
+    line of `width` tokens instead.
     """
 
     examples: tuple[int, ...]
     prefix: int
     width: int
+    packed: bool = False
+
+    @property
+    def lines(self) -> int:
+        """The lines of `width` tokens."""
+        return 1 if self.packed else len(self.examples)
 
     @property
     def tokens(self) -> int:
         """The tokens that run through the model, padding included."""
-        return self.prefix + len(self.examples) * self.width
+        return self.prefix + self.lines * self.width
+
+    def padding(self, examples: Sequence[Example]) -> int:
+        """Return how many of the tokens are padding; `examples` are all of the step."""
+        if self.packed:
+            return 0
+        return sum(self.prefix + self.width - run_length(examples[i]) for i in self.examples)
 
 
 def plan_step(
@@ -87,45 +100,69 @@ def plan_step(
     single longer example, which stands alone. With `keyed`, only examples of equal `key` share a
     prefix. The plan is a function of the arguments.
     """
-    runs = [run_length(example) for example in examples]
     contexts = [_context(example) if share_prefixes else example.tokens[:0] for example in examples]
-    keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort in their own order, and a context before its continuations.
-    texts = [context.astype(">u4").tobytes() for context in contexts]
-    order = sorted(range(len(examples)), key=lambda i: (keys[i], texts[i], -runs[i], i))
     groups: list[Group] = []
-    for start in range(0, len(order), _AT_ONCE):
-        chosen = order[start : start + _AT_ONCE]
-        shared = [
-            cost.prefix(_common(contexts[i], contexts[j])) if keys[i] == keys[j] else 0
-            for i, j in pairwise(chosen)
-        ]
-        planner = _Planner([runs[i] for i in chosen], shared, max_tokens, cost)
+    for chosen, shared in neighbours(examples, contexts, keyed):
+        runs = [run_length(examples[i]) for i in chosen]
+        planner = _Planner(runs, list(map(cost.prefix, shared)), max_tokens, cost)
         groups += (planner.group(places, chosen) for places in planner.plan())
     return sorted(groups, key=lambda group: (-group.tokens, group.examples))
 
 
-def padding_share(groups: Sequence[Group], lengths: Sequence[int]) -> float:
-    """Return which share of the tokens run is padding; `lengths` is `run_length` by example."""
-    total = sum(group.tokens for group in groups)
-    used = sum(
-        group.prefix + sum(lengths[i] - group.prefix for i in group.examples) for group in groups
-    )
-    return (total - used) / total if total else 0.0
-
-
-def _context(example: Example) -> npt.NDArray[np.int32]:
+def _context(example: Example) -> _Tokens:
     """Return the tokens that may be run as a prefix: none of them predicts a supervised token."""
     supervised = example.assistant_mask[1:]
     first = int(supervised.argmax()) if supervised.any() else 0
     return example.tokens[:first]
 
 
-def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+def neighbours(
+    examples: Sequence[Example], texts: Sequence[_Tokens], keyed: bool
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield parts of a step, in an order in which neighbours share the most of their texts.
+
+    A part has the indices of its examples, and how many tokens each shares with the next; with
+    `keyed`, none if their `key` differs.
+    """
+    keys = [example.key if keyed else 0 for example in examples]
+    # As big-endian bytes, tokens sort in their own order, and a text before its continuations.
+    bytes_of = [text.astype(">u4").tobytes() for text in texts]
+    runs = [run_length(example) for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -runs[i], i))
+    for start in range(0, len(order), _AT_ONCE):
+        chosen = order[start : start + _AT_ONCE]
+        yield (
+            chosen,
+            [
+                common_tokens(texts[i], texts[j]) if keys[i] == keys[j] else 0
+                for i, j in pairwise(chosen)
+            ],
+        )
+
+
+def common_tokens(a: _Tokens, b: _Tokens) -> int:
     """Return how many tokens two texts share from the first on."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest
+
+
+def cheapest_cut(size: int, costs: Callable[[int], Iterable[float]]) -> tuple[float, list[range]]:
+    """Cut a sequence into parts at the least total cost; return that, and the parts, last first.
+
+    `costs(start)` yields the cost of the part of 1, 2, … items from `start` on, up to the longest
+    that is allowed.
+    """
+    least, begin = [0.0] + [math.inf] * size, [0] * (size + 1)
+    for start in range(size):
+        for end, cost in enumerate(costs(start), start + 1):
+            if least[start] + cost < least[end]:
+                least[end], begin[end] = least[start] + cost, start
+    parts, end = [], size
+    while end:
+        parts.append(range(begin[end], end))
+        end = begin[end]
+    return least[size], parts
 
 
 # An outline of places: their number, the tokens of the longest, the first and the last.
@@ -216,24 +253,19 @@ class _Planner:
 
     def _cut(self, order: Sequence[int]) -> tuple[float, list[list[int]]]:
         """Cut an order into groups of neighbours at the least cost; return that, and the groups."""
-        runs, count = self._runs, len(order)
-        least, start = [0.0] + [math.inf] * count, [0] * (count + 1)
-        for i in range(count):
-            longest, first, last = 0, count, 0
-            for end in range(i + 1, count + 1):
-                place = order[end - 1]
-                longest = max(longest, runs[place])
+
+        def costs(start: int) -> Iterator[float]:
+            longest, first, last = 0, len(order), 0
+            for count, place in enumerate(order[start:], 1):
+                longest = max(longest, self._runs[place])
                 first, last = min(first, place), max(last, place)
-                takes, _ = self._layout(end - i, longest, first, last)
+                takes, _ = self._layout(count, longest, first, last)
                 if takes == math.inf:  # and so it is with more of them
-                    break
-                if least[i] + takes < least[end]:
-                    least[end], start[end] = least[i] + takes, i
-        groups, end = [], count
-        while end:
-            groups.append(list(order[start[end] : end]))
-            end = start[end]
-        return least[count], groups
+                    return
+                yield takes
+
+        least, parts = cheapest_cut(len(order), costs)
+        return least, [[order[i] for i in part] for part in parts]
 
     def _improved(self, groups: list[list[int]]) -> list[list[int]]:
         """Move single places to other groups, or to new ones, as long as that lowers the cost."""

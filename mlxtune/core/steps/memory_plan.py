@@ -10,9 +10,7 @@ from itertools import product
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_prediction import Prediction, predict
-from mlxtune.core.steps.pack import Packed
 from mlxtune.core.steps.shapes import Load, ModelShapes, load_of
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.
@@ -90,13 +88,6 @@ class Work:
     keyed: bool = False
 
 
-def used_tokens(group: Group | Packed, examples: Sequence[Example]) -> int:
-    """Return the tokens that a group of a step's examples runs, without padding."""
-    if isinstance(group, Packed):
-        return group.tokens
-    return group.prefix + sum(run_length(examples[i]) - group.prefix for i in group.examples)
-
-
 def _candidates(work: Work) -> list[int]:
     """Return the bounds of a micro-batch that are worth trying."""
     longest = max(load.tokens for load in work.alone)
@@ -131,7 +122,7 @@ def _plans(
                 steps=len(work.steps),
                 micro_batches=len(groups),
                 tokens=run,
-                padding=run - sum(used_tokens(group, step) for group, step in groups),
+                padding=sum(group.padding(step) for group, step in groups),
                 real_tokens=sum(len(example) for step in work.steps for example in step),
             )
 

@@ -20,11 +20,10 @@ import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.groups import Group, cheapest_cut, common_tokens, neighbours
 
 # Longer than any example: the length of a line without a limit.
 ANY_LENGTH = 1 << 31
-# Examples planned together: the time is quadratic in them, and more gain little.
-_AT_ONCE = 256
 
 _Ints = npt.NDArray[np.int32]
 
@@ -44,14 +43,6 @@ class Segment:
 
     def __len__(self) -> int:
         return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The examples of a micro-batch in one line, as indices into those of the step, in order."""
-
-    examples: tuple[int, ...]
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,26 +80,27 @@ def plan_packs(
     *,
     share: bool = True,
     keyed: bool = False,
-) -> list[Packed]:
+) -> list[Group]:
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
     `fixed` is the cost of a line beyond its tokens, in units of one token's time. A single longer
     example stands alone. The shared prefix of a line's examples counts once, with `keyed` only if
     their `key` is equal. A function of the arguments.
     """
-    keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort in their own order, so that neighbours share the most.
-    texts = [example.tokens[: run_length(example)].astype(">u4").tobytes() for example in examples]
-    order = sorted(range(len(examples)), key=lambda i: (keys[i], texts[i], i))
-    packs: list[Packed] = []
-    for start in range(0, len(order), _AT_ONCE):
-        chosen = order[start : start + _AT_ONCE]
-        in_order = [examples[i] for i in chosen]
-        shared = [_common(a, b, keyed) if share else 0 for a, b in pairwise(in_order)]
-        lines = _Lines([run_length(example) for example in in_order], shared, max_tokens)
+    texts = [_run(example) for example in examples]
+    packs: list[Group] = []
+    for chosen, shared in neighbours(examples, texts, keyed):
+        runs = [len(texts[i]) for i in chosen]
+        lines = _Lines(runs, shared if share else [0] * len(shared), max_tokens)
         for line in lines.least(fixed):
-            packs.append(Packed(tuple(chosen[place] for place in line), lines.tokens(line)))
+            members = tuple(chosen[place] for place in line)
+            packs.append(Group(members, prefix=0, width=lines.tokens(line), packed=True))
     return sorted(packs, key=lambda pack: (-pack.tokens, pack.examples))
+
+
+def _run(example: Example) -> _Ints:
+    """Return the tokens of an example that are run."""
+    return example.tokens[: run_length(example)]
 
 
 class _Lines:
@@ -155,23 +147,16 @@ class _Lines:
 
     def _cut(self, fixed: int) -> list[list[int]]:
         """Cut the order, in which examples that share most are neighbours, into lines."""
-        size = len(self._runs)
-        least, start = [0] + [1 << 62] * size, [0] * (size + 1)
-        for i in range(size):
+
+        def costs(start: int) -> Iterator[int]:
             tokens = 0
-            for end in range(i + 1, size + 1):
-                tokens += self._runs[end - 1] - (
-                    self._common(end - 2, end - 1) if end - i > 1 else 0
-                )
-                if tokens > self._max_tokens and end - i > 1:
-                    break
-                if least[i] + fixed + tokens < least[end]:
-                    least[end], start[end] = least[i] + fixed + tokens, i
-        lines, end = [], size
-        while end:
-            lines.append(list(range(start[end], end)))
-            end = start[end]
-        return lines
+            for end, run in enumerate(self._runs[start:], start):
+                tokens += run - (self._common(end - 1, end) if end > start else 0)
+                if tokens > self._max_tokens and end > start:
+                    return
+                yield fixed + tokens
+
+        return [list(part) for part in cheapest_cut(len(self._runs), costs)[1]]
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
         """Put each place, the longest first, in the line where it adds least, or else the emptiest.
@@ -207,8 +192,9 @@ def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False
     at = np.zeros(0, dtype=np.int32)
     total = 0
     for i, example in enumerate(examples):
-        run = run_length(example)
-        shared = _common(examples[i - 1], example, keyed) if i and share else 0
+        run, shared = run_length(example), 0
+        if i and share and (not keyed or example.key == examples[i - 1].key):
+            shared = common_tokens(_run(examples[i - 1]), _run(example))
         if run > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
         # The place of each token of this example.
@@ -228,15 +214,6 @@ def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False
         rows=tuple(example.key for example in examples),
         owners=np.concatenate(owners),
     )
-
-
-def _common(one: Example, other: Example, keyed: bool) -> int:
-    """Return how many of the tokens that two examples run are equal, from the first on."""
-    if keyed and one.key != other.key:
-        return 0
-    shortest = min(run_length(one), run_length(other))
-    differs = one.tokens[:shortest] != other.tokens[:shortest]
-    return int(differs.argmax()) if differs.any() else shortest
 
 
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:

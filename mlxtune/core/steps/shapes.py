@@ -9,7 +9,6 @@ from typing import Any
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.pack import Packed
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,7 @@ class Load:
         return self.prefix**2 + self.lines * self.width * (self.prefix + self.width)
 
 
-def load_of(group: Group | Packed, examples: Sequence[Example]) -> Load:
+def load_of(group: Group, examples: Sequence[Example]) -> Load:
     """Return the load of a group of a step's examples."""
     positions = sum(predicted_tokens(examples[i]) for i in group.examples)
-    if isinstance(group, Packed):
-        return Load(1, group.tokens, positions)
-    return Load(len(group.examples), group.width, positions, group.prefix)
+    return Load(group.lines, group.width, positions, group.prefix)

@@ -11,13 +11,12 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import collate, run_length
-from mlxtune.core.steps.groups import Group, StepCost, padding_share, plan_step
+from mlxtune.core.steps.groups import Group, StepCost, plan_step
 
 COSTS = st.builds(StepCost, fixed=st.integers(0, 40), width_multiple=st.sampled_from([1, 1, 8]))
 
@@ -325,12 +324,14 @@ def test_large_step_is_planned_in_parts_and_whole() -> None:
     # The prompts all but vanish.
     assert sum(map(cost.of, plan)) < 1.25 * sum(drawn)
     apart = plan_step(examples, 2048, cost, share_prefixes=False)
-    assert padding_share(apart, [run_length(one) for one in examples]) < 0.01
+    padding = sum(group.padding(examples) for group in apart)
+    assert padding < 0.01 * sum(group.tokens for group in apart)
 
 
-def test_padding_share_counts_what_no_example_asked_for() -> None:
-    assert padding_share([Group((0, 1), 0, 50)], [50, 40]) == pytest.approx(10 / 100)
+def test_padding_is_what_no_example_asked_for() -> None:
+    examples = of_lengths(50, 40)
+    assert Group((0, 1), 0, 50).padding(examples) == 10
     # A prefix of 30 and rests of 20 and 10.
-    assert padding_share([Group((0, 1), 30, 20)], [50, 40]) == pytest.approx(10 / 70)
-    assert padding_share([Group((0,), 0, 64), Group((1,), 0, 40)], [50, 40]) == 14 / 104
-    assert padding_share([], []) == 0
+    assert Group((0, 1), 30, 20).padding(examples) == 10
+    assert Group((0,), 0, 64).padding(examples) == 14
+    assert Group((0, 1), 0, 90, packed=True).padding(examples) == 0

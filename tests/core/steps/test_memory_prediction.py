@@ -11,7 +11,6 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_prediction import predict
-from mlxtune.core.steps.pack import Packed
 from mlxtune.core.steps.shapes import Load, load_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
@@ -89,5 +88,5 @@ def test_load_counts_prefix_padding_and_supervised_positions(prefix: int, scores
 def test_load_of_a_line_is_what_stands_in_it() -> None:
     mask = np.array([0, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(3, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(Packed((0, 2), 3), examples)
+    load = load_of(Group((0, 2), 0, 3, packed=True), examples)
     assert (load.tokens, load.positions, load.lines, load.prefix) == (3, 4, 1, 0)

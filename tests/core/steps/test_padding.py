@@ -10,7 +10,7 @@ import pytest
 from mlxtune.config import InspectConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.groups import StepCost, padding_share, plan_step
+from mlxtune.core.steps.groups import StepCost, plan_step
 from mlxtune.core.steps.order import shuffled_steps, steps_by_length
 from mlxtune.core.steps.pack import pack, plan_packs
 from mlxtune.setup.dataset import Reader, load_dataset
@@ -25,13 +25,12 @@ NAMES = [
 
 def padding(corpus: Corpus, steps: list[list[int]]) -> float:
     """Return which share of the tokens that run in some steps is padding."""
-    padded = total = 0.0
+    padded = total = 0
     for step in steps:
         examples = [example for row in step for example in corpus.row(row)]
         plan = plan_step(examples, MAX_TOKENS, StepCost(fixed=32))
-        tokens = sum(group.tokens for group in plan)
-        padded += tokens * padding_share(plan, [run_length(one) for one in examples])
-        total += tokens
+        padded += sum(group.padding(examples) for group in plan)
+        total += sum(group.tokens for group in plan)
     return padded / total
 
 
