@@ -7,14 +7,14 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.cpu.layers import KernelLayers
-from mlxtune.core.steps.execution import LinearHead, MemoryUse
-from mlxtune.core.steps.memory_prediction import KernelMemory
+from mlxtune.core.steps.execution import KernelMemory, MemoryUse
 
 
 class CpuOperations:
@@ -24,7 +24,7 @@ class CpuOperations:
     memory: MemoryUse = KernelMemory()
 
     @property
-    def linear_head(self) -> LinearHead:
+    def linear_head(self) -> ModuleType:
         """Cross-entropy by blocks of the vocabulary."""
         from mlxtune.backend.cpu import products
 

@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
-from mlxtune.core.steps.execution import Execution, MemoryUse
+from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
 from mlxtune.core.steps.groups import StepCost
-from mlxtune.core.steps.memory_prediction import GraphMemory
 from mlxtune.core.steps.pack import ANY_LENGTH
 
 # From this many parameters on, the CPU's kernels gain more than calling them costs.
@@ -26,7 +26,7 @@ _CPU_COST, _GPU_COST = StepCost(fixed=80), StepCost(fixed=512, width_multiple=32
 
 
 class Recompute:
-    """`LayerPasses` that keep the inputs of each layer and run it again in the backward pass."""
+    """Keeps the inputs of each layer, and runs it again in the backward pass."""
 
     def run(
         self,
@@ -47,6 +47,10 @@ class Recompute:
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first that is trained: a graph keeps nothing."""
         return output
+
+
+# What runs the layers of a model so that their backward passes take less memory.
+LayerPasses = Recompute | KernelLayers
 
 
 class MlxOperations:

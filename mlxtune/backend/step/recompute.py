@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model import packed
+from mlxtune.backend.step.operations import LayerPasses
 from mlxtune.backend.step.prefix import PrefixCache
-from mlxtune.core.steps.execution import LayerPasses
 
 
 class Layerwise:

@@ -1,9 +1,17 @@
-"""How a step is computed."""
+"""How a step is computed, and the memory of a micro-batch, counted from the model's shapes.
+
+Memory peaks either in the head or in the backward pass of a layer, and consists of
+
+    weights      as stored, with the LoRA matrices
+    optimizer    the gradients of the step and of the micro-batch, and AdamW's two moments
+    activations  what each layer keeps for its backward pass, and what one layer works with
+    head         logits, or the block of them that is held, and a cast copy of the weights
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlxtune.core.data.encode import Example
@@ -12,64 +20,127 @@ from mlxtune.core.steps.groups import Group, StepCost, plan_step
 from mlxtune.core.steps.pack import plan_packs
 from mlxtune.core.steps.shapes import Load, ModelShapes
 
-_DEFAULT_COST = StepCost()
+# Rows of the vocabulary that the CPU's head casts at once, and how many casts exist at once.
+_VOCABULARY_BLOCK, _BLOCKS = 4096, 2
+# Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
+# CPU's own functions.
+_LOGITS, _CPU_LOGITS = 5, 2
+# For a layer in MLX's own graph: its products, half of which are kept a second time as outputs of
+# functions (rotated, gated), and its input, the normed input and the residual in between.
+_GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
+# The products and the outputs of functions of them, if a layer is recomputed, and LoRA's share.
+_AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.5
+# What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
+_SCALED = 2
+# Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
+# and three as wide as its input.
+_GRADIENTS = 3
+# Copies of a quantised matrix while it is unpacked.
+_UNPACKED = 2
+# Copies of one layer's scores that its backward pass holds, if attention holds scores.
+_SCORES = 3
 
 
-class MemoryUse(Protocol):
-    """The memory that operations take, in entries of arrays of the compute dtype.
+def _head_states(shapes: ModelShapes, execution: Execution, load: Load) -> tuple[int, int]:
+    """Return the positions the head runs on, and the entries of hidden states and gradients."""
+    positions = load.positions if execution.split_head else load.tokens
+    return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
+
+
+def _logits(execution: Execution, positions: int, shapes: ModelShapes) -> int:
+    held = min(positions, execution.loss_chunk) if execution.split_head else positions
+    return shapes.vocab * held
+
+
+class GraphMemory:
+    """The memory of MLX's own graph, in entries of arrays of the compute dtype.
 
     `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
     product, the head in `head_copies` copies.
     """
 
-    casts_quantized: bool
-    head_copies: int
+    casts_quantized = False
+    head_copies = 4
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the entries that all layers keep from their forward to their backward passes."""
+        if execution.recompute:
+            return load.tokens * shapes.inputs
+        widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs
+        widths += shapes.read + shapes.scaled
+        scores = shapes.heads * shapes.layers * load.scores if execution.holds_scores else 0
+        # Each pass through the model makes its own casts.
+        casts = shapes.cast * (2 if load.prefix else 1)
+        return load.tokens * widths + scores + casts
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of one layer's backward pass, in addition to those kept."""
+        widths = _GRADIENTS * (shapes.widest_product + shapes.hidden)
+        matrices = _UNPACKED * shapes.unpacked
+        if execution.recompute:
+            widths += _AGAIN_PRODUCTS * shapes.layer_products + int(_AGAIN_UPDATES * shapes.updated)
+            widths += _GRAPH_HIDDEN * shapes.hidden
+            matrices += shapes.layer_cast
+        scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
+        return load.tokens * widths + scores + matrices
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
+        positions, hidden = _head_states(shapes, execution, load)
+        return hidden + shapes.head_cast + _LOGITS * _logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits, fewer in smaller chunks."""
+        return True
 
 
-class LinearHead(Protocol):
-    """Cross-entropy of a head that is one product with `weight` (V, H), without its logits."""
+class KernelMemory:
+    """The memory of the CPU's kernels, which keep the products of a layer; see `GraphMemory`."""
 
-    def head_loss_sum(self, weight: Any, hidden: Any, targets: Any) -> Any:
-        """Return the sum over hidden states (P, H), in nats, with its gradient."""
+    casts_quantized = True
+    head_copies = 1
 
-    def head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
-        """Return the loss of each hidden state, float32 (P,), without a gradient."""
+    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        """Return the entries that all layers keep: inputs, and products except the last."""
+        return load.tokens * (shapes.inputs if execution.recompute else shapes.products)
+
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        """Return the working entries of one layer's backward pass."""
+        # The recomputed values between the products take about as much as the products.
+        widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
+        widths += _GRADIENTS * (shapes.widest_product + shapes.hidden)
+        widths += _SCALED * shapes.updated if shapes.scaled else 0
+        scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
+        return load.tokens * widths + scores + (shapes.largest_matrix if shapes.cast else 0)
+
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        """Return the working entries of the head; a linear head holds no logits."""
+        positions, hidden = _head_states(shapes, execution, load)
+        if execution.split_head and shapes.plain_head:
+            return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
+        copies = _CPU_LOGITS if shapes.stored_itemsize else _LOGITS
+        return hidden + shapes.head_cast + copies * _logits(execution, positions, shapes)
+
+    def holds_logits(self, shapes: ModelShapes) -> bool:
+        """Return whether the head is more than one product."""
+        return not shapes.plain_head
 
 
-class LayerPasses(Protocol):
-    """Runs the layers of a model so that what their backward passes need takes less memory."""
-
-    def run(self, layer: Any, names: Sequence[str], function: Any, inputs: Sequence[Any]) -> Any:
-        """Return a layer's output; it is a function of arrays, `names` its trained parameters."""
-
-    def run_frozen(self, output: Any) -> Any:
-        """Return the output of a layer below the first that is trained."""
+MemoryUse = GraphMemory | KernelMemory
 
 
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `packs`: attention can keep apart examples that stand end to end. `linear_head` is None if a
-    linear head is computed like any other.
+    `packs`: attention can keep apart examples that stand end to end. `linear_head` computes the
+    losses of a head that is one product without its logits; None if it is computed like any other.
     """
 
     packs: bool
     memory: MemoryUse
 
     @property
-    def linear_head(self) -> LinearHead | None: ...
+    def linear_head(self) -> Any: ...
 
     def load(self) -> None:
         """Load libraries and kernels ahead of their first use."""
@@ -83,8 +154,8 @@ class Operations(Protocol):
     def cross_entropies(self, logits: Any, targets: Any) -> Any:
         """Return float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
 
-    def layer_passes(self, recompute: bool) -> LayerPasses | None:
-        """Return how layers prepare for their backward passes; None leaves it to MLX."""
+    def layer_passes(self, recompute: bool) -> Any:
+        """Return what runs layers to need less memory backward; None leaves it to MLX."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +180,7 @@ class Execution:
     compile: bool = False
     loss_chunk: int = 256
     holds_scores: bool = False
-    cost: StepCost = _DEFAULT_COST
+    cost: StepCost = field(default_factory=StepCost)
 
     def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
         """Return the micro-batches of a step; with `keyed`, only equal keys share a prefix."""
@@ -117,3 +188,33 @@ class Execution:
         if max(map(run_length, examples)) <= self.packs_up_to:
             return plan_packs(examples, tokens, self.cost.fixed, share=share, keyed=keyed)
         return plan_step(examples, tokens, self.cost, share_prefixes=share, keyed=keyed)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of a micro-batch in bytes, by part."""
+
+    weights: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """The most bytes held at once."""
+        return self.weights + self.optimizer + self.activations + self.head
+
+
+def predict(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
+    """Return the memory of a micro-batch at its peak."""
+    memory, size = execution.operations.memory, shapes.itemsize
+    kept = size * memory.kept(shapes, execution, load)
+    # In float32: the matrices themselves; two moments, and two gradients.
+    weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
+    in_layer = kept + size * memory.in_layer(shapes, execution, load)
+    in_head = size * memory.in_head(shapes, execution, load)
+    return max(
+        Prediction(weights, optimizer, in_layer, 0),
+        Prediction(weights, optimizer, kept, in_head),
+        key=lambda moment: moment.total,
+    )

@@ -9,8 +9,7 @@ from itertools import product
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_prediction import Prediction, predict
+from mlxtune.core.steps.execution import Execution, Prediction, predict
 from mlxtune.core.steps.shapes import Load, ModelShapes, load_of
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.

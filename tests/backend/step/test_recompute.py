@@ -17,9 +17,8 @@ from mlxtune.backend.cpu.kept import Reads
 from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.step.operations import Recompute
+from mlxtune.backend.step.operations import LayerPasses, Recompute
 from mlxtune.backend.step.recompute import Intercepted, Layerwise
-from mlxtune.core.steps.execution import LayerPasses
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
     SPLIT,

@@ -23,9 +23,8 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, GraphMemory, KernelMemory, predict
 from mlxtune.core.steps.memory_plan import least, remedies
-from mlxtune.core.steps.memory_prediction import GraphMemory, KernelMemory, predict
 from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.core.steps.shapes import Load, load_of
 from mlxtune.errors import ModelError

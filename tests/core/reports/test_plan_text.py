@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from mlxtune.core.reports.plan_text import micro_batches_line, peak_line, plan_lines
 from mlxtune.core.runs.run_plan import RunPlan
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
-from mlxtune.core.steps.memory_prediction import Prediction
 from mlxtune.core.training.speed import Speed
 from tests.core.steps.shapes import shapes
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, predict
 from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.memory_prediction import predict
 from mlxtune.core.steps.shapes import Load, load_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
