@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from mlxtune.backend.adapters import checkpoints
@@ -106,8 +107,8 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         else:
             raise OutputError(f"{found.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
-        records = Progress.from_jsonl((again / METRICS).read_bytes()).records
-    before = Progress.from_jsonl(newest.metrics).records[: len(records)]
+        records = list(Progress.from_jsonl((again / METRICS).read_bytes()))
+    before = islice(Progress.from_jsonl(newest.metrics), len(records))
     start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
     problem = None
     if not same or not same_except_measurements(records, before):

@@ -121,7 +121,7 @@ class RunConsole(TrainingObserver):
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._total_steps, self._epochs = run.total_steps, run.epochs
-        for record in run.progress.records.steps:  # steps from before a resume
+        for record in run.progress.steps:  # steps from before a resume
             self._average.add(record.loss)
         if self._quiet or not self._live:
             return

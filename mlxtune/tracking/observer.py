@@ -76,7 +76,7 @@ class TrackingObserver(TrainingObserver):
             hyperparameters=_hyperparameters(self._options, run),
         )
         self._tracker.start(tracked)
-        for record in run.progress.records if is_new and step else ():
+        for record in run.progress if is_new and step else ():
             if isinstance(record, StepRecord):
                 self.on_step(record)
             elif isinstance(record, ValidationRecord):

@@ -67,7 +67,7 @@ def run(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list
     trainer = InstructTrainer(pipeline, corpus(), config)
     trainer.train(resume=find_resume_point(folder) if resume else None)
     adapter = (trainer.best_folder / "adapters.safetensors").read_bytes()
-    return adapter, trainer.progress.records
+    return adapter, trainer.progress
 
 
 def run_whole(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list[Any]]:

@@ -54,7 +54,7 @@ class Run:
 
     def column(self, name: str) -> Sequence[float]:
         """Return a value of every step, by its name in StepRecord."""
-        return self.progress.records.steps.column(name)
+        return self.progress.steps.column(name)
 
     @property
     def name(self) -> str:
@@ -152,7 +152,7 @@ def _read_metrics(run: Run) -> None:
     elif bad:
         more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
         run.problems.append(f"{METRICS}: line {bad[0]} is not the next record of the run{more}")
-    if progress.step != len(progress.records.steps) + len(progress.skipped):
+    if progress.step != len(progress.steps) + len(progress.skipped):
         run.problems.append(f"{METRICS}: steps are missing")
 
 
@@ -164,7 +164,7 @@ def _add_record(progress: Progress, line: bytes) -> bool:
         return False
     if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:
         return False
-    progress.records.append(record)
+    progress.append(record)
     return True
 
 

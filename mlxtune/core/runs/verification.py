@@ -96,7 +96,7 @@ def _check_metrics(progress: Progress, newest: int) -> str:
     if epochs != list(range(1, len(epochs) + 1)):
         raise ValueError(f"its epochs are {', '.join(map(str, epochs))}")
     before = 0
-    for record in progress.records:
+    for record in progress:
         epoch = getattr(record, "epoch", before)
         if epoch < before:
             raise ValueError(f"epoch {epoch} comes after epoch {before}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import overload
 
@@ -156,31 +156,6 @@ class InstructEpochMetrics:
     epoch_time_ms: int
     samples_per_sec: float
 
-    @classmethod
-    def of(
-        cls,
-        epoch: int,
-        history: Iterable[StepRecord],
-        *,
-        val_loss: float | None,
-        learning_rate: float,
-        epoch_time_ms: int,
-    ) -> InstructEpochMetrics:
-        """Summarise the steps of an epoch."""
-        steps = [record for record in history if record.epoch == epoch]
-        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
-        seconds = sum(record.seconds for record in steps)
-        return cls(
-            epoch=epoch,
-            train_loss=train_loss,
-            train_perplexity=perplexity(train_loss),
-            val_loss=val_loss,
-            val_perplexity=None if val_loss is None else perplexity(val_loss),
-            learning_rate=learning_rate,
-            epoch_time_ms=epoch_time_ms,
-            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
-        )
-
 
 @dataclass(frozen=True)
 class TrainingMetrics:
@@ -195,10 +170,6 @@ class TrainingMetrics:
         if not tokens:
             return None
         return sum(record.loss * record.supervised_tokens for record in self.history) / tokens
-
-    def last_step(self) -> StepRecord | None:
-        """Return the latest record, or None before the first step."""
-        return self.history[-1] if self.history else None
 
     def convergence_rate(self) -> float | None:
         """Return (first loss - last loss) / first loss.

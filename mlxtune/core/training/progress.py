@@ -6,10 +6,12 @@ The copy of metrics.jsonl in a checkpoint is all a trainer needs to know where t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields
+from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from mlxtune.core.machine.files import as_output_error, make_folder, write_file
 from mlxtune.core.training.checkpoint import METRICS
@@ -32,8 +34,8 @@ _KINDS: dict[str, type] = {
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
-class Records(Sequence[Record]):
-    """Records in their order, with those of steps stored compactly."""
+class Progress:
+    """How far a run has come: its records in their order, with those of steps stored compactly."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps = StepHistory()
@@ -50,63 +52,42 @@ class Records(Sequence[Record]):
         else:
             self._entries.append(record)
 
-    def pop(self) -> Record:
-        """Remove and return the last record."""
-        entry = self._entries.pop()
-        return self.steps.pop() if isinstance(entry, int) else entry
-
     def __len__(self) -> int:
         return len(self._entries)
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Record:
         entry = self._entries[index]
         return self.steps[entry] if isinstance(entry, int) else entry
 
-    def of(self, kind: type) -> Iterator[Any]:
-        """Yield the records of a kind other than StepRecord."""
-        return (entry for entry in self._entries if isinstance(entry, kind))
-
-
-class Progress:
-    """How far a run has come, from its records."""
-
-    def __init__(self, records: Iterable[Record] = ()) -> None:
-        self.records = Records(records)
+    def __iter__(self) -> Iterator[Record]:
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def step(self) -> int:
         """The last step that was taken or skipped, 0 before the first."""
-        steps = (r.step for r in reversed(self.records) if isinstance(r, StepRecord | SkippedStep))
+        steps = (r.step for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
         return next(steps, 0)
 
     @property
     def epochs(self) -> list[InstructEpochMetrics]:
         """The completed epochs."""
-        return list(self.records.of(InstructEpochMetrics))
+        return [entry for entry in self._entries if isinstance(entry, InstructEpochMetrics)]
 
     @property
     def best(self) -> InstructEpochMetrics | None:
         """The first epoch with the lowest validation loss; None without validation."""
-        best = None
-        for metrics in self.epochs:
-            best = metrics if improves(metrics, best) else best
-        return best
+        validated = (epoch for epoch in self.epochs if epoch.val_loss is not None)
+        return min(validated, key=attrgetter("val_loss"), default=None)
 
     @property
     def validations(self) -> list[ValidationRecord]:
         """The validations so far."""
-        return list(self.records.of(ValidationRecord))
+        return [entry for entry in self._entries if isinstance(entry, ValidationRecord)]
 
     @property
     def skipped(self) -> list[SkippedStep]:
         """The skipped steps."""
-        return list(self.records.of(SkippedStep))
+        return [entry for entry in self._entries if isinstance(entry, SkippedStep)]
 
     @property
     def initial_val_loss(self) -> float | None:
@@ -114,23 +95,15 @@ class Progress:
         return next((each.val_loss for each in self.validations if each.step == 0), None)
 
     @property
-    def skipped_in_a_row(self) -> list[SkippedStep]:
-        """The steps skipped since the last one taken."""
-        skipped = []
-        for record in reversed(self.records):
-            if isinstance(record, StepRecord):
-                break
-            if isinstance(record, SkippedStep):
-                skipped.append(record)
-        return skipped[::-1]
+    def skipped_in_a_row(self) -> int:
+        """How many steps were skipped since the last one taken."""
+        recent = takewhile(lambda record: not isinstance(record, StepRecord), reversed(self))
+        return sum(isinstance(record, SkippedStep) for record in recent)
 
-    def lines(self, count: int) -> Iterator[bytes]:
-        """Yield the first lines of metrics.jsonl one by one, to keep memory small."""
-        return (_line(self.records[i]) for i in range(count))
-
-    def as_jsonl(self) -> bytes:
-        """Return the content of metrics.jsonl."""
-        return b"".join(self.lines(len(self.records)))
+    def lines(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield lines of metrics.jsonl one by one, to keep memory small."""
+        for i in range(start, end):
+            yield (json.dumps(record_values(self[i]), allow_nan=False) + "\n").encode()
 
     @classmethod
     def from_jsonl(cls, content: bytes) -> Progress:
@@ -149,18 +122,14 @@ class Progress:
                 step += 1
                 if record.step != step:
                     raise ValueError(f"line {number} is step {record.step}, not {step}")
-            progress.records.append(record)
+            progress.append(record)
         return progress
 
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int) -> None:
         """Drop the end of an epoch that a step limit cut short, if more steps are to follow."""
         if self.step < total_steps and self.step % steps_per_epoch:
-            while self.records and not isinstance(self.records[-1], StepRecord | SkippedStep):
-                self.records.pop()
-
-
-def _line(record: Record) -> bytes:
-    return (json.dumps(record_values(record), allow_nan=False) + "\n").encode()
+            while not isinstance(self._entries[-1], int | SkippedStep):
+                self._entries.pop()
 
 
 def record_values(record: Record) -> dict[str, Any]:
@@ -207,20 +176,13 @@ MEASURED = (
 )
 
 
-def same_except_measurements(some: Sequence[Record], others: Sequence[Record]) -> bool:
+def same_except_measurements(some: Iterable[Record], others: Iterable[Record]) -> bool:
     """Return whether records are equal, apart from the time and memory each took."""
     return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
 
 
 def _without_measurements(record: Record) -> dict[str, Any]:
     return {name: value for name, value in asdict(record).items() if name not in MEASURED}
-
-
-def improves(metrics: InstructEpochMetrics, best: InstructEpochMetrics | None) -> bool:
-    """Return whether an epoch has the lowest validation loss so far."""
-    if metrics.val_loss is None:
-        return False
-    return best is None or best.val_loss is None or metrics.val_loss < best.val_loss
 
 
 class MetricsFile:
@@ -250,15 +212,14 @@ class MetricsFile:
             self._failing = False
 
     def _write(self, progress: Progress) -> None:
-        count = len(progress.records)
-        size, self._size = self._size, None
+        count, size, self._size = len(progress), self._size, None
         if size is None or not self._path.exists() or self._path.stat().st_size != size:
-            content = progress.as_jsonl()
+            content = b"".join(progress.lines(0, count))
             make_folder(self._path.parent)  # it may have been removed
             write_file(self._path, [content])
             size = len(content)
-        elif count > self._written:
-            content = b"".join(map(_line, progress.records[self._written :]))
+        else:
+            content = b"".join(progress.lines(self._written, count))
             with self._path.open("ab") as file:
                 file.write(content)
             size += len(content)

@@ -109,7 +109,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
 
 def _has_best(progress: Progress, good: list[Checkpoint]) -> bool:
     best = progress.best
-    if best is None or progress.records[-1] == best:
+    if best is None or progress[-1] == best:
         return True
     saved = (each.metadata for each in good if each.folder.name == BEST)
     return any(

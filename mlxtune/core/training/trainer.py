@@ -30,7 +30,7 @@ from mlxtune.core.training.metrics import (
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
 from mlxtune.core.training.profile import StepProfiler
-from mlxtune.core.training.progress import MetricsFile, Progress, Record, improves
+from mlxtune.core.training.progress import MetricsFile, Progress, Record
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
 from mlxtune.core.training.schedule import make_schedule
@@ -109,7 +109,7 @@ class InstructTrainer:
     @property
     def metrics(self) -> TrainingMetrics:
         """The steps of the run so far."""
-        return TrainingMetrics(self.total_steps, self.progress.records.steps)
+        return TrainingMetrics(self.total_steps, self.progress.steps)
 
     def data_hash(self) -> str:
         """Return `sha256:` over the whole corpus, before the split."""
@@ -198,7 +198,7 @@ class InstructTrainer:
             stopped_early=stopped_early,
             total_time_ms=_milliseconds_since(self._started),
             initial_val_loss=self.progress.initial_val_loss,
-            steps=list(self.progress.records.steps),
+            steps=list(self.progress.steps),
         )
 
     def _at_epoch_boundary(self) -> bool:
@@ -215,8 +215,8 @@ class InstructTrainer:
                 if waited >= self.config.early_stopping_patience:
                     return True
             metrics = self._run_epoch(len(epochs) + 1)
-            is_best = improves(metrics, best)
             self._record(metrics)
+            is_best = metrics is self.progress.best
             self._observer.on_epoch(metrics, is_best)
             self._save_epoch(metrics, is_best)
 
@@ -234,7 +234,7 @@ class InstructTrainer:
                 raise self._interrupted()
             if self._saver.is_due(self.progress.step):
                 self._saver.try_save(f"step-{self.progress.step}", self._checkpoint())
-        if all(record.epoch != epoch for record in self.progress.records.steps[-1:]):
+        if all(record.epoch != epoch for record in self.progress.steps[-1:]):
             raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
         return self._epoch_metrics(self._validate())
 
@@ -278,7 +278,7 @@ class InstructTrainer:
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
         self._record(skipped)
         problem = f"{error}; its rows: {skipped.places()}"
-        in_a_row = len(self.progress.skipped_in_a_row)
+        in_a_row = self.progress.skipped_in_a_row
         if self.config.on_nonfinite == "stop":
             raise NonFiniteLossError(problem) from error
         if in_a_row >= _MAX_SKIPPED_IN_A_ROW:
@@ -312,16 +312,23 @@ class InstructTrainer:
         return loss
 
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
-        return InstructEpochMetrics.of(
-            math.ceil(self.progress.step / self.steps_per_epoch),
-            self.progress.records.steps,
+        epoch = math.ceil(self.progress.step / self.steps_per_epoch)
+        steps = [record for record in self.progress.steps if record.epoch == epoch]
+        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
+        seconds = sum(record.seconds for record in steps)
+        return InstructEpochMetrics(
+            epoch=epoch,
+            train_loss=train_loss,
+            train_perplexity=perplexity(train_loss),
             val_loss=val_loss,
+            val_perplexity=None if val_loss is None else perplexity(val_loss),
             learning_rate=self._schedule(self.progress.step),
             epoch_time_ms=_milliseconds_since(self._epoch_started),
+            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
         )
 
     def _record(self, record: Record) -> None:
-        self.progress.records.append(record)
+        self.progress.append(record)
         self._metrics_file.write(self.progress)
 
     def _interrupted(self) -> TrainingInterrupted:
@@ -359,7 +366,7 @@ class InstructTrainer:
             "seed": self.config.seed,
             "config": self._run_config,
         }
-        lines = partial(self.progress.lines, len(self.progress.records))
+        lines = partial(self.progress.lines, 0, len(self.progress))
         return CheckpointContent(self.pipeline.snapshot(), metadata, lines)
 
 

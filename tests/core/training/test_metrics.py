@@ -67,19 +67,11 @@ def test_average_loss_is_no_mean_of_means() -> None:
     assert metrics.average_loss() == 2.0
 
 
-def test_before_the_first_step_there_is_no_loss_and_no_last_step() -> None:
+def test_before_the_first_step_there_is_no_loss() -> None:
     metrics = TrainingMetrics(10)
 
     assert metrics.average_loss() is None
-    assert metrics.last_step() is None
     assert metrics.convergence_rate() is None
-
-
-def test_last_step_is_the_latest_record() -> None:
-    metrics = history(3.0, 2.0)
-
-    assert metrics.last_step() == step_record(2, loss=2.0)
-    assert [one.step for one in metrics.history] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -377,9 +377,8 @@ def test_metrics_are_a_view_of_the_record_of_the_run(tmp_path: Path) -> None:
     trainer.train()
 
     metrics = trainer.metrics
-    assert list(metrics.history) == list(trainer.progress.records.steps)
+    assert list(metrics.history) == list(trainer.progress.steps)
     assert metrics.max_steps == len(metrics.history) == trainer.total_steps
     assert metrics.is_complete()
-    assert metrics.last_step() == trainer.progress.records.steps[-1]
     # The loss of step n is 4 / n.
     assert metrics.convergence_rate() == pytest.approx(1 - 1 / trainer.total_steps)
