@@ -26,10 +26,8 @@ LEDGER = {
 }
 LENGTHS = {
     "examples": 48,
-    "tokens": {"p50": 90, "p95": 190, "max": 240, "mean": 104.2, "total": 5000}
-    | {"start": 20, "width": 20, "counts": [3, 9, 14, 11, 6, 3, 1, 0, 0, 0, 1]},
-    "supervised": {"p50": 40, "p95": 70, "max": 80, "mean": 41.7, "total": 2000}
-    | {"start": 20, "width": 10, "counts": [8, 14, 12, 9, 4, 1]},
+    "tokens": {"p50": 90, "p95": 190, "max": 240, "mean": 104.2, "total": 5000},
+    "supervised": {"p50": 40, "p95": 70, "max": 80, "mean": 41.7, "total": 2000},
 }
 PLAN = {
     "rows_train": 40,

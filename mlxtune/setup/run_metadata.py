@@ -23,7 +23,6 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.machine.files import file_hash, read_json
 from mlxtune.core.machine.hashing import ModelHash
-from mlxtune.core.reports.curves import histogram
 from mlxtune.core.runs.run import text
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.metrics import InstructTrainResult
@@ -98,7 +97,7 @@ def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
     lengths = {}
     for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
         values = np.concatenate([getattr(corpus, attribute) for corpus in present])
-        lengths[name] = {**asdict(Distribution.of(values)), **histogram(values)}
+        lengths[name] = asdict(Distribution.of(values))
     return {"examples": sum(map(len, present)), **lengths}
 
 

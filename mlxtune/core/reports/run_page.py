@@ -59,10 +59,10 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
     drawings = [draw(chart, number) for number, chart in enumerate(charts)]
-    data = json.dumps([each.data for each in drawings], separators=(",", ":"), allow_nan=False)
+    data = json.dumps([data for _, data in drawings], separators=(",", ":"), allow_nan=False)
     # Only `<` can end a script element.
     escaped = Markup(data.replace("<", "\\u003c"))
-    return {"charts": [each.html for each in drawings], "chart_data": escaped}
+    return {"charts": [html for html, _ in drawings], "chart_data": escaped}
 
 
 # One run

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxtune.core.reports.charts import draw_bars
 from mlxtune.core.reports.page import number_text
-from mlxtune.core.runs.run import Run, mapping, number, text, whole
+from mlxtune.core.runs.run import Run, mapping, number, text
 from mlxtune.core.runs.summary import (
     RunSummary,
     measured_shares,
@@ -18,7 +17,6 @@ from mlxtune.core.training.metrics import InstructEpochMetrics
 
 # Skipped steps, the rows of each, and epochs that are shown at most.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
-_MOST_BARS = 1000
 
 
 def sections_context(run: Run, summary: RunSummary) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def sections_context(run: Run, summary: RunSummary) -> dict[str, Any]:
         ],
         "plan": _plan(run, summary),
         "ledgers": run.ledgers,
-        "histograms": _histograms(run),
+        "lengths": _lengths(run),
         "changed": [
             (flag, own, default) for flag, (own, default, differ) in options.items() if differ
         ],
@@ -88,25 +86,14 @@ def _plan(run: Run, summary: RunSummary) -> dict[str, Any] | None:
     }
 
 
-def _histograms(run: Run) -> list[dict[str, Any]]:
-    """Return how long examples are, drawn as bars."""
-    drawn = []
-    for name, title, style in (
-        ("tokens", "Length", "context-part"),
-        ("supervised", "Supervised", "supervised"),
-    ):
-        lengths = mapping(mapping(run.about, "lengths"), name)
-        start, width, counts = (lengths.get(key) for key in ("start", "width", "counts"))
-        start, width = whole(lengths, "start"), whole(lengths, "width")
-        counts = counts if isinstance(counts, list) else []
-        counted = all(type(each) is int and 0 <= each < 2**53 for each in counts)
-        if start is None or not width or width < 1 or not counted:
-            continue
-        if any(counts) and len(counts) <= _MOST_BARS:
-            bars = draw_bars(title, "tokens", start, width, counts, "examples", style)
-            percentiles = {key: whole(lengths, key) or 0 for key in ("p50", "p95", "max")}
-            drawn.append({"bars": bars, **percentiles})
-    return drawn
+def _lengths(run: Run) -> dict[str, Any] | None:
+    """Return the distributions of the tokens of an example; None if the run recorded none."""
+    recorded = mapping(run.about, "lengths")
+    lengths = {
+        name: {key: number(recorded, name, key) for key in ("p50", "p95", "max", "mean", "total")}
+        for name in ("tokens", "supervised")
+    }
+    return lengths if recorded else None
 
 
 def _origin(run: Run, summary: RunSummary) -> list[tuple[str, str]]:

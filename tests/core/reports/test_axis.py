@@ -21,13 +21,12 @@ def test_value_stands_at_its_share_of_the_range() -> None:
     ("axis", "labels"),
     [
         (Axis(0, 600), ["0", "200", "400", "600"]),
-        (Axis(0, 20_000), ["0", "5,000", "10k", "15k", "20k"]),
-        (Axis(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        (Axis(0, 12), ["0", "2.5", "5.0", "7.5", "10.0"]),
+        (Axis(0, 20_000), ["0", "5,000", "10,000", "15,000", "20,000"]),
+        (Axis(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (Axis(0, 12), ["0", "2.5", "5", "7.5", "10"]),
         (Axis(0, 0.005), ["0", "0.001", "0.002", "0.003", "0.004", "0.005"]),
         (Axis(0, 1e-4), ["0", "2e-5", "4e-5", "6e-5", "8e-5", "1e-4"]),
-        (Axis(0, 5e-5), ["0", "1e-5", "2e-5", "3e-5", "4e-5", "5e-5"]),
-        (Axis(1.9, 2.1), ["1.90", "1.95", "2.00", "2.05", "2.10"]),
+        (Axis(1.9, 2.1), ["1.9", "1.95", "2", "2.05", "2.1"]),
         (Axis(0.001, 5, log=True), ["0.001", "0.01", "0.1", "1"]),
         (Axis(0.3, 4, log=True), ["0.5", "1", "2"]),
     ],
@@ -35,7 +34,7 @@ def test_value_stands_at_its_share_of_the_range() -> None:
 def test_marks_are_round_numbers_in_as_few_digits_as_they_need(
     axis: Axis, labels: list[str]
 ) -> None:
-    assert [label.rstrip() for _, label in axis.ticks()] == labels
+    assert [tick_label(value) for value in axis.ticks()] == labels
 
 
 @given(VALUES, st.booleans())
@@ -46,18 +45,17 @@ def test_linear_axis_holds_all_values_and_marks_some_within(
     assert all(0 <= axis.place(value) <= 1 for value in values)
     ticks = axis.ticks()
     assert 2 <= len(ticks) <= 12
-    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value, _ in ticks)
-    assert len({label for _, label in ticks}) == len(ticks)
+    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in ticks)
+    assert len(set(map(tick_label, ticks))) == len(ticks)
 
 
-@given(st.lists(st.floats(1e-12, 1e18), min_size=1, max_size=20))
+@given(st.lists(st.floats(1e-12, 1e18), min_size=1, max_size=20).filter(spans_much))
 def test_logarithmic_axis_holds_all_values_and_marks_some_within(values: list[float]) -> None:
     axis = log_axis(values)
-    assert axis is not None
     assert all(0 <= axis.place(value) <= 1 for value in values)
     ticks = axis.ticks()
     assert 2 <= len(ticks) <= 16
-    assert all(axis.low * 0.999 <= value <= axis.high * 1.001 for value, _ in ticks)
+    assert all(axis.low * 0.999 <= value <= axis.high * 1.001 for value in ticks)
 
 
 def test_axis_begins_at_zero_where_that_wastes_little() -> None:
@@ -69,7 +67,6 @@ def test_axis_begins_at_zero_where_that_wastes_little() -> None:
 
 
 def test_logarithmic_axis_is_for_values_above_zero_that_are_far_apart() -> None:
-    assert log_axis([0.0, -1.0]) is None
     assert spans_much([0.001, 4.0])
     assert not spans_much([1.0, 4.0])
     assert not spans_much([0.0, 4.0])
@@ -77,18 +74,15 @@ def test_logarithmic_axis_is_for_values_above_zero_that_are_far_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "step", "label"),
+    ("value", "label"),
     [
-        (0.0, 1e-7, "0"),
-        (1e-17, 0.1, "0"),
-        (2_500.0, 500, "2,500"),
-        (12_500.0, 2_500, "12.5k"),
-        (12_345.0, 1, "12,345"),
-        (3e6, 1e6, "3M"),
-        (2.5e9, 5e8, "2.5B"),
-        (1e12, 1e12, "1e12"),
-        (-0.5, 0.25, "-0.50"),
+        (0.0, "0"),
+        (3 * 0.1, "0.3"),
+        (2_500.0, "2,500"),
+        (3e6, "3e6"),
+        (1.25e-4, "1.25e-4"),
+        (-0.5, "-0.5"),
     ],
 )
-def test_label_has_the_digits_that_steps_need(value: float, step: float, label: str) -> None:
-    assert tick_label(value, step) == label
+def test_label_has_as_few_digits_as_it_needs(value: float, label: str) -> None:
+    assert tick_label(value) == label

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from mlxtune.core.reports.charts import Chart, Level, Series, draw, draw_bars
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtune.core.reports.charts import Chart, Series, decimate, draw
 
 
 def chart(*series: Series, **changes: object) -> str:
     values = {"title": "Loss", "unit": "nats", "description": "Loss falls", **changes}
-    return draw(Chart(series=series, **values), 0).html  # type: ignore[arg-type]
+    return draw(Chart(series=series, **values), 0)[0]  # type: ignore[arg-type]
 
 
 def paths(html: str) -> list[list[tuple[float, float]]]:
@@ -30,7 +35,7 @@ def test_line_stands_where_its_values_are() -> None:
 
 
 def test_marks_and_lines_to_compare_with_are_at_their_places() -> None:
-    html = chart(LINE, levels=[Level(2.0, "planned")], verticals=[25.0], skipped=[75.0], large=True)
+    html = chart(LINE, levels={"planned": 2.0}, verticals=[25.0], skipped=[75.0], large=True)
     at = f"{100 * (1 - 2 / 3.15):.2f}%"
     assert f'class="ref" x1="0" x2="100%" y1="{at}" y2="{at}"' in html
     assert 'class="vertical" x1="25.00%" x2="25.00%"' in html
@@ -39,21 +44,21 @@ def test_marks_and_lines_to_compare_with_are_at_their_places() -> None:
     assert ">skipped step</li>" in html
 
 
-def test_both_scales_are_drawn_and_the_better_one_is_shown() -> None:
-    far = Series("training", "train", [1, 2], [0.001, 4.0])
-    html = chart(far, choose_scale=True)
-    assert '<g class="linear" hidden>' in html
-    assert '<g class="log">' in html
-    assert len(paths(html)) == 2
-    near = chart(LINE, choose_scale=True)
-    assert '<g class="linear">' in near
-    assert '<g class="log" hidden>' in near
-    assert 'class="log"' not in chart(far)
+def test_scale_is_logarithmic_where_values_are_far_apart_unless_it_starts_from_zero() -> None:
+    far = Series("training", "train", [1, 2], [0.01, 1.0])
+    assert labels(chart(far)) == ["0.01", "0.1", "1"]
+    assert "0" in labels(chart(far, from_zero=True))
+    assert "0" in labels(chart(LINE))
 
 
-def test_value_that_a_logarithmic_scale_has_no_place_for_is_left_out_there_alone() -> None:
-    html = chart(Series("training", "train", [0, 1, 2], [0.0, 1.0, 2.0]), choose_scale=True)
-    assert [len(points) for points in paths(html)] == [3, 2]
+def labels(html: str) -> list[str]:
+    return re.findall(r'<text class="y"[^>]*>([^<]*)<', html)
+
+
+def test_value_that_a_logarithmic_scale_has_no_place_for_is_left_out() -> None:
+    each = Series("each step", "train", [0, 1, 2], [0.0, 1.0, 2.0], "faint")
+    average = Series("average", "train", [0, 1, 2], [0.01, 1.0, 2.0])
+    assert [len(points) for points in paths(chart(each, average))] == [2, 3]
 
 
 def test_single_step_is_a_dot_and_none_says_so() -> None:
@@ -84,21 +89,48 @@ def test_names_are_escaped() -> None:
         LINE,
         title='"><b>',
         description="<i>",
-        levels=[Level(1.0, "<u>")],
+        levels={"<u>": 1.0},
     )
     assert not re.search(r"<(script|b|i|u)>", html)
 
 
 def test_readout_has_the_values_in_six_digits() -> None:
-    data = draw(Chart("Loss", "", [Series("a", "s", [1, 2], [1.23456789, 3.0])], "said"), 0).data
+    _, data = draw(Chart("Loss", "", [Series("a", "s", [1, 2], [1.23456789, 3.0])], "said"), 0)
     assert data["series"][0]["x"] == [1, 2]
     assert data["series"][0]["y"] == [1.23457, 3]
 
 
-def test_bars_are_as_high_as_their_counts() -> None:
-    html = draw_bars("Length", "tokens", 20, 10, [5, 0, 10], "examples", "supervised")
-    heights = [float(h) for h in re.findall(r'height="([\d.]+)%"', html)]
-    assert len(heights) == 2
-    assert round(heights[1] / heights[0], 2) == 2
-    assert "<title>40 to 49 tokens: 10 examples</title>" in html
-    assert "15 examples of 20 to 50 tokens" in html
+FLOATS = st.one_of(st.floats(-1e9, 1e9), st.just(math.nan), st.just(math.inf))
+
+
+@given(st.lists(FLOATS, max_size=400), st.integers(4, 60))
+def test_few_values_keep_the_ends_and_every_extreme(values: list[float], points: int) -> None:
+    chosen = decimate(values, points)
+    there = [i for i, value in enumerate(values) if math.isfinite(value)]
+
+    assert len(chosen) <= max(points, 4)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(there)
+    if there:
+        assert (chosen[0], chosen[-1]) == (there[0], there[-1])
+        finite, kept = [values[i] for i in there], [values[i] for i in chosen]
+        assert (min(kept), max(kept)) == (min(finite), max(finite))
+    if len(there) <= points:
+        assert chosen == there
+
+
+@given(st.integers(1, 4999))
+def test_one_spike_among_thousands_is_kept(place: int) -> None:
+    values = [0.0] * 5000
+    values[place] = 9.0
+    assert place in decimate(values, 100)
+
+
+def test_each_stretch_keeps_its_lowest_and_its_highest() -> None:
+    values = np.random.default_rng(0).normal(size=10_000).tolist()
+    chosen = decimate(values, 1002)
+    for number in range(500):
+        part = range(number * 20, number * 20 + 20)
+        kept = [values[i] for i in chosen if i in part]
+        whole = [values[i] for i in part]
+        assert (min(kept), max(kept)) == (min(whole), max(whole))

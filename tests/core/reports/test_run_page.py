@@ -84,7 +84,7 @@ def test_page_says_all_that_is_known(run: Run) -> None:
     for text in ("26 MB", "27 MB", "1.5 2.0", "5.0% 5.0%", "105.0% 105.0%", "24 GB"):
         assert text in plan
     data = found.text("data")
-    for text in ("data/chat.jsonl", "2 skipped", "no assistant turn", "median 90"):
+    for text in ("data/chat.jsonl", "2 skipped", "no assistant turn", "median 90 40"):
         assert text in data
     options = found.text("options")
     assert options.index("--epochs") < options.index("--rank")
@@ -97,7 +97,7 @@ def test_charts_are_of_the_loss_the_rate_the_gradient_the_speed_and_the_memory(r
     found = page(run)
     labels = [attributes["aria-label"] for tag, attributes in found.tags if tag == "svg"
             and "aria-label" in attributes]  # fmt: skip
-    assert len([each for each in labels if "Difference" not in each]) == 7
+    assert len([each for each in labels if "Difference" not in each]) == 5
     assert labels[0].startswith("Loss over 80 steps: training ")
     assert "validation 4.00 before, 1.00 at best" in labels[0]
     data = json.loads(found.texts["charts"])
@@ -149,7 +149,7 @@ def test_skipped_steps_are_named_with_their_rows_and_drawn(tmp_path: Path) -> No
     assert "1 step not applied" in found.text("skipped")
     assert "the loss is nan" in found.text("skipped")
     assert "chat.jsonl:8 and 3 more" in found.text("skipped")
-    assert '<circle class="skip" cx="66.67%"' in found.html
+    assert '<circle class="skip" cx="75.00%"' in found.html
     assert 'id="skipped"' not in page(read_run(write_run(tmp_path / "other"))).html
 
 

@@ -39,7 +39,7 @@ STEPS = """
         return box.width > 0 && (box.left < around.left || box.right > around.right + 1);
       });
       seen["labels outside " + key] = outside.map((text) => text.textContent);
-      const path = page.querySelector("g:not([hidden]) path.line");
+      const path = page.querySelector("path.line");
       if (path) seen["stroke " + key] = colour(path, "stroke");
     }
   }
@@ -61,11 +61,6 @@ STEPS = """
   seen.keys = told(figure)[0];
   key("Escape");
   seen.escaped = told(figure);
-  const shown = () => Array.from(figure.querySelectorAll("svg > g.linear, svg > g.log"))
-    .filter((group) => group.getBoundingClientRect().height > 0).map((group) => group.className.baseVal);
-  seen.scale = [shown()];
-  figure.querySelector("input[value=log]").click();
-  seen.scale.push(shown());
   const theme = page.getElementById("theme"), first = colour(page.body, "backgroundColor");
   theme.click();
   seen.theme = first !== colour(page.body, "backgroundColor");
@@ -159,10 +154,6 @@ def test_chart_tells_the_values_that_are_pointed_at(seen: dict[str, Any]) -> Non
 def test_keys_move_through_the_values(seen: dict[str, Any]) -> None:
     assert seen["keys"] == "step 3"
     assert seen["escaped"] is None
-
-
-def test_scale_can_be_chosen(seen: dict[str, Any]) -> None:
-    assert seen["scale"] == [["linear"], ["log"]]
 
 
 def test_runs_can_be_hidden_and_shown_again(seen: dict[str, Any]) -> None:

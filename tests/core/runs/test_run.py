@@ -146,7 +146,7 @@ def test_step_out_of_order_costs_its_line_alone(tmp_path: Path) -> None:
 
 KEYS = [
     *("kind", "step", "loss", "epoch", "val_loss", "config", "plan", "memory", "peak"),
-    *("lengths", "tokens", "counts", "width", "start", "difference", "low", "high"),
+    *("lengths", "tokens", "p50", "mean", "difference", "low", "high"),
     *("base", "adapted", "gained", "generated", "samples", "rows", "reason", "rank"),
     *("targets", "data", "epochs", "steps", "adapter", "total_time_ms", "verdict"),
     *("path", "rows_read", "exact_match", "versions", "model_path", "started_at"),

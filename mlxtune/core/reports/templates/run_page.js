@@ -31,13 +31,10 @@
     const data = charts[Number(figure.dataset.chart)];
     const plot = figure.querySelector(".plot"), tip = figure.querySelector(".tip");
     const pointer = figure.querySelector(".pointer");
-    const [low, high] = data.x;
-    const across = (x) => (x - low) / (high - low);
-    const up = (y) => {
-      const [bottom, top] = data.axes[figure.dataset.scale];
-      return figure.dataset.scale === "log"
-        ? Math.log(y / bottom) / Math.log(top / bottom) : (y - bottom) / (top - bottom);
-    };
+    const [bottom, top] = data.y;
+    const across = (x) => x / data.high;
+    const up = (y) => data.log
+      ? Math.log(y / bottom) / Math.log(top / bottom) : (y - bottom) / (top - bottom);
     const shown = () => data.series.filter((each) => !hidden.has(each.run));
     const every = [...new Set(data.series.flatMap((each) => each.x))].sort((a, b) => a - b);
 
@@ -51,23 +48,22 @@
     const showValues = (x) => {
       const tracks = shown();
       if (!tracks.length) { clear(); return; }
-      const dense = tracks.find((each) => !each.sparse) || tracks[0];
+      const dense = tracks.find((each) => each.draw !== "points") || tracks[0];
       const at = dense.x[nearest(dense.x, x)];
       line(at);
       const title = document.createElement("b");
-      title.textContent = data.name + " " + at.toLocaleString("en");
+      title.textContent = "step " + at.toLocaleString("en");
       const rows = tracks.map((each) => {
         const place = nearest(each.x, at), row = document.createElement("span");
         const name = document.createElement("em"), value = document.createElement("strong");
         row.className = each.style + " " + each.draw;
+        const elsewhere = each.draw === "points" && each.x[place] !== at;
         name.textContent = each.name +
-          (each.x[place] === at ? "" : " at " + each.x[place].toLocaleString("en"));
+          (elsewhere ? " at " + each.x[place].toLocaleString("en") : "");
         value.textContent = format(each.y[place]);
         row.append(name, value);
-        if (figure.dataset.scale !== "log" || each.y[place] > 0) {
-          pointer.append(make("circle", { class: each.style, r: 4,
-            cx: percent(across(each.x[place])), cy: percent(1 - up(each.y[place])) }));
-        }
+        pointer.append(make("circle", { class: each.style, r: 4,
+          cx: percent(across(each.x[place])), cy: percent(1 - up(each.y[place])) }));
         return row;
       });
       tip.replaceChildren(title, ...rows);
@@ -80,7 +76,7 @@
 
     const follow = (event) => {
       const box = plot.getBoundingClientRect();
-      const x = low + Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * (high - low);
+      const x = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * data.high;
       showValues(x);
       for (const other of figures) if (other.plot !== plot) other.line(x);
     };
@@ -99,17 +95,7 @@
       const place = ends === undefined ? from + step : ends;
       showValues(every[Math.min(every.length - 1, Math.max(0, place))]);
     });
-    const choice = figure.querySelector(".scale");
-    if (choice) {
-      choice.hidden = false;
-      choice.addEventListener("change", (event) => {
-        figure.dataset.scale = event.target.value;
-        for (const group of figure.querySelectorAll("svg > g.linear, svg > g.log")) {
-          group.toggleAttribute("hidden", !group.classList.contains(event.target.value));
-        }
-      });
-    }
-    const within = (x) => { if (x >= low && x <= high) line(x); else clear(); };
+    const within = (x) => { if (x <= data.high) line(x); else clear(); };
     return { plot, clear, line: within };
   });
 
