@@ -43,7 +43,7 @@ def bench(config: BenchConfig) -> Benchmark:
     """
     folder = model_folder.find_folder(config.model_path)
     if config.json_path is not None:
-        read = [*data_files(config), *folder.iterdir()]
+        read = [*data_files(config).all, *folder.iterdir()]
         files.check_outputs([config.json_path], read, "--json")
     with closing(RunConsole(quiet=config.quiet)) as console:
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))

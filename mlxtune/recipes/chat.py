@@ -20,13 +20,13 @@ from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.machine.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
+from mlxtune.setup.dataset import Reader
 from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.model import (
     LoadedModel,
     check_prompt_length,
     find_model,
     load_model,
-    prompt_reader,
     start_generator,
 )
 from mlxtune.terminal.console import RunConsole
@@ -54,11 +54,12 @@ def chat(config: ChatConfig) -> None:
     """
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = prompt_reader(config, folder)
+        reader = Reader(config.reading(turns="last"), folder)
+        encoder = reader.encoder  # its problems show before minutes of loading
         loaded = load_model(config, folder, console)
         console.say("Chat", "/help lists the commands, Ctrl-D quits")
     generator = start_generator(config, loaded, reader)
-    conversation = _Conversation(config, loaded, generator, reader.encoder)
+    conversation = _Conversation(config, loaded, generator, encoder)
     for line in _lines():
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.run_command(line):

@@ -10,20 +10,19 @@ from typing import Any
 
 from mlxtune.backend.text.generate import Answer, Sampling
 from mlxtune.config import GenerateConfig, as_path
-from mlxtune.core.data.prompt import parse_content, prompt_of
+from mlxtune.core.data.prompt import MAX_BYTES, parse_content, prompt_of
 from mlxtune.errors import DataError
+from mlxtune.setup.dataset import Reader
 from mlxtune.setup.model import (
     check_prompt_length,
     find_model,
     load_model,
-    prompt_reader,
     start_generator,
 )
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_answer, print_json
 
 _STDIN = "standard input"
-_MAX_BYTES = 64 * 2**20
 
 
 def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda text: None) -> Answer:
@@ -34,7 +33,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
     folder = find_model(config)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = prompt_reader(config, folder)
+        reader = Reader(config.reading(turns="last"), folder)
         prompt = prompt_of(reader.encoder, content, where)
         loaded = load_model(config, folder, console)
         check_prompt_length(prompt, loaded.base, where)
@@ -103,18 +102,14 @@ def _read_prompt() -> str:
 
 
 def _read(name: str) -> bytes:
+    """Return a file's content, or a little more of it than is accepted. Raises DataError."""
     try:
         if name == "-":
-            content = b"" if sys.stdin is None else sys.stdin.buffer.read(_MAX_BYTES + 1)
-        else:
-            # Opened without blocking, a pipe that nobody writes to reads as empty.
-            with os.fdopen(os.open(as_path(name), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-                os.set_blocking(file.fileno(), True)
-                content = file.read(_MAX_BYTES + 1)
+            return b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)
+        # Opened without blocking, a pipe that nobody writes to reads as empty.
+        with os.fdopen(os.open(as_path(name), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            os.set_blocking(file.fileno(), True)
+            return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "not a file name"
         raise DataError(f"{name}: cannot be read: {why}: check --messages") from error
-    if len(content) > _MAX_BYTES:
-        where = _STDIN if name == "-" else name
-        raise DataError(f"{where}: is larger than {_MAX_BYTES >> 20} MiB: give one conversation")
-    return content

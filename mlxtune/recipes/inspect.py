@@ -33,7 +33,7 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
     """
     folder = model_folder.find_folder(config.model_path, weights=False)
     written = [path for path in (config.html_path, config.dump_path) if path is not None]
-    check_outputs(written, [*data_files(config), *folder.iterdir()], "--html or --dump")
+    check_outputs(written, [*data_files(config).all, *folder.iterdir()], "--html or --dump")
     if config.html_path is not None:
         PAGE.check_replaceable(config.html_path, "--html")
     with closing(RunConsole(quiet=config.quiet)) as console:

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.model import memory, model_folder
+from mlxtune.backend.adapters.attach import base_mismatch
+from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.model import loading, memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.step import operations
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -42,7 +44,7 @@ from mlxtune.setup.memory import (
     reserve_memory,
     save_run_speed,
 )
-from mlxtune.setup.model import build_pipeline, open_model, read_weights, warn_of_other_base
+from mlxtune.setup.model import build_pipeline, open_model
 from mlxtune.setup.resuming import check_resumed, find_run
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
 from mlxtune.terminal.console import RunConsole
@@ -155,7 +157,7 @@ def check_paths(data: DataConfig, run: RunConfig) -> Path:
     output = run.output_path
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
-    read = [*data_files(data), *folder.iterdir()]
+    read = [*data_files(data).all, *folder.iterdir()]
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
     check_writable(run.checkpoint_path, "--checkpoint-dir")
     return folder
@@ -207,15 +209,17 @@ def prepare(
     # Then the memory: a run that does not fit ends before its weights are read.
     base = open_model(step, folder, console)
     if lora.init_adapter is not None and resume is None:
-        trust = step.trust_remote_code
-        warn_of_other_base(lora.init_adapter, base, console, trust_remote_code=trust)
+        weights = find_adapter(lora.init_adapter, "--init-adapter")
+        if other := base_mismatch(weights, base, trust_remote_code=step.trust_remote_code):
+            console.warn(f"--init-adapter {other}")
     work = planned_work(lora, first_steps(parts.training, dataset), dataset)
     planned = choose_plan(step, lora, base, work)
     if held is not None:
         reserve_memory(parts.run, planned, held, console)
 
     model_hash = ModelHash(folder, None if data.no_cache else user_cache())
-    read_weights(base, console)
+    loading.read_weights(base)
+    console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
     pipeline, plan = build_pipeline(step, lora, base, work, planned, console, provenance, resume)
     return Setup(dataset, base, pipeline, planned, plan)

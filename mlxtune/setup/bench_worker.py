@@ -47,15 +47,16 @@ class OurSide:
     loss_function = "own"
 
     def __init__(self, folder: Path, parts: RunParts) -> None:
+        from mlxtune.backend.model import loading
         from mlxtune.backend.step import operations
-        from mlxtune.setup.model import open_model, read_weights
+        from mlxtune.setup.model import open_model
         from mlxtune.terminal.console import RunConsole
 
         operations.load_ahead(folder)
         self._parts = parts
         self._console = RunConsole(quiet=True)
         self._base = open_model(parts.step, folder, self._console)
-        read_weights(self._base, self._console)
+        loading.read_weights(self._base)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both sides start from."""

@@ -21,7 +21,7 @@ from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Document
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.datafiles import check_data_file, find_data_files
+from mlxtune.core.data.datafiles import DataFiles, check_data_file, find_data_files
 from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
@@ -104,10 +104,6 @@ class Reader:
         """The model's own templates by name; none if the options name another."""
         return read_chat_template(self._folder) if self._config.template == "auto" else {}
 
-    @property
-    def _writes_date(self) -> bool:
-        return any("strftime_now" in source for source in self.template_source.values())
-
     @cached_property
     def _built_in(self) -> str:
         if self._config.template != "auto":
@@ -129,7 +125,7 @@ class Reader:
         def encode(skipped: SkippedRows, notes: Notes) -> Iterator[EncodedRows]:
             done = 0
             self._on_rows(path, done)
-            for rows in self.encoder.encode(self._rows(path, skipped), skipped, notes):
+            for rows in self.encoder.encode(self.rows(path, skipped), skipped, notes):
                 yield rows
                 done += len(rows)
                 self._on_rows(path, done)
@@ -139,7 +135,7 @@ class Reader:
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
         """Return why a row is skipped; None if it is not, or does not exist."""
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
-        same = [each for each in self._rows(path, unread) if each.row == row]
+        same = [each for each in self.rows(path, unread) if each.row == row]
         file = encode_file(
             path,
             lambda skipped, notes: self.encoder.encode(same, skipped, notes),
@@ -149,7 +145,8 @@ class Reader:
         file.account(self._config.max_seq_len)
         return (unread.problems | file.skipped.problems).get(row)
 
-    def _rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
+    def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
+        """Yield the conversations of a file, and count the rows that hold none."""
         fields = parse_fields(self._config.field)
         return read_rows(path, skipped, format=self._config.format, fields=fields)
 
@@ -159,20 +156,21 @@ class Reader:
         if config.no_cache:
             return ""
         options = [name for name, option in OPTIONS.items() if option.encodes]
+        dated = any("strftime_now" in source for source in self.template_source.values())
         try:
             return key_of(
                 {
                     "data": file_hash(path),
                     "options": {name: getattr(config, name) for name in options},
                     "model": self._model_hashes,
-                    "date": str(datetime.date.today()) if self._writes_date else "",
+                    "date": str(datetime.date.today()) if dated else "",
                     "code": _code_hashes(),
                 }
             )
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """The vocabulary size in the model's config.json; 0 if it has none."""
         return vocab_size(self._folder)
@@ -198,20 +196,16 @@ def _code_hashes() -> dict[str, str]:
     }
 
 
-def data_files(config: DataConfig) -> list[Path]:
-    """Return the training files, then the validation files.
+def data_files(config: DataConfig) -> DataFiles:
+    """Return the training and validation files.
 
-    Raises DataError if there is none, or one cannot be read.
+    Raises DataError if there is no training file, or a file cannot be read.
     """
-    return [path for paths in _data_files(config) for path in paths]
-
-
-def _data_files(config: DataConfig) -> tuple[Sequence[Path], Sequence[Path]]:
     files = find_data_files(config.data_paths)
     if config.val_data_path is None:
-        return files.train, files.validation
+        return files
     check_data_file(config.val_data_path, "--val-data")
-    return files.train, (config.val_data_path,)
+    return DataFiles(files.train, (config.val_data_path,))
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
@@ -221,22 +215,22 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
     model.
     """
-    train_paths, validation_paths = _data_files(config)
+    paths = data_files(config)
     files, ledgers = [], []
-    for path in (*train_paths, *validation_paths):
+    for path in paths.all:
         file = reader.encode(path)
         ledger = file.account(config.max_seq_len)
-        check_usable(file, ledger, config)
+        _check_usable(file, ledger, config)
         files.append(file)
         ledgers.append(ledger)
-    count = len(train_paths)
+    count = len(paths.train)
     corpus = _corpus_of(files[:count], config)
     validation = None
-    if validation_paths or not config.val_split:
+    if paths.validation or not config.val_split:
         validation = _corpus_of(files[count:], config)
         for ledger in ledgers[count:]:
             ledger.hold_out(ledger.rows_train)
-    check_corpus(config, reader, corpus, validation, files)
+    _check_corpus(config, reader, corpus, validation, files)
     return Dataset(
         template=reader.describe(),
         corpus=corpus,
@@ -255,8 +249,7 @@ def _corpus_of(files: Sequence[EncodedFile], config: DataConfig) -> Corpus:
     return Corpus([file.arrays for file in files], config.max_seq_len, paths)
 
 
-def check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
-    """Raise DataError if no row of a file can train, or with --strict if one is skipped."""
+def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
     path, skipped = ledger.path, file.skipped
     if skipped.total and config.strict:
         raise DataError(
@@ -272,14 +265,13 @@ def check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
         )
 
 
-def check_corpus(
+def _check_corpus(
     config: DataConfig,
     reader: Reader,
     corpus: Corpus,
     validation: Corpus | None,
     files: Sequence[EncodedFile],
 ) -> None:
-    """Raise DataError or ModelError for data that would train nonsense, or nothing."""
     if validation is None and (corpus.identities == corpus.identities[0]).all():
         skipped = [file.skipped for file in files if file.skipped.total]
         others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "

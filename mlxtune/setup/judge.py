@@ -104,15 +104,12 @@ def judge(
     The run has ended and its adapter is written, so problems are warnings. The losses come first,
     because people wait for the verdict; the samples only serve the run's page.
     """
-    use = UseConfig(
-        model_path=parts.step.model_path,
-        adapter=str(parts.run.output_path),
-        dtype=parts.step.dtype,
-        trust_remote_code=parts.step.trust_remote_code,
-    )
+    adapter = str(parts.run.output_path)
+    # The adapter's own config says how the base was quantised.
+    use = parts.step.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
     target = parts.run.checkpoint_path / EVALUATION
     try:
-        loaded = load_model(use, folder)
+        loaded = load_model(use, folder, RunConsole(quiet=True))
         evaluation = compare_losses(loaded, rows, parts.data.seed, console)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
@@ -122,8 +119,13 @@ def judge(
         console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
         raise
     console.say("Verdict", verdict_line(evaluation))
+    if not parts.run.samples:
+        return evaluation
     try:
-        if generated := _samples(parts, loaded, folder, rows, console):
+        tokenizer = Reader(parts.data, folder).tokenizer
+        if drawn := _draw(rows, parts.run.samples, parts.data.seed, tokenizer):
+            memory.release()
+            generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
             write_json(target, evaluation.as_dict())
             console.say("Samples", generated.describe())
@@ -134,24 +136,6 @@ def judge(
     finally:
         console.close()
     return evaluation
-
-
-def _samples(
-    parts: RunParts,
-    loaded: LoadedModel,
-    folder: Path,
-    rows: CorpusRows,
-    console: RunConsole,
-) -> Generated | None:
-    """Answer a few rows; None if none are asked for or none can be answered."""
-    if not parts.run.samples:
-        return None
-    tokenizer = Reader(parts.data, folder).tokenizer
-    drawn = _draw(rows, parts.run.samples, parts.data.seed, tokenizer)
-    if not drawn:
-        return None
-    memory.release()
-    return answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:

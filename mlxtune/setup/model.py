@@ -35,21 +35,6 @@ def open_model(step: StepConfig, folder: Path, console: RunConsole) -> BaseModel
     return base
 
 
-def warn_of_other_base(
-    adapter: str, base: BaseModel, console: RunConsole, *, trust_remote_code: bool
-) -> None:
-    """Warn if the adapter of --init-adapter was trained on another base. Raises ModelError."""
-    weights = find_adapter(adapter, "--init-adapter")
-    if other := base_mismatch(weights, base, trust_remote_code=trust_remote_code):
-        console.warn(f"--init-adapter {other}")
-
-
-def read_weights(base: BaseModel, console: RunConsole) -> None:
-    """Read the weights of an open model and report what was loaded."""
-    loading.read_weights(base)
-    console.say("Model", base.describe())
-
-
 def build_pipeline(
     step: StepConfig,
     lora: InstructConfig,
@@ -117,22 +102,29 @@ def find_model(config: UseConfig) -> Path:
     return folder
 
 
-def load_model(config: UseConfig, folder: Path, console: RunConsole | None = None) -> LoadedModel:
+def load_model(config: UseConfig, folder: Path, console: RunConsole) -> LoadedModel:
     """Load the model and put its adapter on it, within the limits of the options.
 
-    Each stage is reported on the console. Without one, as at the end of a run, the memory limits
-    stay as they are. Raises ModelError.
+    Each stage is reported on the console. Raises ModelError.
     """
-    if console is not None:
-        console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = loading.load_base(folder, config.dtype, **_base_options(config, folder))
-    adapter = None if config.adapter is None else load_adapted(base, config.adapter)
-    if console is not None:
-        console.say("Model", base.describe())
-        if adapter is not None:
-            console.say("Adapter", f"{adapter.weights}: {adapter.lora.describe()}")
-            _report_base(config, adapter.weights, base, console)
-    return LoadedModel(base, adapter)
+    console.say("Model", base.describe())
+    if config.adapter is None:
+        return LoadedModel(base, None)
+    adapted = load_adapted(base, config.adapter)
+    console.say("Adapter", f"{adapted.weights}: {adapted.lora.describe()}")
+    if config.quantize is None and base.quantize is not None:
+        name = format_name(base.quantize, base.double_quant)
+        console.say("Base", f"quantised to {name}, as in training")
+    elif config.quantize is not None and base_mismatch(
+        adapted.weights, base, trust_remote_code=config.trust_remote_code
+    ):
+        console.warn(
+            "the adapter was trained on another base: --quantize disagrees with its "
+            "adapter_config.json"
+        )
+    return LoadedModel(base, adapted)
 
 
 def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
@@ -145,28 +137,7 @@ def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
     return trust | {"quantize": config.quantize, "double_quant": config.double_quant}
 
 
-def _report_base(config: UseConfig, weights: Path, base: BaseModel, console: RunConsole) -> None:
-    """Report the base that the adapter is on, if it is not the folder as it is."""
-    if config.quantize is None:
-        if base.quantize is not None:
-            name = format_name(base.quantize, base.double_quant)
-            console.say("Base", f"quantised to {name}, as in training")
-    elif base_mismatch(weights, base, trust_remote_code=config.trust_remote_code):
-        console.warn(
-            "the adapter was trained on another base: --quantize disagrees with its "
-            "adapter_config.json"
-        )
-
-
 # Answering prompts
-
-
-def prompt_reader(config: GenerateConfig | ChatConfig, folder: Path) -> Reader:
-    """Return a reader that encodes prompts as training does. Raises ModelError."""
-    reader = Reader(config.reading(turns="last"), folder)
-    # Problems with the tokenizer or template show here, before minutes of loading.
-    _ = reader.encoder
-    return reader
 
 
 def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:

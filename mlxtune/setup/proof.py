@@ -22,10 +22,8 @@ from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.export import ImportConfig, OutgoingConfig
 from mlxtune.config.options import OPTIONS
-from mlxtune.config.row_fields import parse_fields
 from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.encode import EncodedExample
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.notes import Notes
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.machine.files import file_hash, read_json, write_json
@@ -229,12 +227,12 @@ def _reading(config: OutgoingConfig, source: Source) -> dict[str, Any]:
 
 def _read_prompts(data: DataConfig, folder: Path) -> list[list[int]]:
     """Return the prompts of a few rows, as training encodes them. Raises DataError for none."""
-    encoder = Reader(data, folder).encoder
+    reader = Reader(data, folder)
     examples: list[EncodedExample] = []
-    for path in data_files(data):
+    for path in data_files(data).all:
         skipped = SkippedRows(path)
-        rows = read_rows(path, skipped, format=data.format, fields=parse_fields(data.field))
-        for chunk in encoder.encode(islice(rows, _ROWS), skipped, Notes()):
+        rows = islice(reader.rows(path, skipped), _ROWS)
+        for chunk in reader.encoder.encode(rows, skipped, Notes()):
             examples += [of_row[-1] for _, of_row in chunk]
     if not examples:
         raise DataError(f"{', '.join(data.data)}: no row gives a prompt: name other --data")

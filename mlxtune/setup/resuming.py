@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters.files import find_adapter
-from mlxtune.config import TrainConfig
+from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.machine.files import file_hash
+from mlxtune.core.runs.run import mapping
 from mlxtune.core.training.checkpoint import MANIFEST, Checkpoint, checkpoint_folders
 from mlxtune.core.training.run_folder import ResumePoint, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import ConfigError, DataError, ModelError, OutputError
+from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError
 from mlxtune.terminal.console import RunConsole
+
+# What a resumed run must have in common with its checkpoint, and the error if it has not.
+_UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
+    "data_hash": (
+        DataError,
+        "--data: gives other examples than the run was trained on: "
+        "bring back its files, or start a new run",
+    ),
+    "validation_hash": (
+        DataError,
+        "--val-data: gives other examples than the run was validated with: "
+        "bring back its file, or start a new run",
+    ),
+    "base_hash": (
+        ModelError,
+        "--model-path: its weights are not those that the run started from: "
+        "bring back the folder, or start a new run",
+    ),
+    "dtype": (
+        ModelError,
+        "--dtype: this machine computes in {now}, the run did in {before}: "
+        "give it with --dtype in a new run",
+    ),
+    "quantized_compute": (
+        ModelError,
+        "--quantized-compute: auto is {now} on this machine, the run computed {before}: "
+        "start a new run",
+    ),
+}
 
 
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
@@ -45,7 +74,7 @@ def run_folder_of(folder: str) -> Path:
 
     Raises OutputError if there is no such folder.
     """
-    run = Path(os.path.expanduser(folder))  # noqa: PTH111
+    run = as_path(folder)
     if not run.is_dir():
         raise OutputError(f"{run}: no such folder: name the folder of a run")
     if (run / MANIFEST).exists():
@@ -80,11 +109,10 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
         check_initial(str(given["init_adapter"]), metadata)
     own |= _places(run, own, str(metadata.get("working_directory", "")))
     try:
-        config = TrainConfig(**own | dict(given))
+        TrainConfig(**own)
     except ConfigError as error:
-        if own_problems := [p for p in error.problems if not _is_given(p, given)]:
-            raise ConfigError([f"{place}: {'; '.join(own_problems)}"]) from error
-        raise
+        raise ConfigError([f"{place}: {'; '.join(error.problems)}"]) from error
+    config = TrainConfig(**own | dict(given))
     output = config.output_path.resolve()
     if "output" not in given and not any(
         output.is_relative_to(folder.resolve()) for folder in (run.parent, Path())
@@ -93,10 +121,6 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
             [f"--output: the run writes to {output}, outside its own folder: give --output again"]
         )
     return config
-
-
-def _is_given(problem: str, given: Mapping[str, Any]) -> bool:
-    return any(problem.startswith(f"{flag(name)} ") for name in given)
 
 
 def _difference(name: str, value: Any, own: Any) -> str | None:
@@ -153,56 +177,21 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
     """Print where the run resumes. Raises DataError or ModelError if it would be another run."""
     for folder, why in resume.skipped.items():
         console.warn(f"{folder}: cannot be used: {why}")
-    metadata, pipeline = resume.checkpoint.metadata, trainer.pipeline.describe()
-    _check_same_data(metadata, trainer)
-    _check_same_model(metadata, pipeline)
-    if changed := _changed_versions(metadata, pipeline["versions"]):
+    hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
+    metadata, now = resume.checkpoint.metadata, {**trainer.pipeline.describe(), **hashes}
+    for name, (error, problem) in _UNCHANGED.items():
+        if metadata.get(name) != now.get(name):
+            raise error(problem.format(now=now.get(name), before=metadata.get(name)))
+    before = mapping(metadata, "versions")
+    changed = [
+        f"{name} {before.get(name, 'none')} -> {version}"
+        for name, version in now["versions"].items()
+        if before.get(name) != version
+    ]
+    if changed:
         console.warn(f"other versions than the run began with: {', '.join(changed)}")
     step = f"step {resume.progress.step} of {trainer.total_steps}"
     console.say("Resume", f"{step}, from {resume.checkpoint.folder}")
-
-
-def _check_same_data(metadata: Mapping[str, Any], trainer: InstructTrainer) -> None:
-    if metadata.get("data_hash") != trainer.data_hash():
-        raise DataError(
-            "--data: gives other examples than the run was trained on: "
-            "bring back its files, or start a new run"
-        )
-    if metadata.get("validation_hash") != trainer.validation_hash():
-        raise DataError(
-            "--val-data: gives other examples than the run was validated with: "
-            "bring back its file, or start a new run"
-        )
-
-
-def _check_same_model(metadata: Mapping[str, Any], pipeline: Mapping[str, Any]) -> None:
-    if metadata.get("base_hash") != pipeline["base_hash"]:
-        raise ModelError(
-            "--model-path: its weights are not those that the run started from: "
-            "bring back the folder, or start a new run"
-        )
-    if metadata.get("dtype") != pipeline["dtype"]:
-        raise ModelError(
-            f"--dtype: this machine computes in {pipeline['dtype']}, the run did in "
-            f"{metadata.get('dtype')}: give it with --dtype in a new run"
-        )
-    before, now = metadata.get("quantized_compute"), pipeline.get("quantized_compute")
-    # Checkpoints from before this option existed have none.
-    if before is not None and before != now:
-        raise ModelError(
-            f"--quantized-compute: auto is {now} on this machine, the run computed {before}: "
-            f"start a new run"
-        )
-
-
-def _changed_versions(metadata: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
-    before = metadata.get("versions")
-    before = before if isinstance(before, Mapping) else {}
-    return [
-        f"{name} {before.get(name, 'none')} -> {version}"
-        for name, version in versions.items()
-        if before.get(name) != version
-    ]
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:

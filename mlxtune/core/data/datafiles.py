@@ -41,6 +41,11 @@ class DataFiles:
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
 
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """The training files, then the validation files."""
+        return (*self.train, *self.validation)
+
 
 def find_data_files(paths: Sequence[Path], option: str = "--data") -> DataFiles:
     """Return the files that `option` names: a folder stands for its `train` and `valid` files.
@@ -73,7 +78,7 @@ def check_data_file(path: Path, option: str = "--data") -> None:
     """Raise DataError unless the file, or each in a folder, can be read and looks like data."""
     is_folder = stat.S_ISDIR(_stat(path, option).st_mode)
     files = _files_in(path, option) if is_folder else DataFiles((path,), ())
-    for file in (*files.train, *files.validation):
+    for file in files.all:
         _head(file, option)
 
 

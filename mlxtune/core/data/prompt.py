@@ -26,7 +26,7 @@ from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
-_MAX_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def parse_content(content: bytes, where: str) -> dict[str, Any]:
 
     Raises DataError.
     """
-    if len(content) > _MAX_BYTES:
-        raise DataError(f"{where}: is larger than {_MAX_BYTES >> 20} MiB: give one conversation")
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{where}: is larger than {MAX_BYTES >> 20} MiB: give one conversation")
     try:
         value = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
