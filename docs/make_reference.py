@@ -18,8 +18,7 @@ from typing import Any
 import click
 
 import mlxtune
-from mlxtune.cli import COMMANDS
-from mlxtune.cli.exit_codes import EXIT_CODES
+from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import SECTIONS
@@ -46,7 +45,7 @@ def reference() -> str:
             *(line for each in COMMANDS for line in _command(each)),
             "### `mlxtune --version`",
             "",
-            "Prints the versions of mlxtune, mlx, mlx-lm and Python.",
+            "Prints the version; `mlxtune doctor` prints those of the other packages as well.",
             "",
             "## Exit codes",
             "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 import shlex
 import sys
 import warnings
@@ -13,13 +12,12 @@ from contextlib import suppress
 from typing import NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from mlxtune.cli.bench import bench
 from mlxtune.cli.chat import chat
-from mlxtune.cli.completion import VARIABLE, complete, completion
 from mlxtune.cli.doctor import doctor
 from mlxtune.cli.eval import evaluate
-from mlxtune.cli.exit_codes import DONE, FAILED, MISUSED
 from mlxtune.cli.export import export
 from mlxtune.cli.fuse import fuse
 from mlxtune.cli.generate import generate
@@ -32,6 +30,18 @@ from mlxtune.cli.train import train
 from mlxtune.cli.verify import verify
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
+DONE, FAILED, MISUSED = 0, 1, 2
+EXIT_CODES = {
+    DONE: "done",
+    FAILED: "a file, a model or a run failed; verify: a check failed; doctor: training is "
+    "impossible here",
+    MISUSED: "invalid options",
+    129: "the terminal was closed; the run was saved",
+    130: "Ctrl-C; the run was saved",
+    143: "SIGTERM; the run was saved",
+}
+# Shells that complete a command line set it to their request; click expects this name.
+_COMPLETE = "_MLXTUNE_COMPLETE"
 # In the order of --help.
 COMMANDS = (
     doctor,
@@ -48,7 +58,6 @@ COMMANDS = (
     export,
     import_,
     bench,
-    completion,
 )
 
 
@@ -64,14 +73,7 @@ class _InOrder(click.Group):
     commands={str(each.name): each for each in COMMANDS},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=lambda context, _, wanted: _print_versions(context) if wanted else None,
-    help="Show the version and exit.",
-)
+@click.version_option(package_name="mlxtune")
 def command() -> None:
     """Fine-tune MLX language models with LoRA."""
 
@@ -83,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # As stderr does: characters that the encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if request := os.environ.get(VARIABLE):
-        sys.exit(complete(command, request))
+    if request := os.environ.get(_COMPLETE):
+        sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
         # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
         with command.make_context("mlxtune", arguments) as context:
@@ -98,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         usage = isinstance(error, ConfigError | click.UsageError)
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        _fail(message, MISUSED if usage else FAILED)
+        message = f"mlxtune: error: {' '.join(message.split())}"
+        _exit(message, MISUSED if usage else FAILED)
     except TrainingInterrupted as interrupt:
         saved = "nothing to save"
         if interrupt.checkpoint:
@@ -112,23 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     sys.exit(DONE)
-
-
-def _print_versions(context: click.Context) -> NoReturn:
-    from importlib import metadata
-
-    versions = []
-    for name in ("mlxtune", "mlx", "mlx-lm"):
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{name} not installed")
-    click.echo(f"{versions[0]} ({', '.join(versions[1:])}, Python {platform.python_version()})")
-    context.exit()
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    _exit(f"mlxtune: error: {' '.join(message.split())}", code)
 
 
 def _exit(message: str, code: int) -> NoReturn:

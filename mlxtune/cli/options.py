@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from mlxtune.config import load_config_file
+from mlxtune.config import as_path, load_config_file
 from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import SECTIONS
 from mlxtune.errors import ConfigError
@@ -32,6 +31,7 @@ def config_options(config: type) -> list[click.Option]:
             default=None,
             metavar=_metavar(field.metadata["option"], types[field.name]),
             help=field.metadata["option"].help + _default_text(field),
+            shell_complete=_complete,
         )
         for field in dataclasses.fields(config)
     ]
@@ -46,6 +46,15 @@ def _metavar(option: Option, annotation: Any) -> str | None:
     return option.metavar or kinds.get(str(getattr(annotation, "__name__", annotation)), "PATH")
 
 
+def _complete(_: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete paths and choices, which are mere text to click because the config checks them."""
+    metavar = param.metavar or ""
+    if metavar in ("PATH", "FILE", "DIR"):
+        return [CompletionItem(incomplete, type="file")]
+    words = metavar.split("|") if "|" in metavar else []
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
 def _default_text(field: dataclasses.Field[Any]) -> str:
     if field.metadata["option"].required:
         return "  [required]"
@@ -55,14 +64,14 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
-# main() reads --debug from the arguments.
-_DEBUG: dict[str, Any] = {
-    "is_flag": True,
-    "expose_value": False,
-    "help": "Show the traceback of an error.",
-}
-debug_option = click.option("--debug", **_DEBUG)
+config_option = click.option(
+    "--config", type=click.Path(), help="YAML or TOML file of options; flags win."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+# main() reads --debug from the arguments.
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+)
 
 
 class ConfigCommand(click.Command):
@@ -71,55 +80,42 @@ class ConfigCommand(click.Command):
     def __init__(self, *args: Any, config: type, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.config = config
-        shared: list[click.Parameter] = [
-            click.Option(
-                ["--config"], metavar="PATH", help="YAML or TOML file of options; flags win."
-            ),
-            click.Option(["--debug"], **_DEBUG),
-        ]
-        self.params = [*config_options(config), *self.params, *shared]
+        self.params = [*config_options(config), *self.params]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section; those of the command itself close the last."""
-        records = {option.name: option.get_help_record(ctx) for option in self.get_params(ctx)}
-        names = {
-            section: [name for name in options if name in records]
-            for section, options in SECTIONS.items()
-        }
+        options = (each for each in self.get_params(ctx) if isinstance(each, click.Option))
+        records = {each.name: each.get_help_record(ctx) for each in options}
         # An option's name in OPTIONS may differ from its flag.
-        for field in dataclasses.fields(self.config):
-            if (name := field.metadata["name"]) != field.name:
-                for section, options in SECTIONS.items():
-                    names[section] = [each for each in names[section] if each != field.name]
-                    names[section] += [field.name] if name in options else []
-        known = {name for members in names.values() for name in members}
-        names["Run"].extend(str(name) for name in records if name not in known)
-        for section, members in names.items():
-            if rows := [row for name in members if (row := records[name])]:
+        fields = {each.metadata["name"]: each.name for each in dataclasses.fields(self.config)}
+        for section, members in SECTIONS.items():
+            names = [fields[name] for name in members if fields.get(name) in records]
+            if section == "Run":
+                names += [str(name) for name in records if name not in fields.values()]
+            if rows := [row for name in names if (row := records[name])]:
                 with formatter.section(section):
                     formatter.write_dl(rows)
 
 
 def config_command(
-    kind: type[Config],
-    *,
-    example: str,
-    name: str | None = None,
-    cls: type[ConfigCommand] = ConfigCommand,
+    kind: type[Config], *, example: str, name: str | None = None
 ) -> Callable[[Callable[[Config], None]], click.Command]:
     """Make a command of a function of a config, which is built from flags and a file."""
 
     def decorate(run: Callable[[Config], None]) -> click.Command:
-        def callback(config: str | None, **flags: Any) -> None:
-            run(merged(kind, config, flags))
-
-        return cls(
+        @click.command(
             name or run.__name__,
+            cls=ConfigCommand,
             config=kind,
-            callback=callback,
             help=run.__doc__,
             epilog=f"Example: {example}",
         )
+        @config_option
+        @debug_option
+        def command(config: str | None, **flags: Any) -> None:
+            run(merged(kind, config, flags))
+
+        return command
 
     return decorate
 
@@ -155,5 +151,5 @@ def _read_options(
     options: dict[str, Any] = {}
     problems: list[str] = []
     if config is not None:
-        options, problems = load_config_file(Path(os.path.expanduser(config)), kind)  # noqa: PTH111
+        options, problems = load_config_file(as_path(config), kind)
     return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems

@@ -8,10 +8,10 @@ from mlxtune.cli.options import debug_option
 
 
 @click.command(epilog="Example: mlxtune report out; mlxtune report out/a out/b --html both.html")
-@click.argument("runs", metavar="RUN [RUN]...", nargs=-1, required=True)
+@click.argument("runs", metavar="RUN [RUN]...", type=click.Path(), nargs=-1, required=True)
 @click.option(
     "--html",
-    metavar="FILE",
+    type=click.Path(),
     help="Page to write; default: report.html in the run's folder, comparison.html for several.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; the page only with --html.")

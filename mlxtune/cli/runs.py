@@ -8,7 +8,7 @@ from mlxtune.cli.options import debug_option, json_option
 
 
 @click.command(epilog="Example: mlxtune runs; mlxtune runs ~/adapters --sort val")
-@click.argument("folders", metavar="[DIR]...", nargs=-1)
+@click.argument("folders", metavar="[DIR]...", type=click.Path(), nargs=-1)
 @click.option(
     "--sort",
     type=click.Choice(["when", "name", "val", "train", "speed", "steps"]),

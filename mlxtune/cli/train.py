@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mlxtune.cli.options import ConfigCommand, given, merged
+from mlxtune.cli.options import ConfigCommand, config_option, debug_option, given, merged
 from mlxtune.config import TrainConfig
 
 
@@ -20,9 +20,12 @@ from mlxtune.config import TrainConfig
     is_flag=False,
     flag_value="",
     metavar="[DIR]",
+    type=click.Path(),
     help="Resume the run in a folder with its saved options; default: the checkpoint folder.",
 )
 @click.option("--dry-run", is_flag=True, help="Stop before the first step, and print the plan.")
+@config_option
+@debug_option
 def train(config: str | None, dry_run: bool, resume: str | None, **options: Any) -> None:
     """Train a LoRA adapter on chat data."""
     if resume is None:

@@ -8,10 +8,10 @@ from mlxtune.cli.options import debug_option, json_option
 
 
 @click.command(epilog="Example: mlxtune verify out --replay")
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", type=click.Path())
 @click.option("--replay", is_flag=True, help="Train again from the first checkpoint, and compare.")
 @click.option(
-    "--model-path", default="", metavar="PATH", help="Folder of the base model, if it has moved."
+    "--model-path", default="", type=click.Path(), help="Folder of the base model, if it has moved."
 )
 @json_option
 @debug_option
