@@ -12,7 +12,7 @@ import pytest
 
 import mlxtune
 from mlxtune.cli import COMMANDS
-from mlxtune.config import CONFIGS
+from mlxtune.cli.options import ConfigCommand
 from mlxtune.config.fields import flag
 from tests.paths import ROOT
 
@@ -42,9 +42,9 @@ def test_reference_holds_every_command_option_and_name(maker: ModuleType) -> Non
     text = maker.reference()
     for command in COMMANDS:
         assert f"\n### `mlxtune {command.name}`\n" in text
-    for config in CONFIGS:
-        for field in dataclasses.fields(config):
-            assert f"\n| `{flag(field.name)}` |" in text
+        if isinstance(command, ConfigCommand):
+            for field in dataclasses.fields(command.config):
+                assert f"\n| `{flag(field.name)}` |" in text
     for name in mlxtune.__all__:
         assert f"\n### `{name}`\n" in text
     assert "| `--epochs` | whole number, at least 1 | `1` | Passes over the training rows." in text

@@ -3,23 +3,30 @@
 Each field takes its help, its effect and its bounds from mlxtune.config.options.
 """
 
-from mlxtune.config.commands import BenchConfig, InspectConfig, PlanConfig
-from mlxtune.config.data import DataConfig
-from mlxtune.config.export import ExportConfig, FuseConfig, ImportConfig
-from mlxtune.config.file import CONFIGS, load_config_file
-from mlxtune.config.paths import as_path, user_cache
-from mlxtune.config.step import StepConfig
+from mlxtune.config.data import DataConfig, InspectConfig, user_cache
+from mlxtune.config.fields import as_path
+from mlxtune.config.file import load_config_file
 from mlxtune.config.training import (
+    BenchConfig,
     InstructConfig,
     InstructTrainingConfig,
+    PlanConfig,
     RunConfig,
     RunParts,
+    StepConfig,
     TrainConfig,
 )
-from mlxtune.config.use import ChatConfig, EvalConfig, GenerateConfig, UseConfig
+from mlxtune.config.use import (
+    ChatConfig,
+    EvalConfig,
+    ExportConfig,
+    FuseConfig,
+    GenerateConfig,
+    ImportConfig,
+    UseConfig,
+)
 
 __all__ = [
-    "CONFIGS",
     "BenchConfig",
     "ChatConfig",
     "DataConfig",

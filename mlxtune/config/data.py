@@ -1,22 +1,46 @@
-"""Options of reading data."""
+"""Options of the model, of reading data and of `inspect`, and the names of a row's fields."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
-from mlxtune.config.fields import Checked
+from mlxtune.config.fields import Checked, as_path
 from mlxtune.config.options import option
-from mlxtune.config.paths import as_path, user_cache
-from mlxtune.config.row_fields import parse_fields
+from mlxtune.errors import shorten
+
+ROW_NAMES = (
+    *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "history", "conversations", "text"),
+)
+MESSAGE_NAMES = ("role", "content", "from", "value")
+FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(Checked):
+    """Which base model is loaded, in which precision, and the memory that it may use."""
+
+    model_path: str = option("model_path", "")
+    _: dataclasses.KW_ONLY
+    trust_remote_code: bool = option("trust_remote_code", False)
+    memory_limit: float = option("memory_limit", 24.0)
+    dtype: str = option("dtype", "auto")
+    quantize: str | None = option("quantize", None)
+    double_quant: bool = option("double_quant", False)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.double_quant and self.quantize != "nf4":
+            problems += ["--double-quant goes with --quantize nf4: leave it out, or give both"]
+        return problems
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Checked):
-    """Which data is read, and how it is encoded, split and batched.
-
-    Raises ConfigError, with every problem at once.
-    """
+    """Which data is read, and how it is encoded, split and batched."""
 
     model_path: str = option("model_path", "")
     data: tuple[str, ...] = option("data", ())
@@ -63,3 +87,61 @@ class DataConfig(Checked):
         if self.cache_dir is not None:
             return as_path(self.cache_dir)
         return user_cache() / "encoded"
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectConfig(DataConfig):
+    """Options of `mlxtune inspect`. Raises ConfigError, with every problem at once."""
+
+    row: int | None = option("row", None)
+    json: bool = option("json", False)
+    html: str | None = option("html", None)
+    dump: str | None = option("dump", None)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        html, dump = self.html_path, self.dump_path
+        if html is not None and dump is not None and html.resolve() == dump.resolve():
+            problems += ["--html and --dump name the same file: choose another for one of them"]
+        return problems
+
+    @property
+    def html_path(self) -> Path | None:
+        """The page to write, or None."""
+        return None if self.html is None else as_path(self.html)
+
+    @property
+    def dump_path(self) -> Path | None:
+        """The file of examples to write, or None."""
+        return None if self.dump is None else as_path(self.dump)
+
+
+def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
+    """Parse `name=key` pairs: a field's name, and the key that the file uses for it.
+
+    Raises ValueError with one sentence for the first wrong pair.
+    """
+    fields: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, key = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{shorten(pair)} is not a pair such as prompt=question")
+        if name not in FIELD_NAMES:
+            close = difflib.get_close_matches(name, FIELD_NAMES, 1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            raise ValueError(
+                f"{shorten(name)} is not a field{hint} (known: {', '.join(FIELD_NAMES)})"
+            )
+        if name in fields:
+            raise ValueError(
+                f"{name} is given twice, as {shorten(fields[name])} and {shorten(key)}"
+            )
+        fields[name] = key
+    return fields
+
+
+def user_cache() -> Path:
+    """Return the folder that this user's runs share: encoded data, hashes, reserved memory."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_path("mlxtune"))

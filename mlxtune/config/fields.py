@@ -13,6 +13,7 @@ import reprlib
 import typing
 from collections.abc import Mapping
 from enum import Enum, auto
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -58,42 +59,42 @@ class Option:
     blank: bool = False
     if_empty: str = "is empty"
 
-    def read(self, value: Any, annotation: Any) -> tuple[Any, str | None]:
-        """Return a value converted to `annotation` and None, or None and what is wrong with it."""
+    def read(self, value: Any, annotation: Any) -> Any:
+        """Return a value converted to `annotation`. Raises ValueError with what is wrong with it.
+
+        The message starts with a verb; the caller puts the name of the option before it.
+        """
         if isinstance(value, int) and not isinstance(value, bool) and self.choices:
             value = str(value)  # as in `quantize: 4`
-        value, problem = self._convert(value, annotation)
-        if problem is None and value is not None:
-            problem = self._problem(value)
-        return (value, None) if problem is None else (None, problem)
-
-    def _convert(self, value: Any, annotation: Any) -> tuple[Any, str | None]:
         if isinstance(annotation, UnionType):
             if value is None:
-                return None, None
+                return None
             annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
+        value = self._convert(value, annotation)
+        self._check(value)
+        return value
+
+    def _convert(self, value: Any, annotation: Any) -> Any:
         if typing.get_origin(annotation) is tuple:
             return _read_items(value, blank=self.blank) if self.several else _read_names(value)
         if annotation is str:
-            is_text = isinstance(value, str | os.PathLike)
-            return (os.fspath(value), None) if is_text else (None, f"must be text, {_not(value)}")
+            if isinstance(value, str | os.PathLike):
+                return os.fspath(value)
+            raise ValueError(f"must be text, {_not(value)}")
         if annotation is bool:
-            is_bool = isinstance(value, bool)
-            return (value, None) if is_bool else (None, f"must be true or false, {_not(value)}")
+            if isinstance(value, bool):
+                return value
+            raise ValueError(f"must be true or false, {_not(value)}")
         return _read_number(value, annotation)
 
-    def _problem(self, value: Any) -> str | None:
-        """Return what is wrong with a value of the right type, or None."""
+    def _check(self, value: Any) -> None:
         empty = value == () and (self.required or not self.several)
         if empty or (isinstance(value, str) and not value.strip()):
-            return self.if_empty
+            raise ValueError(self.if_empty)
         if self.choices:
-            known = value in self.choices
-            return None if known else f"must be one of {', '.join(self.choices)}, {_not(value)}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"must be a finite number, not {value}"
+            for each in value if self.several else (value,):
+                if each not in self.choices:
+                    raise ValueError(f"must be one of {', '.join(self.choices)}, {_not(each)}")
         limits = (
             (self.at_least, "at least", operator.ge),
             (self.at_most, "at most", operator.le),
@@ -102,10 +103,7 @@ class Option:
         )
         for limit, name, holds in limits:
             if limit is not None and not holds(value, limit):
-                return f"must be {name} {limit:g}, not {_number_text(value)}"
-        if value >= _TOO_LARGE and isinstance(value, int):
-            return "must be below 2^63, not such a large number"
-        return None
+                raise ValueError(f"must be {name} {limit:g}, not {value}")
 
 
 def _not(value: Any) -> str:
@@ -115,50 +113,49 @@ def _not(value: Any) -> str:
     return f"not {short.repr(value)}"
 
 
-def _number_text(value: float) -> str:
-    # Python refuses to print an integer of thousands of digits.
-    huge = isinstance(value, int) and value.bit_length() > 64
-    return ("a negative number" if value < 0 else "such a large number") if huge else str(value)
-
-
-def _read_names(value: Any) -> tuple[Any, str | None]:
+def _read_names(value: Any) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        return None, f"must be names separated by commas, {_not(value)}"
-    return tuple(dict.fromkeys(name.strip() for name in names if name.strip())), None
+        raise ValueError(f"must be names separated by commas, {_not(value)}")
+    return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
-def _read_items(value: Any, *, blank: bool) -> tuple[Any, str | None]:
+def _read_items(value: Any, *, blank: bool) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # in a config file, in its natural form
         value = [f"{name}={key}" for name, key in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):
-        return None, f"must be text, or several texts, {_not(value)}"
+        raise ValueError(f"must be text, or several texts, {_not(value)}")
     texts = map(os.fspath, items)
-    return tuple(text for text in texts if (text if blank else text.strip())), None
+    return tuple(text for text in texts if blank or text.strip())
 
 
-def _read_number(value: Any, kind: type[int] | type[float]) -> tuple[Any, str | None]:
+def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
     problem = f"must be a {'whole number' if kind is int else 'number'}, {_not(value)}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None, problem
+        raise ValueError(problem)
     try:
         number = kind(value)
     except (ValueError, OverflowError):
-        return None, problem
-    return (
-        (number, None)
-        if kind is float or isinstance(value, str) or number == value
-        else (
-            None,
-            problem,
-        )
-    )
+        raise ValueError(problem) from None
+    if not isinstance(value, str) and kind is int and number != value:
+        raise ValueError(problem)
+    if kind is int and abs(number) >= _TOO_LARGE:
+        raise ValueError("must be a whole number between -2^63 and 2^63")
+    if not math.isfinite(number):
+        raise ValueError(f"must be a finite number, not {number}")
+    return number
 
 
 def flag(name: str) -> str:
     """Return the command-line flag of a field: `max_seq_len` is `--max-seq-len`."""
     return "--" + name.replace("_", "-")
+
+
+def as_path(text: str) -> Path:
+    """Return the path that an option names, with `~` and `~name` expanded."""
+    # Unlike Path.expanduser, leaves unknown names alone.
+    return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def field_types(config: type) -> dict[str, Any]:
@@ -173,17 +170,17 @@ class Checked:
     """A dataclass that converts and checks its fields, and reports all problems at once."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
         types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             option: Option = field.metadata["option"]
-            value, problem = option.read(getattr(self, field.name), types[field.name])
-            if problem is not None:
+            try:
+                value = option.read(getattr(self, field.name), types[field.name])
+            except ValueError as problem:
                 problems.append(f"{flag(field.name)} {problem}")
             else:
                 object.__setattr__(self, field.name, value)
-        if not problems:
-            problems = self.contradictions()
+        problems = problems or self.contradictions()
         if problems:
             raise ConfigError(problems)
 

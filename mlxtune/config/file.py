@@ -8,21 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.commands import BenchConfig, InspectConfig, PlanConfig
-from mlxtune.config.export import ExportConfig, FuseConfig, ImportConfig
-from mlxtune.config.training import TrainConfig
-from mlxtune.config.use import ChatConfig, EvalConfig, GenerateConfig
+from mlxtune.config.options import OPTIONS
 from mlxtune.errors import ConfigError
 
-# The configs of the commands.
-CONFIGS: tuple[type, ...] = (
-    *(TrainConfig, InspectConfig, BenchConfig, PlanConfig),
-    *(EvalConfig, GenerateConfig, ChatConfig),
-    *(FuseConfig, ExportConfig, ImportConfig),
-)
 
-
-def load_config_file(path: Path, config: type = TrainConfig) -> tuple[dict[str, Any], list[str]]:
+def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str]]:
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
     Returns the options of `config`, and a problem for each unknown option. Options of other
@@ -40,15 +30,14 @@ def load_config_file(path: Path, config: type = TrainConfig) -> tuple[dict[str, 
         return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
-    known = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
     own = {field.name for field in dataclasses.fields(config)}
     options, problems = {}, []
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in own:
             options[name] = value
-        elif name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+        elif name not in OPTIONS:
+            close = difflib.get_close_matches(name, own, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             problems.append(f"--config {path} has no option {key!r}{hint}")
     return options, problems

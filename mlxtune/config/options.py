@@ -12,7 +12,8 @@ from mlxtune.config.fields import Affects, Option
 
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
 
-# In the order of --help. Configs share an option if it means the same to them.
+# In the order of --help. Configs share an option if it means the same to them; a dot sets apart
+# one that means something else to some commands.
 SECTIONS: dict[str, dict[str, Option]] = {
     "Files": {
         "model_path": Option(
@@ -175,14 +176,14 @@ SECTIONS: dict[str, dict[str, Option]] = {
         ),
     },
     "Export": {
-        "export_format": Option(
+        "export.format": Option(
             "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat "
             "safetensors file.",
             COMMAND,
             choices=("mlx-lm", "peft", "gguf", "flat"),
             required=True,
         ),
-        "export_output": Option(
+        "export.output": Option(
             "Folder to write.", COMMAND, required=True, metavar="DIR", if_empty="is required"
         ),
         "dequantize": Option("Dequantise the base model's weights.", COMMAND),
@@ -273,7 +274,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             RESULT,
             choices=("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
         ),
-        "use_quantize": Option(
+        "use.quantize": Option(
             "Quantise the weights while loading; default: as in training.",
             COMMAND,
             choices=("none", "4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"),
@@ -329,10 +330,10 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Profile every Nth step, by phase and layer; 0 turns it off.", EXECUTION, at_least=0
         ),
         "track": Option(
-            "Also write the run to trackio, tensorboard or wandb; may be repeated.",
+            "Also write the run to a tracker; may be repeated.",
             EXECUTION,
             several=True,
-            metavar="NAME",
+            choices=("trackio", "tensorboard", "wandb"),
         ),
         "json": Option("Print JSON for programs; docs/inspect.md describes it.", COMMAND),
         "quiet": Option("Print warnings and errors only.", PLACES),

@@ -1,4 +1,4 @@
-"""Options of a run, and the parts that its modules take."""
+"""Options of a run and the parts that its modules take, and those of `plan` and `bench`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import DataConfig
-from mlxtune.config.fields import Checked
+from mlxtune.config.data import DataConfig, ModelConfig
+from mlxtune.config.fields import Checked, as_path
 from mlxtune.config.options import option
-from mlxtune.config.paths import as_path
 from mlxtune.config.ranks import init_problem, target_ranks
-from mlxtune.config.step import StepConfig
 from mlxtune.errors import ConfigError
 
-# Each is an extra of the package.
-TRACKERS = ("trackio", "tensorboard", "wandb")
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig(ModelConfig):
+    """Which base model is trained, in which precision and memory, and how steps are computed.
+
+    Only `dtype` and quantisation change what is learned.
+    """
+
+    quantized_compute: str = option("quantized_compute", "auto")
+    grad_checkpoint: str = option("grad_checkpoint", "auto")
+    compile: str = option("compile", "auto")
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.quantize == "nf4" and self.quantized_compute == "quantized":
+            problems += [
+                "--quantized-compute quantized: MLX has no products with nf4 weights: leave it out"
+            ]
+        return problems
+
+    def loading(self) -> dict[str, Any]:
+        """Return the keywords of `open_base` that load the base model as these options say."""
+        return {
+            "trust_remote_code": self.trust_remote_code,
+            "quantize": self.quantize,
+            "double_quant": self.double_quant,
+            "quantized_compute": self.quantized_compute,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(Checked):
-    """Where a run is written, what it prints and records, and how it shares the machine.
-
-    Raises ConfigError, with every problem at once.
-    """
+    """Where a run is written, what it prints and records, and how it shares the machine."""
 
     output: str = option("output", "adapters.safetensors")
     checkpoint_dir: str | None = option("checkpoint_dir", None)
@@ -36,19 +57,6 @@ class RunConfig(Checked):
     track: tuple[str, ...] = option("track", ())
     samples: int = option("samples", 3)
     quiet: bool = option("quiet", False)
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        if unknown := [name for name in self.trackers if name not in TRACKERS]:
-            names = ", ".join(map(repr, unknown))
-            problems += [f"--track must be one of {', '.join(TRACKERS)}, not {names}"]
-        return problems
-
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        """The names after --track, each once."""
-        names = (name.strip() for given in self.track for name in given.split(","))
-        return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def output_path(self) -> Path:
@@ -63,8 +71,24 @@ class RunConfig(Checked):
         return as_path(self.checkpoint_dir)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LoopConfig(Checked):
+    """What InstructTrainingConfig and TrainConfig share."""
+
+    schedule: str = option("schedule", "warmup-cosine")
+    warmup_fraction: float = option("warmup_fraction", 0.1)
+    lr_min: float = option("lr_min", 1e-6)
+    max_steps: int | None = option("max_steps", None)
+    order: str = option("order", "shuffle")
+    save_every: int = option("save_every", 1)
+    save_steps: int | None = option("save_steps", None)
+    save_minutes: float = option("save_minutes", 10.0)
+    keep: int = option("keep", 2)
+    on_nonfinite: str = option("on_nonfinite", "skip")
+
+
 @dataclasses.dataclass(frozen=True)
-class InstructTrainingConfig(Checked):
+class InstructTrainingConfig(_LoopConfig):
     """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
 
     `learning_rate` is the peak that the schedule scales; None takes the pipeline's.
@@ -74,30 +98,56 @@ class InstructTrainingConfig(Checked):
 
     epochs: int = option("epochs", 3)
     val_split: float = option("val_split", 0.2)
-    save_every: int = option("save_every", 1)
     early_stopping_patience: int = option("patience", 5)
     checkpoint_dir: str = option("checkpoint_dir", "checkpoints")
     seed: int = option("seed", 42)
     log_interval: int = option("log_every", 1)
     learning_rate: float | None = option("lr", None)
-    warmup_fraction: float = option("warmup_fraction", 0.1)
-    lr_min: float = option("lr_min", 1e-6)
     batch_size: int = option("batch_size", 4)
-    schedule: str = option("schedule", "warmup-cosine")
-    max_steps: int | None = option("max_steps", None)
-    order: str = option("order", "shuffle")
     val_rows: int = option("val_rows", 1000)
-    save_steps: int | None = option("save_steps", None)
-    save_minutes: float = option("save_minutes", 10.0)
-    keep: int = option("keep", 2)
-    on_nonfinite: str = option("on_nonfinite", "skip")
 
     def contradictions(self) -> list[str]:
         return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LoraConfig(Checked):
+    """What InstructConfig and TrainConfig share."""
+
+    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
+    num_layers: int | None = option("num_layers", None)
+    dropout: float = option("dropout", 0.0)
+    weight_decay: float = option("weight_decay", 0.01)
+    target_rank: tuple[str, ...] = option("target_rank", ())
+    rslora: bool = option("rslora", False)
+    dora: bool = option("dora", False)
+    lr_ratio: float = option("lr_ratio", 1.0)
+    init: str = option("init", "lora")
+    init_adapter: str | None = option("init_adapter", None)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        try:
+            target_ranks(self.target_rank)
+        except ConfigError as error:
+            problems += error.problems
+        if problem := init_problem(self.init):
+            return [*problems, problem]
+        if self.init != "lora" and self.dora:
+            problems.append(
+                f"--init {self.init} changes the weights whose row norms --dora trains: "
+                "leave one of them out"
+            )
+        if self.init != "lora" and self.init_adapter is not None:
+            problems.append(
+                f"--init {self.init} starts from the weights, --init-adapter from an adapter: "
+                "leave one of them out"
+            )
+        return problems
+
+
 @dataclasses.dataclass(frozen=True)
-class InstructConfig(Checked):
+class InstructConfig(_LoraConfig):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
     `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
@@ -112,41 +162,7 @@ class InstructConfig(Checked):
     epochs: int = option("epochs", 3)
     max_seq_len: int = option("max_seq_len", 512)
     gradient_clip_norm: float = option("max_grad_norm", 1.0)
-    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
-    num_layers: int | None = option("num_layers", None)
-    dropout: float = option("dropout", 0.0)
-    weight_decay: float = option("weight_decay", 0.01)
     seed: int = option("seed", 42)
-    target_rank: tuple[str, ...] = option("target_rank", ())
-    rslora: bool = option("rslora", False)
-    dora: bool = option("dora", False)
-    lr_ratio: float = option("lr_ratio", 1.0)
-    init: str = option("init", "lora")
-    init_adapter: str | None = option("init_adapter", None)
-
-    def contradictions(self) -> list[str]:
-        return super().contradictions() + _lora_problems(self)
-
-
-def _lora_problems(config: InstructConfig | TrainConfig) -> list[str]:
-    problems = []
-    try:
-        target_ranks(config.target_rank)
-    except ConfigError as error:
-        problems += error.problems
-    if problem := init_problem(config.init):
-        return [*problems, problem]
-    if config.init != "lora" and config.dora:
-        problems.append(
-            f"--init {config.init} changes the weights whose row norms --dora trains: "
-            "leave one of them out"
-        )
-    if config.init != "lora" and config.init_adapter is not None:
-        problems.append(
-            f"--init {config.init} starts from the weights, --init-adapter from an adapter: "
-            "leave one of them out"
-        )
-    return problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +181,7 @@ class RunParts:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(RunConfig, StepConfig, DataConfig):
+class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
     """Options of one run, for the command and for `mlxtune.recipes.train`.
 
     Strings are converted to a field's type, so that values may come from flags and config files
@@ -178,31 +194,11 @@ class TrainConfig(RunConfig, StepConfig, DataConfig):
     alpha: float = option("alpha", 16.0)
     lr: float = option("lr", 1e-4)
     epochs: int = option("epochs", 1)
-    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
-    schedule: str = option("schedule", "warmup-cosine")
-    warmup_fraction: float = option("warmup_fraction", 0.1)
-    lr_min: float = option("lr_min", 1e-6)
-    weight_decay: float = option("weight_decay", 0.01)
     max_grad_norm: float = option("max_grad_norm", 1.0)
     patience: int = option("patience", 5)
-    save_every: int = option("save_every", 1)
-    save_steps: int | None = option("save_steps", None)
-    save_minutes: float = option("save_minutes", 10.0)
-    keep: int = option("keep", 2)
-    on_nonfinite: str = option("on_nonfinite", "skip")
-    num_layers: int | None = option("num_layers", None)
-    dropout: float = option("dropout", 0.0)
-    max_steps: int | None = option("max_steps", None)
-    order: str = option("order", "shuffle")
-    target_rank: tuple[str, ...] = option("target_rank", ())
-    rslora: bool = option("rslora", False)
-    dora: bool = option("dora", False)
-    lr_ratio: float = option("lr_ratio", 1.0)
-    init: str = option("init", "lora")
-    init_adapter: str | None = option("init_adapter", None)
 
     def contradictions(self) -> list[str]:
-        problems = super().contradictions() + _lora_problems(self)
+        problems = super().contradictions()
         if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
             problems += [
                 f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
@@ -242,3 +238,48 @@ class TrainConfig(RunConfig, StepConfig, DataConfig):
             learning_rate=self.lr,
             log_interval=self.log_every,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """Options of `mlxtune plan`: those of a run, whose data may be missing."""
+
+    data: tuple[str, ...] = option(
+        "data", (), "Data to plan for; without it, one example of --max-seq-len.", required=False
+    )
+    json: bool = option("json", False, "Print JSON for programs; docs/plan.md describes it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig(StepConfig, DataConfig):
+    """Options of a benchmark of training steps; without `against`, only this package's."""
+
+    # Rows held out for validation would not be timed.
+    val_split: float = option("val_split", 0.0)
+    against: str | None = option("against", None)
+    steps: int = option("steps", 8)
+    repeats: int = option("repeats", 2)
+    json: str | None = option(
+        "json", None, "Write the report as JSON, - for stdout; docs/bench.md describes it."
+    )
+    rank: int = option("rank", 8)
+    alpha: float = option("alpha", 16.0)
+    lr: float = option("lr", 1e-4)
+    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
+    num_layers: int | None = option("num_layers", None)
+    order: str = option("order", "shuffle")
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.quantize == "nf4" and self.against is not None:
+            problems += [f"--against {self.against} has no nf4: use another --quantize"]
+        return problems
+
+    @property
+    def json_path(self) -> Path | None:
+        """The file to write, or None."""
+        return None if self.json in (None, "-") else as_path(str(self.json))
+
+    def training(self, dtype: str) -> TrainConfig:
+        """Return the options of the timed run: without clipping, as other trainers default."""
+        return self.part(TrainConfig, dtype=dtype, schedule="constant", max_grad_norm=0.0)

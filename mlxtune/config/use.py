@@ -1,40 +1,32 @@
-"""Options of the commands that run a model and its adapter after training."""
+"""Options of the commands that run a model and its adapter, or export and import adapters."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import DataConfig
-from mlxtune.config.fields import Checked
+from mlxtune.config.data import DataConfig, ModelConfig
+from mlxtune.config.fields import Checked, as_path
 from mlxtune.config.options import option
-from mlxtune.config.step import quantization_problems
 
-_SEED = "Sampling seed; default: a new one each time."
+_PROMPTS = "Data to take the prompts of the proof from; default: the run's own, or built-in ones."
+_PROOF_DTYPE = "Dtype of the proof; auto is the model's own on a GPU, else float32."
+_BASE = "Folder of the base model; default: the one that the adapter names."
+_JSON = "Print the certificate as JSON; docs/export.md describes it."
 
 
 @dataclasses.dataclass(frozen=True)
-class UseConfig(Checked):
+class UseConfig(ModelConfig):
     """Which model is used, with which adapter and which prompt format."""
 
-    model_path: str = option("model_path", "")
     adapter: str | None = option("adapter", None)
     template: str = option("template", "auto")
     thinking: str = option("thinking", "auto")
     merge_system: bool = option("merge_system", False)
-    memory_limit: float = option("memory_limit", 24.0)
-    dtype: str = option("dtype", "auto")
-    quantize: str | None = option("use_quantize", None)
-    double_quant: bool = option("double_quant", False)
-    trust_remote_code: bool = option("trust_remote_code", False)
+    quantize: str | None = option("use.quantize", None)
     max_new_tokens: int = option("max_new_tokens", 256)
     quiet: bool = option("quiet", False)
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        return problems + quantization_problems(
-            self.quantize, "auto", double_quant=self.double_quant
-        )
 
     def reading(self, **options: Any) -> DataConfig:
         """Return the options that read data as `train` reads it, with `options`."""
@@ -81,7 +73,7 @@ class _AskConfig(UseConfig):
     top_k: int = option("top_k", 0)
     top_p: float = option("top_p", 1.0)
     stop: tuple[str, ...] = option("stop", ())
-    seed: int | None = option("seed", None, _SEED)
+    seed: int | None = option("seed", None, "Sampling seed; default: a new one each time.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +96,51 @@ class GenerateConfig(_AskConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig(_AskConfig):
-    """Options of a conversation in the terminal.
+    """Options of a conversation in the terminal."""
 
-    Raises ConfigError, with every problem at once.
-    """
+
+@dataclasses.dataclass(frozen=True)
+class _ConvertConfig(Checked):
+    adapter: str = option("adapter", "", required=True)
+    output: str = option("export.output", "")
+    model_path: str | None = option("model_path", None, _BASE, required=False)
+    trust_remote_code: bool = option("trust_remote_code", False)
+    overwrite: bool = option("overwrite", False, "Replace an earlier result.")
+    quiet: bool = option("quiet", False)
+
+    @property
+    def output_path(self) -> Path:
+        """The folder to write."""
+        return as_path(self.output)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutgoingConfig(_ConvertConfig):
+    """What `fuse` and `export` share."""
+
+    data: tuple[str, ...] = option("data", (), _PROMPTS, required=False)
+    dtype: str = option("dtype", "auto", _PROOF_DTYPE)
+    json: bool = option("json", False, _JSON)
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseConfig(OutgoingConfig):
+    """Options of `mlxtune fuse`. Raises ConfigError, with every problem at once."""
+
+    dequantize: bool = option("dequantize", False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(OutgoingConfig):
+    """Options of `mlxtune export`. Raises ConfigError, with every problem at once."""
+
+    format: str = option("export.format", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportConfig(_ConvertConfig):
+    """Options of `mlxtune import`. Raises ConfigError, with every problem at once."""
+
+    adapter: str = option(
+        "adapter", "", "Adapter of mlx-lm or PEFT: its folder, or its weights.", required=True
+    )

@@ -87,7 +87,7 @@ def train(
     """
     parts = config.split()
     run = parts.run
-    check_trackers(run.trackers)
+    check_trackers(run.track)
     console = RunConsole(quiet=run.quiet, log_every=run.log_every, peak_gb=memory.peak_gb)
     folder = check_paths(parts.data, run)
     result = evaluation = None

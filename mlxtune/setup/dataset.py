@@ -14,8 +14,8 @@ from mlxtune.backend.model.model_folder import read_config, vocab_size
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig
+from mlxtune.config.data import parse_fields
 from mlxtune.config.options import OPTIONS
-from mlxtune.config.row_fields import parse_fields
 from mlxtune.core.data import findings, notes
 from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.cache import encode_file, key_of

@@ -20,8 +20,8 @@ from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.model_folder import find_folder
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig, as_path
-from mlxtune.config.export import ImportConfig, OutgoingConfig
 from mlxtune.config.options import OPTIONS
+from mlxtune.config.use import ImportConfig, OutgoingConfig
 from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.encode import EncodedExample
 from mlxtune.core.data.notes import Notes

@@ -128,8 +128,9 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     option = OPTIONS[name]
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
-    value, problem = option.read(value, field_types(TrainConfig)[name])
-    if problem:
+    try:
+        value = option.read(value, field_types(TrainConfig)[name])
+    except ValueError as problem:
         return f"{flag(name)} {problem}"
     own = tuple(own) if isinstance(own, list) else own
     if option.affects is Affects.LENGTH:

@@ -5,14 +5,18 @@ Each is an extra. Its package is checked before any work and imported when train
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mlxtune.config import RunConfig
 from mlxtune.errors import ConfigError
-from mlxtune.tracking.observer import TrackingObserver
-from mlxtune.tracking.tracker import Tracker
+from mlxtune.tracking.observer import TrackedRun, Tracker, TrackingObserver
+
+# The choices of --track.
+_CLASSES = {"trackio": "Trackio", "tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -33,18 +37,11 @@ def trackers_of(
 
     `warn` is called once for one that fails.
     """
-    return [TrackingObserver(name, _tracker(name), run, options, warn) for name in run.trackers]
+    names = dict.fromkeys(run.track)
+    return [TrackingObserver(name, partial(_open, name), run, options, warn) for name in names]
 
 
-def _tracker(name: str) -> Tracker:
-    if name == "tensorboard":
-        from mlxtune.tracking.tensorboard import TensorBoard
-
-        return TensorBoard()
-    if name == "wandb":
-        from mlxtune.tracking.wandb import WeightsAndBiases
-
-        return WeightsAndBiases()
-    from mlxtune.tracking.trackio import Trackio
-
-    return Trackio()
+def _open(name: str, run: TrackedRun) -> Tracker:
+    module = importlib.import_module(f"mlxtune.tracking.{name}")
+    tracker: Tracker = getattr(module, _CLASSES[name])(run)
+    return tracker

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlxtune.config import RunConfig
 from mlxtune.core.machine.files import read_json, write_json
@@ -25,38 +25,77 @@ from mlxtune.core.training.metrics import (
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.run_folder import TRACKING
 from mlxtune.errors import one_line
-from mlxtune.tracking.tracker import TrackedRun, Tracker, Value
 
+# Values of hyperparameters and results.
+Value = bool | int | float | str
+PROJECT = "mlxtune"
 _IDENTITY = re.compile("[0-9a-f]{8}")
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker knows it.
+
+    `identity` stays the same when the run is resumed. `folder` is that of its checkpoints, and
+    `step` the step that it is resumed after, 0 for a new run.
+    """
+
+    identity: str
+    name: str
+    folder: Path
+    step: int
+    hyperparameters: Mapping[str, Value]
+
+
+class Tracker(Protocol):
+    """Records a run elsewhere. It may raise anything: the run continues without it."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record values after a step."""
+
+    def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
+        """Close the run; `complete` is false for one that was interrupted or failed."""
+
+
 class TrackingObserver(TrainingObserver):
-    """Records a run in a tracker until that fails, which calls `warn` once."""
+    """Records a run in a tracker until that fails, which calls `warn` once.
+
+    `open_tracker` opens a new run, or resumes one.
+    """
 
     def __init__(
         self,
         name: str,
-        tracker: Tracker,
+        open_tracker: Callable[[TrackedRun], Tracker],
         run: RunConfig,
         options: Mapping[str, Any],
         warn: Callable[[str], None],
     ) -> None:
         self._warn = warn
         self._name = name
-        self._tracker = tracker
+        self._open = open_tracker
+        # None before the start, after the end, and once it has failed.
+        self._tracker: Tracker | None = None
         self._run = run
         self._options = options
         self._step = 0
         self._result: dict[str, Value] = {}
         self._complete = False
-        self._works = False
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         """Open the run; a resumed run that is new to the tracker is recorded from its start."""
-        self._works = True
-        self._try(lambda: self._start(run))
+        with self._until_failure():
+            tracked = self._tracked(run)
+            self._tracker = self._open(tracked)
+            for record in run.progress if not tracked.step else ():
+                if isinstance(record, StepRecord):
+                    self.on_step(record)
+                elif isinstance(record, ValidationRecord):
+                    self.on_validation(record.step, record.val_loss)
+                elif not isinstance(record, SkippedStep):
+                    self.on_epoch(record, False)
 
-    def _start(self, run: RunStart) -> None:
+    def _tracked(self, run: RunStart) -> TrackedRun:
         folder, step = self._run.checkpoint_path, run.progress.step
         identities: dict[str, Any] = {}
         if step:
@@ -67,7 +106,7 @@ class TrackingObserver(TrainingObserver):
         if is_new:
             identity = secrets.token_hex(4)
             write_json(folder / TRACKING, {**identities, self._name: identity})
-        tracked = TrackedRun(
+        return TrackedRun(
             identity=identity,
             # People know a run by the folder of its adapter.
             name=Path(os.path.abspath(self._run.output_path)).parent.name or "run",  # noqa: PTH100
@@ -75,14 +114,6 @@ class TrackingObserver(TrainingObserver):
             step=0 if is_new else step,
             hyperparameters=_hyperparameters(self._options, run),
         )
-        self._tracker.start(tracked)
-        for record in run.progress if is_new and step else ():
-            if isinstance(record, StepRecord):
-                self.on_step(record)
-            elif isinstance(record, ValidationRecord):
-                self.on_validation(record.step, record.val_loss)
-            elif not isinstance(record, SkippedStep):
-                self.on_epoch(record, False)
 
     def on_step(self, record: StepRecord) -> None:
         """Record a step."""
@@ -97,12 +128,11 @@ class TrackingObserver(TrainingObserver):
         }
         if record.memory:
             values["train/memory_gb"] = record.memory / 1e9
-        self._try(lambda: self._tracker.log(values, record.step))
+        self._log(values, record.step)
 
     def on_validation(self, step: int, loss: float) -> None:
         """Record a validation."""
-        values = {"val/loss": loss, "val/perplexity": perplexity(loss)}
-        self._try(lambda: self._tracker.log(values, step))
+        self._log({"val/loss": loss, "val/perplexity": perplexity(loss)}, step)
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
         """Record an epoch; its validation is recorded already."""
@@ -110,7 +140,7 @@ class TrackingObserver(TrainingObserver):
             "epoch/train_loss": metrics.train_loss,
             "epoch/samples_per_second": metrics.samples_per_sec,
         }
-        self._try(lambda: self._tracker.log(values, self._step))
+        self._log(values, self._step)
 
     def on_result(self, result: InstructTrainResult) -> None:
         """Keep the result for the end."""
@@ -127,17 +157,23 @@ class TrackingObserver(TrainingObserver):
 
     def on_end(self) -> None:
         """Close the run."""
-        self._try(lambda: self._tracker.finish(self._result, complete=self._complete))
-        self._works = False
+        if self._tracker is not None:
+            with self._until_failure():
+                self._tracker.finish(self._result, complete=self._complete)
+        self._tracker = None
 
-    def _try(self, call: Callable[[], None]) -> None:
-        if not self._works:
-            return
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        if self._tracker is not None:
+            with self._until_failure():
+                self._tracker.log(values, step)
+
+    @contextmanager
+    def _until_failure(self) -> Iterator[None]:
         try:
-            call()
+            yield
         # Each library has its own exceptions, and a run is worth more than its tracking.
         except Exception as error:  # noqa: BLE001
-            self._works = False
+            self._tracker = None
             self._warn(f"--track {self._name}: {one_line(error)}; training continues without it")
 
 
@@ -149,10 +185,8 @@ def _hyperparameters(options: Mapping[str, Any], run: RunStart) -> dict[str, Val
         "train_rows": run.train_rows,
         "val_rows_held_out": run.val_rows,
     }
-    return {name: _plain(value) for name, value in values.items() if value not in (None, ())}
-
-
-def _plain(value: Any) -> Value:
-    if isinstance(value, bool | int | float | str):
-        return value
-    return ",".join(map(str, value)) if isinstance(value, tuple) else json.dumps(value)
+    return {
+        name: ",".join(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value not in (None, ())
+    }

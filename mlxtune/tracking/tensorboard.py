@@ -11,20 +11,17 @@ from tensorboard.plugins.hparams import summary_v2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mlxtune.core.training.run_folder import TENSORBOARD
-from mlxtune.tracking.tracker import TrackedRun, Value
-
-_FLUSH_SECONDS = 10
+from mlxtune.tracking.observer import TrackedRun, Value
 
 
 class TensorBoard:
-    """Event files in a folder inside the run's own."""
+    """Event files in a folder inside the run's own.
 
-    def __init__(self) -> None:
-        self._writer: EventFileWriter | None = None
+    Opening a resumed run discards the events after the step that it is resumed after.
+    """
 
-    def start(self, run: TrackedRun) -> None:
-        """Open a file; in a resumed run, discard the events after the step it resumes from."""
-        self._writer = EventFileWriter(str(run.folder / TENSORBOARD), flush_secs=_FLUSH_SECONDS)
+    def __init__(self, run: TrackedRun) -> None:
+        self._writer = EventFileWriter(str(run.folder / TENSORBOARD), flush_secs=10)
         if run.step:
             restart = SessionLog(status=SessionLog.START)
             self._add(Event(step=run.step + 1, session_log=restart))
@@ -40,12 +37,10 @@ class TensorBoard:
 
     def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
         """Record the result at the last step, and close the file."""
-        assert self._writer is not None
         step = int(result.get("steps", 0))
         self.log({f"result/{name}": float(value) for name, value in result.items()}, step)
         self._writer.close()
 
     def _add(self, event: Event) -> None:
-        assert self._writer is not None
         event.wall_time = time.time()
         self._writer.add_event(event)

@@ -10,22 +10,19 @@ from typing import Any
 
 import trackio
 
-from mlxtune.tracking.tracker import PROJECT, TrackedRun, Value
+from mlxtune.tracking.observer import PROJECT, TrackedRun, Value
 
 
 class Trackio:
-    """A run of the project TRACKIO_PROJECT, `mlxtune` by default."""
+    """A run of the project TRACKIO_PROJECT, `mlxtune` by default.
 
-    def __init__(self) -> None:
-        self._run: Any = None
-        # The names and steps that a resumed run has already recorded.
-        self._known: set[tuple[str, int]] = set()
+    Trackio identifies runs by name, so the identity is in it.
+    """
 
-    def start(self, run: TrackedRun) -> None:
-        """Open or resume the run. Trackio identifies runs by name, so the identity is in it."""
+    def __init__(self, run: TrackedRun) -> None:
         project, name = os.environ.get("TRACKIO_PROJECT") or PROJECT, f"{run.name}-{run.identity}"
         with _no_stdout():
-            self._run = trackio.init(
+            self._run: Any = trackio.init(
                 project=project,
                 name=name,
                 config=dict(run.hyperparameters),
@@ -35,6 +32,8 @@ class Trackio:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
+        # The names and steps that a resumed run has already recorded.
+        self._known: set[tuple[str, int]] = set()
         if run.step:
             logs = trackio.SQLiteStorage.get_logs(project, name)
             self._known = {(name, int(row["step"])) for row in logs for name in row}

@@ -8,27 +8,25 @@ from typing import Any
 
 import wandb
 
-from mlxtune.tracking.tracker import PROJECT, TrackedRun, Value
+from mlxtune.tracking.observer import PROJECT, TrackedRun, Value
 
 
 class WeightsAndBiases:
     """A run of the project WANDB_PROJECT, `mlxtune` by default.
 
     Without a login it stays in files. It never prompts, and captures nothing from the terminal.
+
+    Raises RuntimeError if it must be online without a login.
     """
 
-    def __init__(self) -> None:
-        self._run: Any = None
-
-    def start(self, run: TrackedRun) -> None:
-        """Open or resume the run. Raises RuntimeError if it must be online without a login."""
+    def __init__(self, run: TrackedRun) -> None:
         mode = os.environ.get("WANDB_MODE")
         if mode in (None, "", "online"):
             logged_in = wandb.login(prompt=False, verify=False)
             if mode and not logged_in:
                 raise RuntimeError("WANDB_MODE is online without a login: run wandb login")
             mode = "online" if logged_in else "offline"
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or run.name,
             id=run.identity,

@@ -42,7 +42,7 @@ strict = true
     [("run.yaml", YAML), ("run.yml", YAML), ("run.toml", TOML), ("run.TOML", "\ufeff" + TOML)],
 )
 def test_yaml_and_toml_give_the_same_options(tmp_path: Path, name: str, content: str) -> None:
-    options, unknown = load_config_file(write(tmp_path, name, content))
+    options, unknown = load_config_file(write(tmp_path, name, content), TrainConfig)
 
     assert unknown == []
     expected = config(lr=1e-4, max_seq_len=64, targets=("q_proj", "k_proj"), strict=True)
@@ -63,7 +63,7 @@ def test_unknown_options_are_all_named_with_what_may_have_been_meant(
 ) -> None:
     path = write(tmp_path, name, content)
 
-    options, unknown = load_config_file(path)
+    options, unknown = load_config_file(path, TrainConfig)
 
     assert options == {"epochs": 2}
     assert unknown == [
@@ -98,7 +98,7 @@ def test_broken_config_file_is_one_line_that_names_it(
     path = write(tmp_path, name, content)
 
     with pytest.raises(ConfigError, match=reason) as raised:
-        load_config_file(path)
+        load_config_file(path, TrainConfig)
     assert str(raised.value).startswith(f"--config {path} ")
     assert "\n" not in str(raised.value)
 
@@ -108,18 +108,20 @@ def test_broken_config_file_is_one_line_that_names_it(
 def test_config_file_without_options_changes_nothing(
     tmp_path: Path, name: str, content: str
 ) -> None:
-    assert load_config_file(write(tmp_path, name, content)) == ({}, [])
+    assert load_config_file(write(tmp_path, name, content), TrainConfig) == ({}, [])
 
 
 def test_config_file_that_is_missing_or_a_folder_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read") as raised:
-            load_config_file(path)
+            load_config_file(path, TrainConfig)
         assert str(path) in str(raised.value)
 
 
 def test_wrong_value_in_a_config_file_is_named_by_its_option(tmp_path: Path) -> None:
-    options, _ = load_config_file(write(tmp_path, "run.yaml", "rank: many\nepochs: null\n"))
+    options, _ = load_config_file(
+        write(tmp_path, "run.yaml", "rank: many\nepochs: null\n"), TrainConfig
+    )
 
     with pytest.raises(ConfigError) as raised:
         config(**options)

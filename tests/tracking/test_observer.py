@@ -17,8 +17,8 @@ from mlxtune.config import RunConfig
 from mlxtune.core.training.run_folder import TRACKING, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
-from mlxtune.tracking.observer import TrackingObserver
-from mlxtune.tracking.tracker import TrackedRun, Value
+from mlxtune.tracking import trackers_of as make_observers
+from mlxtune.tracking.observer import TrackedRun, TrackingObserver, Value
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 from tests.models import sums, write_chat
 
@@ -32,8 +32,9 @@ class FakeTracker:
         self.logs: list[tuple[int, dict[str, float]]] = []
         self.ends: list[tuple[dict[str, Value], bool]] = []
 
-    def start(self, run: TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> FakeTracker:
         self.runs.append(run)
+        return self
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if step == self.fails_at:
@@ -54,7 +55,7 @@ def tracked(
         FakePipeline(),
         CORPUS,
         options(run / "checkpoints"),
-        observer=TrackingObserver("fake", tracker, config, asdict(config), warnings.append),
+        observer=TrackingObserver("fake", tracker.open, config, asdict(config), warnings.append),
         should_stop=lambda: trainer.progress.step == stop_at,
     )
     trainer.train(resume=find_resume_point(run / "checkpoints") if resume else None)
@@ -163,17 +164,26 @@ def test_tracker_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/epoch-2").is_dir()
 
 
-@pytest.mark.parametrize("given", ["wandb,tensorboard", ("wandb", "tensorboard,wandb")])
-def test_trackers_are_named_with_commas_or_one_by_one(given: Any) -> None:
-    config = TrainConfig("model", "data.jsonl", track=given)
-    assert config.trackers == ("wandb", "tensorboard")
+def test_tracker_that_cannot_be_opened_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    tracker.runs = None  # type: ignore[assignment]
+    (warning,) = tracked(tmp_path, tracker)
+    assert warning.startswith("--track fake: ")
+    assert not tracker.logs
+    assert not tracker.ends
+    assert (tmp_path / "checkpoints/epoch-2").is_dir()
+
+
+def test_tracker_given_twice_is_opened_once() -> None:
+    config = TrainConfig("model", "data.jsonl", track=("wandb", "tensorboard", "wandb"))  # type: ignore[arg-type]
+    assert len(make_observers(config, {}, print)) == 2
 
 
 def test_unknown_tracker_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(
         ConfigError, match="--track must be one of trackio, tensorboard, wandb, not"
     ):
-        TrainConfig("model", "data.jsonl", track="wandb,mlflow")
+        TrainConfig("model", "data.jsonl", track=("wandb", "mlflow"))
 
 
 def test_missing_package_is_an_error_before_any_work(
@@ -193,7 +203,7 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
     asked: list[tuple[tuple[str, ...], int]] = []
 
     def trackers_of(run: RunConfig, options: Any, warn: Any) -> list[TrackingObserver]:
-        asked.append((run.trackers, run.profile_interval))
+        asked.append((run.track, run.profile_interval))
         return []
 
     monkeypatch.setattr("mlxtune.recipes.train.check_trackers", lambda names: None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.row_fields import MESSAGE_NAMES, ROW_NAMES
+from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.core.data.bad_rows import BadRow, SkippedRows, json_type
 from mlxtune.core.data.conversation import (
     Conversation,
