@@ -16,18 +16,17 @@ from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig
 from mlxtune.config.data import parse_fields
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.data import findings, notes
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Document
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.datafiles import DataFiles, check_data_file, find_data_files
+from mlxtune.core.data.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, choose_template
 from mlxtune.core.machine.files import file_hash
 from mlxtune.core.reports import run_text
@@ -87,7 +86,7 @@ class Reader:
         if not self.template_source:
             render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]
             known = len(tokenizer.encode_batch([end])[0].ids) == 1
-            always = () if known else (Note(notes.NO_END_OF_TURN, end),)
+            always = {} if known else {NO_END_OF_TURN: end}
             return Encoder(lambda row: render(row, config.turns), tokenizer, always)
         template = ModelTemplate(
             ChatTemplate(self.template_source, tokenizer.special_tokens),
@@ -122,7 +121,7 @@ class Reader:
     def encode(self, path: Path) -> EncodedFile:
         """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
 
-        def encode(skipped: SkippedRows, notes: Notes) -> Iterator[EncodedRows]:
+        def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
             done = 0
             self._on_rows(path, done)
             for rows in self.encoder.encode(self.rows(path, skipped), skipped, notes):
@@ -204,8 +203,7 @@ def data_files(config: DataConfig) -> DataFiles:
     files = find_data_files(config.data_paths)
     if config.val_data_path is None:
         return files
-    check_data_file(config.val_data_path, "--val-data")
-    return DataFiles(files.train, (config.val_data_path,))
+    return DataFiles(files.train, find_data_files([config.val_data_path], "--val-data").train)
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:

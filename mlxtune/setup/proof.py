@@ -22,10 +22,9 @@ from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.options import OPTIONS
 from mlxtune.config.use import ImportConfig, OutgoingConfig
-from mlxtune.core.data.bad_rows import SkippedRows
-from mlxtune.core.data.encode import EncodedExample
-from mlxtune.core.data.notes import Notes
-from mlxtune.core.data.prompt import prompt_of
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.problems import RowTally, SkippedRows
+from mlxtune.core.data.prompt import last_answer, prompt_of
 from mlxtune.core.machine.files import file_hash, read_json, write_json
 from mlxtune.core.machine.output_folder import new_folder
 from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check, hashes
@@ -228,20 +227,20 @@ def _reading(config: OutgoingConfig, source: Source) -> dict[str, Any]:
 def _read_prompts(data: DataConfig, folder: Path) -> list[list[int]]:
     """Return the prompts of a few rows, as training encodes them. Raises DataError for none."""
     reader = Reader(data, folder)
-    examples: list[EncodedExample] = []
+    examples: list[Example] = []
     for path in data_files(data).all:
         skipped = SkippedRows(path)
         rows = islice(reader.rows(path, skipped), _ROWS)
-        for chunk in reader.encoder.encode(rows, skipped, Notes()):
-            examples += [of_row[-1] for _, of_row in chunk]
+        for chunk in reader.encoder.encode(rows, skipped, RowTally()):
+            examples += [of_row[-1] for of_row in chunk]
     if not examples:
         raise DataError(f"{', '.join(data.data)}: no row gives a prompt: name other --data")
     prompts = []
     for example in examples[:: max(len(examples) // _PROMPTS, 1)][:_PROMPTS]:
-        start = example.spans[-1][0]
+        start, _ = last_answer(example)
         # A plain text has no prompt; its first half serves as one.
-        end = start if start > 1 else max(len(example.ids) // 2, 1)
-        prompts.append(list(example.ids[:end])[:_LONGEST])
+        end = start if start > 1 else max(len(example) // 2, 1)
+        prompts.append(example.tokens[:end].tolist()[:_LONGEST])
     return prompts
 
 

@@ -35,8 +35,11 @@ packed = functools.partial(gzip.compress, mtime=0)
         (packed(bytes(range(256)) * 20), "is a binary file"),
         ('{"messages": []}\n'.encode("utf-16"), "is a binary file"),
         (b'[\n{"messages": []}\n]\n', "none of its 1 rows .*data.jsonl:1: no assist"),
-        (b'[\n{"messages": []\n]\n', "data.jsonl:3: not a valid JSON array"),
-        (b'{\n"messages": []\n}\n', "has a JSON object over several lines"),
+        (b'[\n{"messages": []\n]\n', "data.jsonl: not a valid JSON array .* at line 3, col"),
+        (
+            b'{\n"messages": []\n}\n',
+            "data.jsonl:1: a JSON object over several lines",
+        ),
         (b"PAR1 and nothing else", "is a damaged parquet file"),
         (b"\x80\x81\n\xfe\n", "none of its 2 rows .*data.jsonl:1: not UTF-8"),
         (b'{"messages": []}\n{"txt": "x"}\n3\n', "none of its 3 rows .*data.jsonl:1: no assist"),
@@ -68,8 +71,8 @@ def test_missing_file_is_named_with_its_option(train: Cli, tmp_path: Path, optio
 @pytest.mark.parametrize("option", ["--data", "--val-data"])
 def test_folder_in_place_of_a_file_is_refused(train: Cli, tmp_path: Path, option: str) -> None:
     said = {
-        "--data": "has no file to train on (it holds 'chat.jsonl'): name a file in it, or rename "
-        "one to any of train.jsonl, train.json, train.jsonl.gz, train.json.gz, train.parquet",
+        "--data": "has no file to train on: name a file in it, or rename one to any of "
+        "train.jsonl, train.json, train.jsonl.gz, train.json.gz, train.parquet",
         "--val-data": "is a folder: name a file in it",
     }
     assert train(option, tmp_path).error == f"{tmp_path}: {said[option]}"

@@ -111,13 +111,17 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
-        ([], "", "standard input: is empty"),
-        ([], " \n", "standard input: is empty"),
-        ([], b"\xff\xfe", "standard input: is not text in UTF-8 (byte 1)"),
+        ([], "", "standard input: not valid JSON"),
+        ([], " \n", "standard input: not valid JSON"),
+        ([], b"\xff\xfe", "standard input: not UTF-8 (byte 1)"),
         (["--prompt", " "], "", "--prompt is empty: give a message"),
         (["--prompt", "a", "--messages", "b"], "", "--prompt and --messages are both given"),
         (["--messages", "nowhere.json"], "", "nowhere.json: cannot be read: No such file"),
-        (["--messages", "-"], '[{"role":\n}]', "standard input:2: is not valid JSON"),
+        (
+            ["--messages", "-"],
+            '[{"role":\n}]',
+            "standard input: not valid JSON (Expecting value at",
+        ),
         (["--prompt", "a", "--top-p", 0], "", "--top-p must be above 0"),
         (["--prompt", "a", "--temperature", -1], "", "--temperature must be at least 0"),
         (["--prompt", "a", "--adapter", "nowhere"], "", "nowhere: has no adapters.safetensors"),

@@ -335,7 +335,7 @@ def test_saved_ledger_is_that_of_inspect_and_adds_up(
 ) -> None:
     long = [("user", "Hi"), ("assistant", "word " * 30)]
     late = [("user", "word " * 90), ("assistant", "end")]
-    file = write_chat(tmp_path / "a.jsonl", [*sums(9), "{", long, {"id": 1}, late, *sums(2)])
+    file = write_chat(tmp_path / "a.jsonl", [*sums(9), "{}}", long, {"id": 1}, late, *sums(2)])
     arguments = ["--data", file, "--max-seq-len", 64]
     found = json.loads(inspect(*arguments, "--json").out)
     assert train(*arguments, "--max-steps", 1).code == 0

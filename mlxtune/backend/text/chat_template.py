@@ -11,7 +11,7 @@ import jinja2
 
 from mlxtune.backend.text.template_costs import Harmful
 from mlxtune.backend.text.template_sandbox import render
-from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxtune.core.data.bad_rows import TOO_DEEP, BadRow, json_type
+from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -90,7 +90,6 @@ def _parse_message(position: int, message: Any) -> Message:
         return _parse_answer(message, fields, where)
     if not isinstance(content, str):
         raise BadRow("content is not text", f"{where} is {json_type(content)}")
-    _check_surrogates(fields, content, where)
     return Message(role, content, fields=fields)
 
 
@@ -143,7 +142,6 @@ def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -
         thinking = thinking or thought
     if not calls and not thinking and (not answer or answer.isspace()):
         raise BadRow("empty answer", where)
-    _check_surrogates(fields, content, where)
     return Message("assistant", content, calls, thinking, trained, fields)
 
 
@@ -192,8 +190,8 @@ def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return function
     try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
+        parsed = parse_json(arguments)
+    except BadRow:
         return function
     return function | {"arguments": parsed} if isinstance(parsed, dict) else function
 
@@ -207,44 +205,14 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return ()
     if present:
         raise BadRow("'system' differs from the system message")
-    check_text(text, "system")
     return (Message("system", text, fields={"role": "system", "content": text}),)
 
 
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Check and convert `tools`: a list of objects or its JSON text. Raises BadRow."""
     if isinstance(tools, str):
-        problem = BadRow("'tools' is text that is not JSON")
-        tools = parse_json(tools, problem, "tools") if tools.strip() else None
-    parsed = objects({"tools": tools}, "tools")
-    if parsed:
-        check_text(to_json(parsed), "tools")
-    return parsed
-
-
-def parse_json(text: str, problem: BadRow, where: str) -> Any:
-    """Return the value of JSON text. Raises `problem`, or BadRow if it is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise BadRow(TOO_DEEP, where) from error
-    except ValueError as error:
-        raise problem from error
-
-
-def _check_surrogates(fields: Mapping[str, Any], content: str, where: str) -> None:
-    if len(fields) > 2:
-        check_text(to_json(fields), where)
-    else:
-        check_text(content, where)
-
-
-def check_text(text: str, where: str) -> None:
-    """Raise BadRow for half a surrogate pair, which comes from a JSON escape or a bad byte."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRow("text holds half a surrogate pair", where) from error
+        tools = parse_json(tools, "'tools' is text that is not JSON") if tools.strip() else None
+    return objects({"tools": tools}, "tools")
 
 
 def to_json(value: Any) -> str:
@@ -252,7 +220,7 @@ def to_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
-        raise BadRow(TOO_DEEP) from error
+        raise BadRow("JSON nested too deeply") from error
 
 
 def objects(container: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.encode import EncodedExample, Example
+from mlxtune.core.data.encode import Example
 
 RowExamples = tuple[Example, ...]
 
@@ -48,37 +48,15 @@ class ExampleArrays:
     identities: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, examples: Sequence[Example]) -> ExampleArrays:
+    def of(cls, examples: Iterable[Example]) -> ExampleArrays:
         """Copy examples; adjacent ones with the same row number are one row."""
         rows = groupby(examples, key=lambda example: example.row)
-        identities = [
-            identity((each.tokens, each.assistant_mask) for each in row) for _, row in rows
-        ]
-        return cls(
-            np.concatenate([example.tokens for example in examples]).astype(np.int32),
-            np.concatenate([example.assistant_mask for example in examples]).astype(np.uint8),
-            np.cumsum([len(example) for example in examples], dtype=np.int64),
-            np.asarray([example.row for example in examples], dtype=np.int64),
-            np.asarray(identities, dtype=np.uint64),
-        )
+        return cls(**_columns_of([list(row) for _, row in rows]))
 
     @classmethod
     def open(cls, folder: Path) -> ExampleArrays:
-        """Map the files of ArraysWriter. Raises OSError or ValueError if they are incomplete."""
-        columns: dict[str, Any] = {
-            name: _map(folder / name, np.dtype(kind)) for name, kind in _COLUMNS.items()
-        }
-        arrays = cls(**columns)
-        total = int(arrays.ends[-1]) if len(arrays.ends) else 0
-        if not (
-            len(arrays.tokens) == len(arrays.mask) == total
-            and len(arrays.rows) == len(arrays.ends)
-            and len(arrays.identities) == arrays.num_rows
-        ):
-            raise ValueError("the columns differ in length")
-        if int(arrays.lengths.min(initial=1)) <= 0:
-            raise ValueError("an example is empty")
-        return arrays
+        """Map the files of ArraysWriter. Raises OSError."""
+        return cls(**{name: _map(folder / name, kind) for name, kind in _COLUMNS.items()})
 
     @property
     def num_rows(self) -> int:
@@ -132,13 +110,26 @@ class ExampleArrays:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def identity(examples: Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]) -> int:
+def _columns_of(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
+    """Return the columns of rows whose first token is number `start` of a file."""
+    examples = [example for row in rows for example in row]
+    columns = {
+        "tokens": np.concatenate([example.tokens for example in examples]),
+        "mask": np.concatenate([example.assistant_mask for example in examples]),
+        "ends": start + np.cumsum([len(example) for example in examples]),
+        "rows": np.array([example.row for example in examples]),
+        "identities": np.array([identity(row) for row in rows], dtype=np.uint64),
+    }
+    return {name: columns[name].astype(kind) for name, kind in _COLUMNS.items()}
+
+
+def identity(row: Iterable[Example]) -> int:
     """Return a 64-bit hash of the tokens and masks of a row's examples."""
     digest = hashlib.blake2b(digest_size=8)
-    for tokens, mask in examples:
-        digest.update(len(tokens).to_bytes(8, "little"))
-        digest.update(tokens.astype("<i4", copy=False).tobytes())
-        digest.update(mask.astype("<u1", copy=False).tobytes())
+    for example in row:
+        digest.update(len(example).to_bytes(8, "little"))
+        digest.update(example.tokens.astype("<i4", copy=False).tobytes())
+        digest.update(example.assistant_mask.astype("<u1", copy=False).tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -156,21 +147,13 @@ class ArraysWriter:
         for file in self._files.values():
             file.close()
 
-    def add(self, rows: Iterable[tuple[int, Sequence[EncodedExample]]]) -> None:
+    def add(self, rows: Sequence[Sequence[Example]]) -> None:
         """Write the examples of rows, in order."""
-        columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _COLUMNS}
-        for row, examples in rows:
-            arrays = [example.arrays() for example in examples]
-            ends = self._end + np.cumsum([len(tokens) for tokens, _ in arrays])
-            self._end = int(ends[-1])
-            columns["tokens"] += [tokens for tokens, _ in arrays]
-            columns["mask"] += [mask for _, mask in arrays]
-            columns["ends"].append(ends)
-            columns["rows"].append(np.full(len(arrays), row))
-            columns["identities"].append(np.array([identity(arrays)], dtype=np.uint64))
-        for name, kind in _COLUMNS.items():
-            if columns[name]:
-                self._files[name].write(np.concatenate(columns[name]).astype(kind).tobytes())
+        if rows:
+            columns = _columns_of(rows, self._end)
+            self._end = int(columns["ends"][-1])
+            for name, file in self._files.items():
+                file.write(columns[name].tobytes())
 
 
 class Corpus(Sequence[Example]):
@@ -354,7 +337,7 @@ def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)
 
 
-def _map(path: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+def _map(path: Path, kind: str) -> npt.NDArray[Any]:
     with path.open("rb") as file:
         # An empty file cannot be mapped.
         if not os.fstat(file.fileno()).st_size:

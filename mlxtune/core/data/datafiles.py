@@ -5,9 +5,7 @@ The first bytes decide what a file is, not its name.
 
 from __future__ import annotations
 
-import datetime
 import gzip
-import json
 import os
 import stat
 import zlib
@@ -17,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlxtune.core.data.bad_rows import TOO_DEEP, BadRow, json_type
-from mlxtune.errors import DataError, one_line, shorten
+from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.errors import DataError, one_line
 
 # File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
 _ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _UTF8_BOM = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD_BYTES = 8192
-# When the first line is not JSON, this much is read to see whether an object spans lines.
-_SPANNING_OBJECT_BYTES = 1 << 26
 # A small gzip file may unpack to any size.
 _MAX_LINE_BYTES, _MAX_ARRAY_BYTES = 1 << 26, 1 << 30
 _PARQUET_BATCH_ROWS = 256
@@ -56,12 +52,19 @@ def find_data_files(paths: Sequence[Path], option: str = "--data") -> DataFiles:
     train: list[Path] = []
     validation: list[Path] = []
     for path in paths:
-        if stat.S_ISDIR(_stat(path, option).st_mode):
-            files = _files_in(path, option)
-            train += files.train
-            validation += files.validation
-        else:
+        if not stat.S_ISDIR(_stat(path, option).st_mode):
             train.append(path)
+        elif option != "--data":
+            raise DataError(f"{path}: is a folder: name a file in it")
+        elif not (files := _file_named("train", path)):
+            names = ", ".join(f"train{ending}" for ending in _ENDINGS)
+            raise DataError(
+                f"{path}: has no file to train on: name a file in it, or rename one to any of "
+                f"{names}"
+            )
+        else:
+            train += files
+            validation += _file_named("valid", path)
     seen: dict[tuple[int, int], Path] = {}
     for path in (*train, *validation):
         info = _stat(path, option)
@@ -74,19 +77,9 @@ def find_data_files(paths: Sequence[Path], option: str = "--data") -> DataFiles:
     return DataFiles(tuple(train), tuple(validation))
 
 
-def check_data_file(path: Path, option: str = "--data") -> None:
-    """Raise DataError unless the file, or each in a folder, can be read and looks like data."""
-    is_folder = stat.S_ISDIR(_stat(path, option).st_mode)
-    files = _files_in(path, option) if is_folder else DataFiles((path,), ())
-    for file in files.all:
-        _head(file, option)
-
-
 def held_out_file(folder: Path) -> Path:
     """Return the folder's `test` file, or else its `valid` file. Raises DataError."""
-    with _reading(folder):
-        names = [path.name for path in folder.iterdir() if not path.is_dir()]
-    files = _file_named("test", folder, names) or _file_named("valid", folder, names)
+    files = _file_named("test", folder) or _file_named("valid", folder)
     if not files:
         raise DataError(
             f"{folder}: has neither test.jsonl nor valid.jsonl: name the file to evaluate"
@@ -109,12 +102,6 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
     return _array_rows(path) if _is_array(head) else _line_rows(path)
 
 
-def rows_are_lines(path: Path) -> bool:
-    """Return whether row numbers are line numbers. Raises DataError if the file is not data."""
-    head = _head(path)
-    return not head.startswith(_PARQUET) and not _is_array(head)
-
-
 # Paths
 
 
@@ -125,22 +112,15 @@ def _reading(path: Path, option: str = "--data") -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file: check {option}") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{path}: is a folder: name a file in it") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path}: is a damaged gzip file ({_printable(error)}): copy or compress it again"
+            f"{path}: is a damaged gzip file ({one_line(error)}): copy or compress it again"
         ) from error
     except DataError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise DataError(f"{path}: cannot be read: {reason or _printable(error)}") from error
-
-
-def _printable(error: Exception) -> str:
-    # Libraries quote the bytes that they cannot read.
-    return "".join(c if c.isprintable() else "\ufffd" for c in one_line(error))
+        raise DataError(f"{path}: cannot be read: {reason or one_line(error)}") from error
 
 
 def _stat(path: Path, option: str) -> os.stat_result:
@@ -152,44 +132,25 @@ def _stat(path: Path, option: str) -> os.stat_result:
     return info
 
 
-def _files_in(folder: Path, option: str) -> DataFiles:
-    if option != "--data":
-        raise DataError(f"{folder}: is a folder: name a file in it")
-    with _reading(folder, option):
-        names = sorted(f"{path.name}{'/' * path.is_dir()}" for path in folder.iterdir())
-    train, validation = (_file_named(stem, folder, names) for stem in ("train", "valid"))
-    if not train:
-        names_read = ", ".join(f"train{ending}" for ending in _ENDINGS)
-        holds = ", ".join(map(shorten, names[:8])) + ", …" * (len(names) > 8) or "nothing"
-        raise DataError(
-            f"{folder}: has no file to train on (it holds {holds}): name a file in it, "
-            f"or rename one to any of {names_read}"
-        )
-    return DataFiles(train, validation)
-
-
-def _file_named(stem: str, folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
+def _file_named(stem: str, folder: Path) -> list[Path]:
     """Return the folder's file with this stem, if it has one."""
-    matches = [name for ending in _ENDINGS if (name := stem + ending) in names]
+    with _reading(folder):
+        present = {path.name for path in folder.iterdir()}
+    matches = [name for ending in _ENDINGS if (name := stem + ending) in present]
     if len(matches) > 1:
         raise DataError(
             f"{folder}: holds {' and '.join(matches)}: keep one, or name the files to train on"
         )
-    return tuple(folder / name for name in matches)
+    return [folder / name for name in matches]
 
 
-def _head(path: Path, option: str = "--data") -> bytes:
+def _head(path: Path) -> bytes:
     """Return the first bytes, unzipped. Raises DataError when they are not data."""
-    with _reading(path, option), _open(path) as file:
+    with _reading(path), _open(path) as file:
         head = file.read(_HEAD_BYTES)
     if not head:
         raise DataError(f"{path}: is empty: it needs one JSON object per line")
-    if head.startswith(_PARQUET):
-        if isinstance(file, gzip.GzipFile):
-            raise DataError(
-                f"{path}: is gzipped parquet: unzip it, as parquet is compressed already"
-            )
-    elif b"\0" in head:
+    if b"\0" in head and not head.startswith(_PARQUET):
         raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
     return head
 
@@ -208,16 +169,10 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def _line_rows(path: Path) -> Iterator[NumberedRow]:
-    first = True
     for number, line in _lines(path):
         content = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
-        if not content or content.startswith(b"#"):
-            continue
-        parsed = _parse(content)
-        if first and isinstance(parsed, BadRow):
-            _refuse_object_over_lines(path)
-        first = False
-        yield number, parsed
+        if content and not content.startswith(b"#"):
+            yield number, _parse(content)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -234,36 +189,17 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow:
+    if line == b"{":
+        advice = "write each object on one line, or all of them as one JSON array"
+        return BadRow("a JSON object over several lines", advice)
     try:
-        return _object(json.loads(line.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        return BadRow("not UTF-8", f"byte {error.start + 1}")
-    except json.JSONDecodeError as error:
-        return BadRow("not valid JSON", f"{error.msg} at column {error.colno}")
-    except RecursionError:
-        return BadRow(TOO_DEEP)
-    except ValueError as error:  # a number with thousands of digits
-        return BadRow("not valid JSON", str(error))
+        return _object(parse_json(line))
+    except BadRow as problem:
+        return problem
 
 
 def _object(content: Any) -> dict[str, Any] | BadRow:
     return content if isinstance(content, dict) else BadRow("not a JSON object", json_type(content))
-
-
-def _refuse_object_over_lines(path: Path) -> None:
-    """Raise DataError if the file starts with an object written over several lines."""
-    with _reading(path), _open(path) as file:
-        head = file.read(_SPANNING_OBJECT_BYTES).removeprefix(_UTF8_BOM)
-    text = head.decode("utf-8", errors="replace").lstrip()
-    try:
-        content, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return
-    if isinstance(content, dict) and "\n" in text[:end]:
-        raise DataError(
-            f"{path}: has a JSON object over several lines: write each object on one line, "
-            "or all of them as one JSON array"
-        )
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
@@ -275,21 +211,12 @@ def _array_rows(path: Path) -> Iterator[NumberedRow]:
             "object per line instead, which are read one by one"
         )
     try:
-        elements = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8: save the file in UTF-8") from error
-    except json.JSONDecodeError as error:
+        elements = parse_json(content, "not a valid JSON array")
+    except BadRow as problem:
         raise DataError(
-            f"{path}:{error.lineno}: not a valid JSON array: {error.msg} at column {error.colno}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        # Python gives no position for deep nesting or a number with thousands of digits.
-        reason = TOO_DEEP if isinstance(error, RecursionError) else _printable(error)
-        raise DataError(
-            f"{path}: not a valid JSON array: {reason}: write one JSON object per line, "
-            "so that only the bad one is skipped"
-        ) from error
+            f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
+            "skipped"
+        ) from problem
     for number, element in enumerate(elements, start=1):
         yield number, _object(element)
 
@@ -300,38 +227,34 @@ def _array_rows(path: Path) -> Iterator[NumberedRow]:
 def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
     try:
         import pyarrow
-        from pyarrow import parquet
+        from pyarrow import parquet, types
     except ImportError as error:
         raise DataError(f"{path}: needs pyarrow: pip install 'mlxtune[parquet]'") from error
     number = 0
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
+            # Times hold no text to train on, and Python cannot represent all of them.
+            kinds = enumerate(file.schema_arrow.types)
+            columns = [i for i, kind in kinds if not types.is_temporal(kind)]
             for batch in file.iter_batches(_PARQUET_BATCH_ROWS):
-                for row in _batch_rows(batch):
+                for row in _batch_rows(batch.select(columns)):
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{path}: is a damaged parquet file ({_printable(error)}): copy or write it again"
+            f"{path}: is a damaged parquet file ({one_line(error)}): copy or write it again"
         ) from error
 
 
 def _batch_rows(batch: Any) -> list[dict[str, Any] | BadRow]:
     """Return the rows of a pyarrow RecordBatch; one by one if it cannot be converted as a whole."""
-    from pyarrow import types
-
     try:
         return [_plain(row) for row in batch.to_pylist(maps_as_pydicts="lossy")]
     except (ValueError, OverflowError) as error:
-        # Python's times are coarser and span fewer years, but these columns hold no text to train
-        # on.
-        other = [i for i, kind in enumerate(batch.schema.types) if not types.is_temporal(kind)]
-        if 0 < len(other) < batch.num_columns:
-            return _batch_rows(batch.select(other))
         if batch.num_rows > 1:
             return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
         utf8 = isinstance(error, UnicodeDecodeError)
-        return [BadRow("not UTF-8" if utf8 else "a value cannot be read", _printable(error))]
+        return [BadRow("not UTF-8" if utf8 else "a value cannot be read", one_line(error))]
 
 
 def _plain(value: Any) -> Any:
@@ -348,4 +271,4 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         # Bytes that are not text become halves of surrogate pairs, which are rejected when used.
         return value.decode("utf-8", errors="surrogateescape")
-    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+    return str(value)

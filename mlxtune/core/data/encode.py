@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,9 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.conversation import Conversation, Document, to_json
-from mlxtune.core.data.notes import CONTROL_TOKEN, DOUBLE_BOS, Note, Notes
+from mlxtune.core.data.problems import CONTROL_TOKEN, DOUBLE_BOS, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
@@ -109,51 +108,32 @@ class OffsetEncoding:
         return self.offsets[token][0]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedExample:
-    """The tokens of an example, and the [start, end) ranges of those that carry loss."""
-
-    ids: Sequence[int]
-    spans: Sequence[tuple[int, int]]
-
-    def arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """Return tokens (T,) and mask (T,)."""
-        tokens = np.asarray(self.ids, dtype=np.int32)
-        mask = np.zeros(len(tokens), dtype=np.uint8)
-        for start, end in self.spans:
-            mask[start:end] = 1
-        return tokens, mask
-
-
 def _texts(row: Conversation | Document) -> Iterator[str]:
     """Yield all text from the data, as opposed to the template's."""
     if isinstance(row, Document):
         yield row.text
         return
     for message in row.messages:
-        yield message.content
-        yield message.thinking
-        if message.tool_calls:
-            yield to_json(message.tool_calls)
+        yield to_json(message.fields) if len(message.fields) > 2 else message.content
     if row.tools:
         yield to_json(row.tools)
 
 
-# The numbers of some rows, each with its examples.
-EncodedRows = list[tuple[int, list[EncodedExample]]]
+# Some rows, each as its examples.
+EncodedRows = list[list[Example]]
 
 
 @dataclass
 class Encoder:
-    """Turns rows into examples. `notes` are added to every conversation."""
+    """Turns rows into examples. `notes` are those on every conversation."""
 
     template: Template
     tokenizer: Tokenizer
-    notes: tuple[Note, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
 
     def encode(
-        self, rows: Iterable[Conversation | Document], skipped: SkippedRows, notes: Notes
+        self, rows: Iterable[Conversation | Document], skipped: SkippedRows, notes: RowTally
     ) -> Iterator[EncodedRows]:
         """Yield the examples of a few rows at a time; rows that give none are added to `skipped`.
 
@@ -170,27 +150,30 @@ class Encoder:
                     yield list(self._check(pending.result(), skipped, notes))
                 if not chunk:
                     return
-                pending = tokenizing.submit(self._tokenize_rows, rendered)
+                pending = tokenizing.submit(self._tokenize, rendered)
 
     def _render(
         self,
         rows: Iterable[Conversation | Document],
         control: re.Pattern[str],
         skipped: SkippedRows,
-        notes: Notes,
+        notes: RowTally,
     ) -> Iterator[tuple[int, Rendering]]:
         for row in rows:
             try:
+                text = "\0".join(_texts(row))
+                _check_surrogates(text)
                 rendering = self._render_row(row)
             except BadRow as problem:
                 skipped.add(row.row, problem)
                 continue
-            row_notes = list(rendering.notes)
-            if written := next(filter(None, map(control.search, _texts(row))), None):
-                row_notes.append(Note(CONTROL_TOKEN, written.group()))
+            found = dict(rendering.notes)
+            if written := control.search(text):
+                found[CONTROL_TOKEN] = written.group()
             if isinstance(row, Conversation):
-                row_notes += self.notes
-            notes.add(row.row, row_notes)
+                found |= self.notes
+            for kind, detail in found.items():
+                notes.count(row.row, kind, detail)
             yield row.row, rendering
 
     def _render_row(self, row: Conversation | Document) -> Rendering:
@@ -201,36 +184,46 @@ class Encoder:
         return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
 
     def _check(
-        self, rows: EncodedRows, skipped: SkippedRows, notes: Notes
-    ) -> Iterator[tuple[int, list[EncodedExample]]]:
+        self, rows: EncodedRows, skipped: SkippedRows, notes: RowTally
+    ) -> Iterator[list[Example]]:
         bos = self.tokenizer.bos_id
-        for row, examples in rows:
-            if bos is not None and any(list(one.ids[:2]) == [bos, bos] for one in examples):
-                notes.add(row, [Note(DOUBLE_BOS)])
-            if any(start < end for one in examples for start, end in one.spans):
-                yield row, examples
+        for examples in rows:
+            row = examples[0].row
+            if bos is not None and any(one.tokens[:2].tolist() == [bos, bos] for one in examples):
+                notes.count(row, DOUBLE_BOS)
+            if any(one.assistant_mask.any() for one in examples):
+                yield examples
             else:
                 skipped.add(row, BadRow("the tokenizer gives no token for the answer"))
 
-    def _tokenize_rows(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
-        tokenized = self._tokenize([text for _, row in rendered for text in row.texts])
-        return [(n, [one for _ in row.texts for one in next(tokenized)]) for n, row in rendered]
+    def _tokenize(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
+        texts = [text.text for _, rendering in rendered for text in rendering.texts]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        return [
+            [
+                example
+                for text in rendering.texts
+                for example in self._examples(row, text, next(encoded))
+            ]
+            for row, rendering in rendered
+        ]
 
-    def _tokenize(self, rendered: Sequence[Rendered]) -> Iterator[list[EncodedExample]]:
-        """Yield the examples of each text: one, or one for each of its turns.
+    def _examples(self, row: int, text: Rendered, whole: Encoding) -> Iterator[Example]:
+        """Yield the examples of a text: one, or one for each of its turns.
 
         A text is tokenised as a whole. It is one example if it shows the tokens of every turn's
         prompt as inference will give them. If not, because a token crosses an edge of an answer,
         each turn is an example: the tokens of its prompt, then those of its answer.
         """
-        encoded = self.tokenizer.encode_batch([text.text for text in rendered])
-        for text, whole in zip(rendered, encoded, strict=True):
-            ranges = [self._token_span(text.text, whole, span) for span in text.spans]
-            spans = [span for span in ranges if span is not None]
-            if len(spans) == len(ranges):
-                yield [self._with_bos_and_end(text, EncodedExample(whole.ids, spans))]
-            else:
-                yield [self._with_bos_and_end(text, turn) for turn in self._split_turns(text)]
+        ranges = [self._token_span(text.text, whole, span) for span in text.spans]
+        spans = [span for span in ranges if span is not None]
+        if len(spans) == len(ranges):
+            yield self._example(row, text, whole.ids, spans)
+            return
+        prompts = self.tokenizer.encode_batch([text.text[:start] for start, _ in text.spans])
+        for prompt, (start, end) in zip(prompts, text.spans, strict=True):
+            ids = [*prompt.ids, *self._continuation(text.text[start:end])]
+            yield self._example(row, text, ids, [(len(prompt.ids), len(ids))])
 
     def _token_span(
         self, text: str, whole: Encoding, span: tuple[int, int]
@@ -258,14 +251,6 @@ class Encoder:
             self._tails[tail] = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
         return self._tails[tail]
 
-    def _split_turns(self, text: Rendered) -> Iterator[EncodedExample]:
-        prompts = self.tokenizer.encode_batch([text.text[:start] for start, _ in text.spans])
-        for prompt, (start, end) in zip(prompts, text.spans, strict=True):
-            answer = self._continuation(text.text[start:end])
-            yield EncodedExample(
-                [*prompt.ids, *answer], [(len(prompt.ids), len(prompt.ids) + len(answer))]
-            )
-
     def _continuation(self, answer: str) -> Sequence[int]:
         """Return the tokens of a text that continues a sequence.
 
@@ -278,13 +263,25 @@ class Encoder:
                 return encoded.ids[boundary:]
         return self.tokenizer.encode_batch([answer])[0].ids
 
-    def _with_bos_and_end(self, text: Rendered, one: EncodedExample) -> EncodedExample:
-        """Add BOS before an example unless it is there, and the end-of-text token after it."""
-        ids, spans = one.ids, one.spans
-        if text.add_end and self.tokenizer.eos_id is not None:
-            ids, spans = [*ids, self.tokenizer.eos_id], [*spans, (len(ids), len(ids) + 1)]
-        bos = self.tokenizer.bos_id
-        if text.add_bos and bos is not None and (not ids or ids[0] != bos):
-            ids, spans = [bos, *ids], [(start + 1, end + 1) for start, end in spans]
-        # Nothing predicts the first token, so it carries no loss.
-        return EncodedExample(ids, [(max(start, 1), max(end, 1)) for start, end in spans])
+    def _example(
+        self, row: int, text: Rendered, ids: Sequence[int], spans: Iterable[tuple[int, int]]
+    ) -> Example:
+        """Add BOS before the tokens unless it is there, and the end-of-text token after them."""
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
+        before = [bos] if text.add_bos and bos is not None and (not ids or ids[0] != bos) else []
+        after = [eos] if text.add_end and eos is not None else []
+        tokens = np.array([*before, *ids, *after], dtype=np.int32)
+        mask = np.zeros(len(tokens), dtype=np.uint8)
+        for start, end in spans:
+            mask[len(before) + start : len(before) + end] = 1
+        mask[len(tokens) - len(after) :] = 1
+        mask[:1] = 0  # nothing predicts the first token
+        return Example(row, tokens, mask)
+
+
+def _check_surrogates(text: str) -> None:
+    """Raise BadRow for half a surrogate pair, which comes from a JSON escape or a bad byte."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow("text holds half a surrogate pair") from error

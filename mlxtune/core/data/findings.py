@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.notes import ADVICE, DUPLICATE, ERRORS, LEAK, Note, RowTally
+from mlxtune.core.data.problems import ADVICE, DUPLICATE, ERRORS, LEAK, RowTally
 
 _PLACES = 5
 
@@ -80,13 +80,13 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
         file, row = corpus.place_of(int(index))
         other, other_row = corpus.place_of(int(original[index]))
         detail = f"same as {files[other].skipped.path}:{other_row}"
-        files[file].notes.add(row, [Note(DUPLICATE, detail)])
+        files[file].notes.count(row, DUPLICATE, detail)
 
 
 def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
     for index in np.flatnonzero(np.isin(validation.identities, corpus.identities)):
         file, row = validation.place_of(int(index))
-        files[file].notes.add(row, [Note(LEAK)])
+        files[file].notes.count(row, LEAK)
 
 
 def _findings(

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows, json_type
 from mlxtune.core.data.conversation import (
     Conversation,
     Document,
-    check_text,
     parse_conversation,
-    parse_json,
     parse_tools,
 )
-from mlxtune.core.data.datafiles import read_objects, rows_are_lines
+from mlxtune.core.data.datafiles import read_objects
+from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
@@ -71,7 +69,11 @@ def read_rows(
                 if recognised is None:
                     raise _missing_keys(content, renamed, file_format, fields)
                 if file_format is not None:
-                    raise _mixed(path, row, recognised, name, since)
+                    raise DataError(
+                        f"{path}:{row}: is in the {recognised} format, but the file is in {name} "
+                        f"since row {since}: give each format its own file, or name one with "
+                        "--format to skip the others"
+                    )
                 name, since, file_format = recognised, row, FORMATS[recognised]
             converted = file_format.convert(row, renamed)
         except BadRow as problem:
@@ -83,14 +85,6 @@ def read_rows(
 def recognise(content: JsonObject) -> str | None:
     """Return the name of the format whose keys the row has, or None."""
     return next((name for name in _PRECEDENCE if FORMATS[name].fits(content)), None)
-
-
-def _mixed(path: Path, row: int, other: str, name: str, since: int) -> DataError:
-    unit = "line" if rows_are_lines(path) else "row"
-    return DataError(
-        f"{path}:{row}: is in the {other} format, but the file is in {name} since {unit} "
-        f"{since}: give each format its own file, or name one with --format to skip the others"
-    )
 
 
 def _missing_keys(
@@ -227,7 +221,7 @@ def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
     if isinstance(value, str):
-        value = parse_json(value, BadRow("a function_call is not JSON", where), where)
+        value = parse_json(value, "a function_call is not JSON")
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -241,7 +235,6 @@ def _from_text(row: int, content: JsonObject) -> Document:
         raise BadRow("'text' is not text", json_type(text))
     if not text or text.isspace():
         raise BadRow("empty text")
-    check_text(text, "text")
     return Document(row, text)
 
 

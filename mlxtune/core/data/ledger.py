@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.corpus import ExampleArrays
-from mlxtune.core.data.notes import TRUNCATED_ANSWER, Note, Notes
+from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
 
 
 @dataclass
@@ -66,7 +65,7 @@ class EncodedFile:
 
     arrays: ExampleArrays
     skipped: SkippedRows
-    notes: Notes
+    notes: RowTally
 
     def account(self, max_seq_len: int) -> Ledger:
         """Return the ledger with every example truncated at `max_seq_len`.
@@ -86,7 +85,7 @@ class EncodedFile:
             self._skip(int(index), max_seq_len)
         numbers = arrays.rows[arrays.first_of_row[:-1]]
         for row in numbers[kept_rows & cut_answers]:
-            self.notes.add(int(row), [Note(TRUNCATED_ANSWER)])
+            self.notes.count(int(row), TRUNCATED_ANSWER)
         kept = int(kept_rows.sum())
         return Ledger(
             path=str(self.skipped.path),

@@ -20,16 +20,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.notes import (
+from mlxtune.core.data.problems import (
     DROPPED_CONTENT,
     DROPPED_SYSTEM,
     DROPPED_THINKING,
     DROPPED_TOOLS,
     MERGED_SYSTEM,
     NO_PROMPT,
-    Note,
+    BadRow,
 )
 from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
 
@@ -126,7 +125,7 @@ class ModelTemplate:
 
         Raises BadRow if the template refuses the conversation or an answer cannot be located.
         """
-        notes: list[Note] = []
+        notes: dict[str, str] = {}
         prepared = self._prepared(conversation, notes)
         # Positions in messages to the user count a merged message too.
         first = 1 + len(conversation.messages) - len(prepared.messages)
@@ -139,18 +138,18 @@ class ModelTemplate:
         whole = turns[-1].text
         if all(whole.startswith(turn.prompt + turn.answer) for turn in turns):
             spans = tuple(turn.span for turn in turns)
-            return Rendering((Rendered(whole, spans, add_bos=False),), tuple(notes))
+            return Rendering((Rendered(whole, spans, add_bos=False),), notes)
         several = (
             Rendered(turn.prompt + turn.answer, (turn.span,), add_bos=False) for turn in turns
         )
-        return Rendering(tuple(several), tuple(notes))
+        return Rendering(tuple(several), notes)
 
-    def _prepared(self, conversation: Conversation, notes: list[Note]) -> Conversation:
+    def _prepared(self, conversation: Conversation, notes: dict[str, str]) -> Conversation:
         """Return the conversation in the layout that the template reads."""
         messages = conversation.messages
         if messages[0].role == "system" and not self._shows_system:
             if messages[0].content.strip():
-                notes.append(Note(MERGED_SYSTEM if self.merge_system else DROPPED_SYSTEM))
+                notes[MERGED_SYSTEM if self.merge_system else DROPPED_SYSTEM] = ""
             if self.merge_system:
                 messages = _merged(messages)
         if self._thinking_field is not None:
@@ -178,13 +177,15 @@ class ModelTemplate:
         fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
         return _with_content(message, content, **fields)
 
-    def _turns(self, conversation: Conversation, notes: list[Note], first: int) -> Iterator[_Turn]:
+    def _turns(
+        self, conversation: Conversation, notes: dict[str, str], first: int
+    ) -> Iterator[_Turn]:
         thinks = self._thinks(conversation)
         chosen = supervised_turns(conversation, self.turns)
         for position in chosen:
             if position == 0 and len(chosen) > 1:
                 # Without a message before it, inference never generates it.
-                notes.append(Note(NO_PROMPT))
+                notes[NO_PROMPT] = ""
                 continue
             if position == 0:
                 raise BadRow("the conversation is an assistant turn without a prompt before it")
@@ -197,7 +198,7 @@ class ModelTemplate:
                 )
                 if has_prompt or position == chosen[-1]:
                     raise
-                notes.append(Note(NO_PROMPT))
+                notes[NO_PROMPT] = ""
                 continue
             content = _content_after_thinking(message)
             # The content comes last; look for the thinking outside it, as it may be quoted there.
@@ -205,16 +206,16 @@ class ModelTemplate:
                 turn.answer.rpartition(content) if content else (turn.answer, "", "")
             )
             if message.tool_calls and content and not shown:
-                notes.append(Note(DROPPED_CONTENT, where))
+                notes[DROPPED_CONTENT] = where
             if (
                 message.thinking
                 and message.thinking not in before
                 and message.thinking not in after
             ):
-                notes.append(Note(DROPPED_THINKING, where))
+                notes[DROPPED_THINKING] = where
             yield turn
         if conversation.tools and _is_left_out(conversation.tools[0], turn.prompt):
-            notes.append(Note(DROPPED_TOOLS))
+            notes[DROPPED_TOOLS] = ""
 
     def _turn(
         self, conversation: Conversation, position: int, thinks: bool | None, where: str

@@ -10,7 +10,6 @@ end                                                                             
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows, json_type
 from mlxtune.core.data.conversation import Conversation, parse_conversation
 from mlxtune.core.data.encode import Encoder, Example
-from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
 from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
@@ -75,17 +73,23 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
 
 def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:
     skipped = SkippedRows(Path())
-    rows = [row for rows in encoder.encode([conversation], skipped, Notes()) for row in rows]
+    rows = [row for rows in encoder.encode([conversation], skipped, RowTally()) for row in rows]
     for problem in skipped.problems.values():
         raise problem
-    ((_, examples),) = rows
-    start, end = examples[-1].spans[-1]
-    ids = examples[-1].ids
-    before, last = tuple(ids[:start]), int(ids[end - 1])
+    ((*_, example),) = rows
+    start, end = last_answer(example)
+    before, last = tuple(example.tokens[:start].tolist()), int(example.tokens[end - 1])
     if last in encoder.tokenizer.control_ids:
         return Prompt(before, last)
     written = encoder.template(conversation).texts[-1]
     return Prompt(before, None, written.text[slice(*written.spans[-1])].rpartition(_ANSWER)[2])
+
+
+def last_answer(example: Example) -> tuple[int, int]:
+    """Return the [start, end) range of the last tokens that carry loss."""
+    edges = np.flatnonzero(np.diff(example.assistant_mask.astype(np.int8), prepend=0, append=0))
+    start, end = edges[-2:].tolist()
+    return start, end
 
 
 def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
@@ -93,10 +97,8 @@ def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
 
     None if it has no prompt, as plain text has none, or its end was truncated.
     """
-    tokens, mask = row[-1].tokens, row[-1].assistant_mask
-    supervised = np.flatnonzero(mask)
-    end = int(supervised[-1]) + 1
-    start = end - int(np.argmin(mask[:end][::-1])) if not mask[:end].all() else 0
+    tokens = row[-1].tokens
+    start, end = last_answer(row[-1])
     last = int(tokens[end - 1])
     if start < 2 or last not in ends:
         return None
@@ -112,18 +114,9 @@ def parse_content(content: bytes, where: str) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise DataError(f"{where}: is larger than {MAX_BYTES >> 20} MiB: give one conversation")
     try:
-        value = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not text in UTF-8 (byte {error.start + 1})") from error
-    except json.JSONDecodeError as error:
-        if not content.removeprefix(codecs.BOM_UTF8).strip():
-            raise DataError(f"{where}: is empty: give a list of messages") from error
-        problem = f"is not valid JSON: {error.msg} at column {error.colno}"
-        if error.msg == "Extra data":
-            problem = "holds more than one JSON value: give one conversation"
-        raise DataError(f"{where}:{error.lineno}: {problem}") from error
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"{where}: is not valid JSON: nested too deeply or too long") from error
+        value = parse_json(content.removeprefix(codecs.BOM_UTF8))
+    except BadRow as problem:
+        raise DataError(f"{where}: {problem}: give one list of messages") from problem
     if isinstance(value, list):
         return {"messages": value}
     if not isinstance(value, dict):

@@ -9,13 +9,12 @@ it and the newline behind it are context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.conversation import Conversation, Message, to_json
-from mlxtune.core.data.notes import DROPPED_THINKING, Note
+from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,13 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The texts of a row: one with every supervised turn in it, or one for each turn."""
+    """The texts of a row: one with every supervised turn in it, or one for each turn.
+
+    `notes` are the kinds of problems in the row, each with a detail that may be empty.
+    """
 
     texts: tuple[Rendered, ...]
-    notes: tuple[Note, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 # Raises BadRow.
@@ -156,7 +158,7 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
     ):
         raise BadRow("the gemma template does not support tools")
     writer, chosen = _Writer(), supervised_turns(conversation, turns)
-    dropped = []
+    notes = {}
     for i, message in enumerate(conversation.messages):
         if message.role == "assistant":
             writer.context("<start_of_turn>model\n")
@@ -164,12 +166,12 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
             write(message.content + "<end_of_turn>")
             writer.context("\n")
             if message.thinking and not _holds_thinking(message):
-                dropped.append(Note(DROPPED_THINKING, f"message {i + 1}"))
+                notes[DROPPED_THINKING] = f"message {i + 1}"
         else:
             system = message.role == "system"
             content = f"[System: {message.content}]" if system else message.content
             writer.context(f"<start_of_turn>user\n{content}<end_of_turn>\n")
-    return Rendering((writer.rendered(),), tuple(dropped))
+    return Rendering((writer.rendered(),), notes)
 
 
 TEMPLATES: dict[str, Callable[..., Rendering]] = {"qwen3": render_qwen3, "gemma": render_gemma}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data import problems
+from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import ModelError
 from tests.backend.text.turns import (
     TEMPLATES,
@@ -258,7 +258,7 @@ def test_thinking_is_supervised_as_the_template_writes_it(
         assert counts["turns"] == answers
         (ledger,) = folders[template.file].encode(data, thinking=mode).ledgers
         keeps_it = mode != "off" and (template.in_field or name != "reasoning_content_field")
-        assert ledger.notes == ({} if keeps_it else {notes.DROPPED_THINKING: 1})
+        assert ledger.notes == ({} if keeps_it else {problems.DROPPED_THINKING: 1})
 
 
 def _with_thinking_in_field(message: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def test_system_message_is_merged_where_gemma_refuses_one(
     assert "System role not supported" in next(refused.files[0].skipped.warnings())
     merged = folder.encode(data, merge_system=True)
     assert not merged.ledgers[0].rows_skipped
-    assert merged.ledgers[0].notes == {notes.MERGED_SYSTEM: 1}
+    assert merged.ledgers[0].notes == {problems.MERGED_SYSTEM: 1}
     expected = folder.prompt([{"role": "user", "content": "Be kind.\n\nHi"}])
     assert next(turns_of(merged.corpus))[0] == expected
 

@@ -109,12 +109,15 @@ def test_end_that_is_no_token_is_a_text(tmp_path: Path, shared: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "f.json: is empty"),
-        (b'[{"role": "user"\n', "f.json:2: is not valid JSON: Expecting ',' delimiter at column 1"),
-        (b"\xff\xfe", "f.json: is not text in UTF-8 (byte 1)"),
+        (b"", "f.json: not valid JSON (Expecting value at column 1)"),
+        (
+            b'[{"role": "user"\n',
+            "f.json: not valid JSON (Expecting ',' delimiter at line 2",
+        ),
+        (b"\xff\xfe", "f.json: not UTF-8 (byte 1)"),
         (b"3", "f.json: is a number: give a list of messages"),
-        (b'{"messages": []}\n{"messages": []}', "f.json:2: holds more than one JSON value"),
-        (b"[" * 100_000, "f.json: is not valid JSON: nested too deeply"),
+        (b'{"messages": []}\n{"messages": []}', "f.json: not valid JSON (Extra data at line 2"),
+        (b"[" * 100_000, "f.json: JSON nested too deeply"),
     ],
 )
 def test_file_that_holds_no_conversation_is_named_with_its_line(content: bytes, said: str) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.datafiles import read_objects
+from mlxtune.core.data.problems import BadRow
 
 ROW = {"text": "Hé"}
 GOOD = json.dumps(ROW).encode()

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.cache import encode_file
 from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Tokenizer
 from mlxtune.core.data.ledger import EncodedFile, Ledger
-from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES, Template
 
 NO_LIMIT = 10**9
@@ -148,12 +147,21 @@ def converse(*messages: tuple[str, str], row: int = 1) -> Conversation:
     return Conversation(row, tuple(Message(*message) for message in messages))
 
 
+def example(row: int, ids: Iterable[int], *spans: tuple[int, int]) -> Example:
+    """An example that is supervised in the [start, end) ranges."""
+    tokens = np.array(list(ids), dtype=np.int32)
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    for start, end in spans:
+        mask[start:end] = 1
+    return Example(row, tokens, mask)
+
+
 def encoded_file(
     tokenizer: Tokenizer, template: Template, rows: Iterable[Conversation | Document]
 ) -> EncodedFile:
     """The examples, uncut, as `train` has them."""
 
-    def run(skipped: SkippedRows, told: Notes) -> Iterable[EncodedRows]:
+    def run(skipped: SkippedRows, told: RowTally) -> Iterable[EncodedRows]:
         return Encoder(template, tokenizer).encode(rows, skipped, told)
 
     return encode_file(PATH, run, cache=None, key="")

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.conversation import Conversation, parse_conversation, to_json
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import Rendered, Rendering
 
 Messages = Sequence[Mapping[str, Any]]

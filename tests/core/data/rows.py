@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.conversation import Conversation, Document
 from mlxtune.core.data.formats import read_rows
+from mlxtune.core.data.problems import SkippedRows
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello!"}

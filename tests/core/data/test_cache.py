@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from mlxtune.core.data import cache as cache_module
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.corpus import ArraysWriter
-from mlxtune.core.data.encode import EncodedExample, EncodedRows
+from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.errors import DataError, OutputError
+from tests.core.data.encoding import example
 
 DATA = Path("data/chat.jsonl")
-FILES = {"tokens", "mask", "ends", "rows", "identities", "account.json"}
+COLUMNS = {"tokens", "mask", "ends", "rows", "identities"}
+FILES = {*COLUMNS, "account.json", cache_module.CHECKSUMS}
 
 
 class Encoding:
@@ -36,20 +35,23 @@ class Encoding:
         self.tokens = tokens
         self.times = 0
 
-    def __call__(self, skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
+    def __call__(self, skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
         self.times += 1
         skipped.add(2, BadRow("not valid JSON", "ünd \ud800"))
-        told.add(1, [Note("odd", "message 3"), Note("even")])
-        one = EncodedExample([self.first] * self.tokens, [(1, self.tokens)])
-        yield [(1, [one, EncodedExample([1, 2], [(0, 1)])])]
-        yield [(3, [EncodedExample([9], [(0, 1)])]), (4, [one])]
+        told.count(1, "odd", "message 3")
+        told.count(1, "even")
+        ids, span = [self.first] * self.tokens, (1, self.tokens)
+        yield [[example(1, ids, span), example(1, [1, 2], (0, 1))]]
+        yield [[example(3, [9], (0, 1))], [example(4, ids, span)]]
         for row in range(5, 15):
-            told.add(row, [Note("odd")])
+            told.count(row, "odd")
             skipped.add(row, BadRow("an empty row"))
 
 
 def content(file: EncodedFile) -> object:
-    arrays = {name: column.tolist() for name, column in vars(file.arrays).items() if name in FILES}
+    arrays = {
+        name: column.tolist() for name, column in vars(file.arrays).items() if name in COLUMNS
+    }
     assert len(arrays) == 5
     return (
         *(arrays, file.skipped.path, file.skipped.counts, file.skipped.places),
@@ -101,14 +103,14 @@ def test_entry_with_any_byte_changed_is_encoded_anew(tmp_path: Path) -> None:
     encode(tmp_path, Encoding())
     whole = {file.name: file.read_bytes() for file in (tmp_path / "key").iterdir()}
     for name, before in whole.items():
-        for at in range(0, len(before), 1 if name == "account.json" else 5):
+        for at in range(0, len(before), 1 if name.endswith(".json") else 5):
             for flip in (1, 4, 128):
                 damaged = bytearray(before)
                 damaged[at] ^= flip
                 (tmp_path / "key" / name).write_bytes(damaged)
                 found = cache_module._read(tmp_path / "key", DATA)
                 assert found is None or content(found) == EXPECTED, (name, at)
-                assert found is None or name == "account.json"
+                assert found is None or name == cache_module.CHECKSUMS
         (tmp_path / "key" / name).write_bytes(before)
     assert cache_module._read(tmp_path / "key", DATA) is not None
 
@@ -133,31 +135,17 @@ def test_damaged_entry_is_encoded_anew_and_replaced(tmp_path: Path, name: str, d
     assert encoding.times == 2
 
 
-@pytest.mark.parametrize(
-    "account",
-    [
-        *("", "[]", "{}", "null", "7", '{"account": 1}', '{"account": {}, "checksum": 0}'),
-        *("[" * 100_000, '"\\ud800"', '{"account": {"checksums": {}}, "checksum": 0}'),
-    ],
-)
-def test_account_that_is_something_else_is_encoded_anew(tmp_path: Path, account: str) -> None:
+@pytest.mark.parametrize("written", ["", "[]", "{}", "null", "7", "[" * 100_000, '"\\ud800"'])
+@pytest.mark.parametrize("name", ["account.json", cache_module.CHECKSUMS])
+def test_file_that_is_something_else_is_encoded_anew(
+    tmp_path: Path, name: str, written: str
+) -> None:
     encoding = Encoding()
     encode(tmp_path, encoding)
-    (tmp_path / "key" / "account.json").write_text(account)
+    (tmp_path / "key" / name).write_text(written)
 
     assert content(encode(tmp_path, encoding)) == EXPECTED
     assert encoding.times == 2
-
-
-def test_account_of_another_version_is_encoded_anew(tmp_path: Path) -> None:
-    encoding = Encoding()
-    encode(tmp_path, encoding)
-    accounts: list[dict[str, Any]] = [{}, {"checksums": {}}, {"checksums": {}, "skipped": []}]
-    for account in accounts:
-        path = tmp_path / "key" / "account.json"
-        checksum = cache_module._json_checksum(account)
-        path.write_text(json.dumps({"account": account, "checksum": checksum}))
-        assert cache_module._read(tmp_path / "key", DATA) is None
 
 
 # Where nothing can be kept
@@ -215,14 +203,14 @@ def test_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(
     monkeypatch.setattr(ArraysWriter, "add", full)
     with pytest.raises(OutputError) as raised:
         encode(tmp_path, Encoding())
-    assert str(raised.value).startswith(f"{tmp_path}: cannot write encoded data: No space")
+    assert str(raised.value).startswith(f"{tmp_path}: cannot be written: No space")
     assert "--cache-dir" in str(raised.value)
     assert names_in(tmp_path) == []
 
 
 def test_data_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
-    def fails(skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
-        yield [(1, [EncodedExample([1, 2], [(1, 2)])])]
+    def fails(skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
+        yield [[example(1, [1, 2], (1, 2))]]
         raise DataError("chat.jsonl:2: is in another format")
 
     with pytest.raises(DataError, match="another format"):
@@ -231,7 +219,7 @@ def test_data_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_file_without_any_example_is_kept_too(tmp_path: Path) -> None:
-    def nothing(skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
+    def nothing(skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
         skipped.add(1, BadRow("empty answer"))
         yield []
 
@@ -276,7 +264,7 @@ def test_two_writers_of_one_entry_both_get_what_they_encoded(tmp_path: Path) -> 
 
 def test_entry_that_another_process_wrote_meanwhile_is_not_in_the_way(tmp_path: Path) -> None:
     class Overtaken(Encoding):
-        def __call__(self, skipped: SkippedRows, told: Notes) -> Iterator[EncodedRows]:
+        def __call__(self, skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
             yield from super().__call__(skipped, told)
             encode(tmp_path, Encoding())
 
@@ -290,7 +278,7 @@ def test_least_recently_used_entries_go_first_and_never_the_new_one(
 ) -> None:
     for age, key in enumerate("abc"):
         encode(tmp_path, Encoding(tokens=1000), key)
-        os.utime(tmp_path / key / "account.json", (age, age))
+        os.utime(tmp_path / key / cache_module.CHECKSUMS, (age, age))
     size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
     encode(tmp_path, Encoding(), "a")  # used again
 

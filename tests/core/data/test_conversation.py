@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.conversation import Conversation, Message, parse_conversation, parse_messages
+from mlxtune.core.data.problems import BadRow
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello!"}

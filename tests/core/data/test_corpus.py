@@ -16,25 +16,16 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data import corpus as corpus_module
 from mlxtune.core.data.corpus import ArraysWriter, Corpus, ExampleArrays, identity
-from mlxtune.core.data.encode import EncodedExample, Example
+from mlxtune.core.data.encode import Example
 
 # A row's number, and the (token, mask) pairs of each of its examples.
 Pairs = list[tuple[int, int]]
 PlainRow = tuple[int, list[Pairs]]
 
 
-def spans(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """A span for each supervised token, and empty ones, which mark nothing."""
-    return [(i, i + 1) if one else (i, i) for i, one in enumerate(mask)]
-
-
-def tokenized(pairs: Pairs) -> EncodedExample:
-    return EncodedExample([token for token, _ in pairs], spans([mask for _, mask in pairs]))
-
-
 def example(row: int, pairs: Pairs, file: int = 0) -> Example:
-    tokens, mask = tokenized(pairs).arrays()
-    return Example(row, tokens, mask, file)
+    tokens = np.array([token for token, _ in pairs], dtype=np.int32)
+    return Example(row, tokens, np.array([mask for _, mask in pairs], dtype=np.uint8), file)
 
 
 def in_memory(rows: Sequence[PlainRow]) -> ExampleArrays:
@@ -45,7 +36,7 @@ def written(folder: Path, rows: Sequence[PlainRow], at_once: int = 2) -> Example
     with ArraysWriter(folder) as writer:
         for start in range(0, max(len(rows), 1), at_once):
             writer.add(
-                [(row, list(map(tokenized, several))) for row, several in rows[start:][:at_once]]
+                [[example(row, pairs) for pairs in each] for row, each in rows[start:][:at_once]]
             )
     return ExampleArrays.open(folder)
 
@@ -275,10 +266,7 @@ def test_selected_rows_are_built_on_access_in_the_given_order() -> None:
 
 def test_identity_tells_where_examples_part_and_tokens_from_masks() -> None:
     def of(*examples: tuple[list[int], list[int]]) -> int:
-        return identity(
-            (np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.uint8))
-            for tokens, mask in examples
-        )
+        return identity(example(1, list(zip(*each, strict=True))) for each in examples)
 
     different = [
         of(([1, 2], [0, 1])),
@@ -293,20 +281,6 @@ def test_identity_tells_where_examples_part_and_tokens_from_masks() -> None:
     ]
     assert len(set(different)) == len(different)
     assert of(([1, 2], [0, 1])) == different[0] < 2**64
-
-
-@pytest.mark.parametrize("column", ["tokens", "mask", "ends", "rows", "identities"])
-def test_columns_that_are_cut_or_missing_are_not_opened(column: str, tmp_path: Path) -> None:
-    written(tmp_path, ROWS)
-    path = tmp_path / column
-    content = path.read_bytes()
-    for damaged in (content[:-1], content[: -len(content) // 2], b"", content + content[-8:]):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"differ in length|size|multiple"):
-            ExampleArrays.open(tmp_path)
-    path.unlink()
-    with pytest.raises(FileNotFoundError):
-        ExampleArrays.open(tmp_path)
 
 
 def test_columns_are_little_endian_as_the_picture_shows(tmp_path: Path) -> None:

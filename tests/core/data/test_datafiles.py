@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.bad_rows import BadRow
-from mlxtune.core.data.datafiles import read_objects, rows_are_lines
+from mlxtune.core.data.datafiles import read_objects
+from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import GOOD, ROW, read
 
@@ -43,7 +43,6 @@ def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_no_rows(
 
     bad = "not valid JSON (Expecting value at column 1)"
     assert read(path) == [(2, ROW), (6, ROW), (7, bad), (8, ROW)]
-    assert rows_are_lines(path)
 
 
 def test_byte_order_mark_before_the_first_row_is_dropped(tmp_path: Path) -> None:
@@ -101,18 +100,16 @@ def test_line_of_20_megabytes_is_read_like_any_other(tmp_path: Path) -> None:
     ],
     ids=["pretty", "two", "brace"],
 )
-def test_object_over_several_lines_is_an_error_that_says_what_is_expected(
+def test_object_over_several_lines_is_a_bad_row_that_says_what_is_expected(
     tmp_path: Path, content: str, pack: Callable[[bytes], bytes]
 ) -> None:
-    path = write(tmp_path, pack(content.encode()))
+    rows = read(write(tmp_path, pack(content.encode())))
 
-    with pytest.raises(DataError) as raised:
-        read(path)
-
-    assert str(raised.value) == (
-        f"{path}: has a JSON object over several lines: write each object on one line, "
-        "or all of them as one JSON array"
+    assert rows[0][1] == (
+        "a JSON object over several lines "
+        "(write each object on one line, or all of them as one JSON array)"
     )
+    assert not any(isinstance(row, dict) for _, row in rows)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +144,6 @@ def test_rows_of_an_array_are_numbered_by_element(
         (5, "not a JSON object (null)"),
         (6, ROW),
     ]
-    assert not rows_are_lines(path)
 
 
 def test_empty_array_has_no_rows(tmp_path: Path) -> None:
@@ -157,12 +153,15 @@ def test_empty_array_has_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'[\n{"a": 1}\n{"a": 2}\n]', ":3: not a valid JSON array: Expecting ',' delimiter at col"),
-        (b'[{"a": 1},\r\n', ":2: not a valid JSON array: Expecting value at column 1"),
-        (b"[1]\n" + GOOD, ":2: not a valid JSON array: Extra data at column 1"),
-        (b'[\n\n{"a": "\xe9"}]', ":3: not UTF-8"),
-        (NESTED, ": not a valid JSON array: JSON nested too deeply"),
-        (b"[" + b"9" * 5000 + b"]", ": not a valid JSON array: Exceeds the limit"),
+        (
+            b'[\n{"a": 1}\n{"a": 2}\n]',
+            ": not a valid JSON array (Expecting ',' delimiter at line 3",
+        ),
+        (b'[{"a": 1},\r\n', ": not a valid JSON array (Expecting value at line 2, column 1)"),
+        (b"[1]\n" + GOOD, ": not a valid JSON array (Extra data at line 2, column 1)"),
+        (b'[\n\n{"a": "\xe9"}]', ": not UTF-8 (byte 11)"),
+        (NESTED, ": JSON nested too deeply"),
+        (b"[" + b"9" * 5000 + b"]", ": not a valid JSON array (Exceeds the limit"),
     ],
     ids=["comma", "unended", "extra", "latin_1", "nested", "digits"],
 )
@@ -268,7 +267,6 @@ def test_each_row_is_an_object_or_a_reason_whatever_the_bytes(
                 (not content and "is empty" in said)
                 or (b"\0" in content and "is a binary file" in said)
                 or (first == b"[" and ("array" in said or "not UTF-8" in said))
-                or (first == b"{" and "over several lines" in said)
                 or (content.startswith(b"PAR1") and "parquet" in said)
                 or (content.startswith(b"\x1f\x8b") and "gzip" in said)
             )

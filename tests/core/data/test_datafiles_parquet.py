@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.datafiles import read_objects, rows_are_lines
+from mlxtune.core.data.datafiles import read_objects
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import read
 
@@ -50,9 +50,6 @@ def test_rows_of_parquet_are_numbered_and_plain(tmp_path: Path) -> None:
                 "category": "x",
                 "bytes": "café",
                 "half": 0.5,
-                "moment": "2024-02-29T12:30:00+00:00",
-                "day": "2024-02-29",
-                "span": "1 day, 0:00:00",
                 "price": "1.50",
                 "map": {"k": [1]},
                 "structs": [{"a": 1}, {"b": {}}],
@@ -61,7 +58,6 @@ def test_rows_of_parquet_are_numbered_and_plain(tmp_path: Path) -> None:
         (2, {"category": "x", "bytes": "\udcff", "half": float("inf")}),
         (3, {"text": "c", "category": "y", "structs": [None]}),
     ]
-    assert not rows_are_lines(path)
 
 
 def test_row_whose_text_is_not_utf_8_is_bad_and_its_neighbours_are_not(tmp_path: Path) -> None:
@@ -83,8 +79,7 @@ def test_times_that_python_cannot_hold_spoil_no_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"t": times, "text": ["a", "b"], "s": spans})
     assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
     alone = read(write_parquet(tmp_path / "b.parquet", {"t": times}))
-    assert [row for row, _ in alone] == [1, 2]
-    assert all(reason.startswith("a value cannot be read") for _, reason in alone)
+    assert alone == [(1, {}), (2, {})]
 
 
 def test_parquet_without_rows_has_none(tmp_path: Path) -> None:

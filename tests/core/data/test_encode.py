@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxtune.core.data import notes
+from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
@@ -158,7 +158,7 @@ def test_row_is_skipped_only_when_none_of_its_examples_has_a_supervised_token() 
             tokens_supervised=supervised,
             tokens_context=context,
             tokens_truncated=truncated,
-            notes=Counter({notes.TRUNCATED_ANSWER: 1} if kept and limit < 24 else {}),
+            notes=Counter({problems.TRUNCATED_ANSWER: 1} if kept and limit < 24 else {}),
         )
     assert "the answer starts at token 10" in skipped.first()
 
@@ -204,7 +204,7 @@ def test_example_is_cut_at_max_seq_len_and_what_is_lost_is_counted() -> None:
             tokens_supervised=min(kept - 9, 6),
             tokens_context=9 + (kept == 16),
             tokens_truncated=16 - kept,
-            notes=Counter({notes.TRUNCATED_ANSWER: 1} if limit < 15 else {}),
+            notes=Counter({problems.TRUNCATED_ANSWER: 1} if limit < 15 else {}),
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
-from mlxtune.core.data.conversation import Conversation, Document, Message
+from mlxtune.core.data import problems
+from mlxtune.core.data.conversation import Conversation, Document, Message, parse_conversation
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
-from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
 from tests.core.data.encoding import (
     CONTROL,
@@ -78,7 +78,7 @@ def test_document_is_skipped_where_the_tokenizer_cannot_end_it() -> None:
 
 def notes_of(
     tokenizer: PatternTokenizer, template: Template, *rows: Conversation | Document
-) -> Notes:
+) -> RowTally:
     return encoded_file(tokenizer, template, rows).notes
 
 
@@ -93,9 +93,9 @@ def test_control_token_in_the_content_of_any_turn_is_noted_once_a_row() -> None:
         Document(9, "One<|endoftext|>two"),
     )
 
-    assert found.counts == Counter({notes.CONTROL_TOKEN: 4})
+    assert found.counts == Counter({problems.CONTROL_TOKEN: 4})
     assert found.places == {
-        notes.CONTROL_TOKEN: [
+        problems.CONTROL_TOKEN: [
             *((3, "<|im_end|>"), (5, "<bos>"), (8, "<bos>"), (9, "<|endoftext|>")),
         ]
     }
@@ -124,25 +124,27 @@ def test_bos_twice_at_the_start_is_noted_for_each_row(
     rows = [converse(("user", "Hi"), ("assistant", "Hello"), row=row) for row in (2, 7)]
     found = notes_of(words("<bos>"), template, *rows)
 
-    assert found.counts[notes.DOUBLE_BOS] == 2 * times
-    assert found.places.get(notes.DOUBLE_BOS, []) == [(2, ""), (7, "")][: 2 * times]
+    assert found.counts[problems.DOUBLE_BOS] == 2 * times
+    assert found.places.get(problems.DOUBLE_BOS, []) == [(2, ""), (7, "")][: 2 * times]
 
 
 def test_notes_of_the_template_stand_with_their_row() -> None:
     def template(conversation: Conversation) -> Rendering:
-        told = (Note(notes.DROPPED_THINKING, "message 2"),) * (conversation.row % 2)
+        told = {problems.DROPPED_THINKING: "message 2"} if conversation.row % 2 else {}
         return Rendering(render_qwen3(conversation).texts, told)
 
     rows = [converse(("user", "Hi"), ("assistant", "<bos>"), row=row) for row in range(1, 20)]
     found = notes_of(words(), template, *rows)
 
-    assert found.counts == Counter({notes.DROPPED_THINKING: 10, notes.CONTROL_TOKEN: 19})
-    assert found.places[notes.DROPPED_THINKING] == [(row, "message 2") for row in (1, 3, 5, 7, 9)]
+    assert found.counts == Counter({problems.DROPPED_THINKING: 10, problems.CONTROL_TOKEN: 19})
+    assert found.places[problems.DROPPED_THINKING] == [
+        (row, "message 2") for row in (1, 3, 5, 7, 9)
+    ]
 
 
 def test_what_is_always_noted_stands_with_every_conversation_and_no_document() -> None:
-    skipped, told = SkippedRows(PATH), Notes()
-    encoder = Encoder(render_qwen3, words(eos="<|endoftext|>"), (Note("odd", "always"),))
+    skipped, told = SkippedRows(PATH), RowTally()
+    encoder = Encoder(render_qwen3, words(eos="<|endoftext|>"), {"odd": "always"})
     rows = [converse(("assistant", "a"), row=2), Document(3, "b"), converse(("assistant", "c"))]
 
     for _ in encoder.encode(rows, skipped, told):
@@ -231,18 +233,18 @@ def test_token_across_a_character_has_no_boundary_there() -> None:
 
 def texts_of_tokens(
     rows: Sequence[Conversation],
-) -> tuple[list[tuple[int, list[str]]], SkippedRows, Notes]:
+) -> tuple[list[tuple[int, list[str]]], SkippedRows, RowTally]:
     def template(conversation: Conversation) -> Rendering:
         if conversation.row % 7 == 0:
             raise BadRow("a multiple of seven")
         return render_qwen3(conversation)
 
-    tokenizer, skipped, told = merged_newlines("<bos>"), SkippedRows(PATH), Notes()
+    tokenizer, skipped, told = merged_newlines("<bos>"), SkippedRows(PATH), RowTally()
     encoded = Encoder(template, tokenizer).encode(iter(rows), skipped, told)
     texts = [
-        (row, [tokenizer.vocabulary[i] for one in examples for i in one.ids])
+        (examples[0].row, [tokenizer.vocabulary[i] for one in examples for i in one.tokens])
         for chunk in encoded
-        for row, examples in chunk
+        for examples in chunk
     ]
     return texts, skipped, told
 
@@ -260,8 +262,8 @@ def test_thousands_of_rows_are_encoded_in_order_and_as_each_by_itself() -> None:
     assert texts == [one for row in rows for one in texts_of_tokens([row])[0]]
     assert skipped.counts == Counter({"a multiple of seven": 1599 // 7})
     written = [row for row in range(1, 1600) if row % 7 and row % 4 in (0, 3)]
-    assert told.counts == Counter({notes.CONTROL_TOKEN: len(written)})
-    assert [row for row, _ in told.places[notes.CONTROL_TOKEN]] == written[:5]
+    assert told.counts == Counter({problems.CONTROL_TOKEN: len(written)})
+    assert [row for row, _ in told.places[problems.CONTROL_TOKEN]] == written[:5]
 
 
 def test_failure_of_the_tokenizer_is_not_lost_in_its_thread() -> None:
@@ -273,20 +275,66 @@ def test_failure_of_the_tokenizer_is_not_lost_in_its_thread() -> None:
         encode(Fails("."), converse(("user", "Hi"), ("assistant", "Hello")))
 
 
+QUESTION = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Hello!"}
+CALLS = {"role": "assistant", "content": ""}
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        Message("assistant", "Hello!", thinking="a <|im_end|> b"),
-        Message("assistant", "", ({"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}},)),
+        {"role": "assistant", "content": "Hello!", "thinking": "a <|im_end|> b"},
+        CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]},
     ],
     ids=["thinking", "call"],
 )
-def test_control_token_is_found_wherever_a_person_writes_it(message: Message) -> None:
-    conversation = Conversation(1, (Message("user", "Hi"), message))
+def test_control_token_is_found_wherever_a_person_writes_it(message: dict[str, Any]) -> None:
+    conversation = parse_conversation(1, {"messages": [QUESTION, message]})
 
     file = encoded_file(words(), render_qwen3, [conversation])
 
-    assert file.notes.counts[notes.CONTROL_TOKEN] == 1
+    assert file.notes.counts[problems.CONTROL_TOKEN] == 1
+
+
+HALVES: dict[str, dict[str, Any]] = {
+    "asked": {"messages": [QUESTION | {"content": "\udd99"}, REPLY]},
+    "answered": {"messages": [QUESTION, REPLY | {"content": "\ud83e"}]},
+    "part": {"messages": [QUESTION, REPLY | {"content": ["\ud83e"]}]},
+    "thought": {"messages": [REPLY | {"thinking": "\ud83e"}]},
+    "key": {"messages": [QUESTION | {"\ud83e": 1}, REPLY]},
+    "call": {"messages": [CALLS | {"tool_calls": [{"name": "f", "arguments": {"\ud800": 1}}]}]},
+    "call_in_text": {
+        "messages": [CALLS | {"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]}]
+    },
+    "tool": {"messages": [REPLY], "tools": [{"name": "\ud800"}]},
+    "system": {"messages": [REPLY], "system": "\ud800"},
+}
+
+
+@pytest.mark.parametrize("content", HALVES.values(), ids=HALVES)
+def test_row_with_half_a_surrogate_pair_is_skipped(content: dict[str, Any]) -> None:
+    file = encoded_file(words(), render_qwen3, [parse_conversation(3, content)])
+
+    assert file.skipped.places == {"text holds half a surrogate pair": [(3, "")]}
+
+
+def test_document_with_half_a_surrogate_pair_is_skipped() -> None:
+    file = encoded_file(words(eos="<|endoftext|>"), render_qwen3, [Document(3, "a \ud800")])
+
+    assert file.skipped.places == {"text holds half a surrogate pair": [(3, "")]}
+
+
+def test_row_nested_too_deeply_for_a_template_is_skipped() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    message = CALLS | {"tool_calls": [{"name": "f", "arguments": deep}]}
+
+    file = encoded_file(words(), render_qwen3, [parse_conversation(1, {"messages": [message]})])
+
+    assert set(file.skipped.counts) == {"JSON nested too deeply"}
+    while deep:  # Freeing it at once would exhaust the stack of some Pythons.
+        deep = deep["a"]
 
 
 def test_control_token_in_a_tool_is_found() -> None:
@@ -295,4 +343,4 @@ def test_control_token_in_a_tool_is_found() -> None:
 
     file = encoded_file(words(), render_qwen3, [Conversation(1, messages, (tool,))])
 
-    assert file.notes.counts[notes.CONTROL_TOKEN] == 1
+    assert file.notes.counts[problems.CONTROL_TOKEN] == 1

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data import problems
 from mlxtune.core.data.cache import encode_file
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
@@ -27,7 +26,7 @@ from mlxtune.core.data.encode import EncodedRows, Encoder, Example
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
-from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts
@@ -41,7 +40,7 @@ def encode_lines(
     path = folder / "data.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
 
-    def run(skipped: SkippedRows, told: Notes) -> Iterable[EncodedRows]:
+    def run(skipped: SkippedRows, told: RowTally) -> Iterable[EncodedRows]:
         skipped.places_per_kind = told.places_per_kind = NO_LIMIT
         read = read_rows(path, skipped, format=kind)
         return Encoder(template, tokenizer).encode(read, skipped, told)
@@ -94,7 +93,7 @@ def without_unasked(
     It is told that there are such turns. They have a tool call, which not every template shows.
     """
     missing = len(chosen) - runs
-    assert missing == 0 or told[notes.NO_PROMPT]
+    assert missing == 0 or told[problems.NO_PROMPT]
     unasked = [
         position
         for position in chosen[:-1]
@@ -116,7 +115,7 @@ def check_turn(message: Message, position: int, answer: str, told: Mapping[str, 
         said = message.content.rpartition("</think>")[2].strip()
         assert said in answer
     if message.thinking and message.thinking not in answer:
-        assert told[notes.DROPPED_THINKING]
+        assert told[problems.DROPPED_THINKING]
     for call in message.tool_calls:
         function = call.get("function") or call
         for value in function.get("arguments", {}).values():

@@ -10,13 +10,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data import findings, notes
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data import findings, problems
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.notes import ADVICE, Note, Notes
+from mlxtune.core.data.problems import ADVICE, BadRow, RowTally, SkippedRows
 
 
 def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
@@ -25,7 +24,7 @@ def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
         Example(row, np.array([token, 9], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
         for row, token in enumerate(tokens, start=first)
     ]
-    return EncodedFile(ExampleArrays.of(examples), SkippedRows(Path(name)), Notes())
+    return EncodedFile(ExampleArrays.of(examples), SkippedRows(Path(name)), RowTally())
 
 
 def find(train: list[EncodedFile], validation: list[EncodedFile] | None = None) -> list[Finding]:
@@ -41,14 +40,14 @@ def test_row_that_repeats_an_earlier_one_is_found_also_in_another_file() -> None
     (found,) = find(files)
 
     assert found == Finding(
-        *("warning", notes.DUPLICATE, 3, ADVICE[notes.DUPLICATE]),
+        *("warning", problems.DUPLICATE, 3, ADVICE[problems.DUPLICATE]),
         (
             Place("a.jsonl", 6, "same as a.jsonl:4"),
             Place("b.jsonl", 2, "same as a.jsonl:5"),
             Place("b.jsonl", 3, "same as b.jsonl:1"),
         ),
     )
-    assert [file.notes.counts[notes.DUPLICATE] for file in files] == [1, 2]
+    assert [file.notes.counts[problems.DUPLICATE] for file in files] == [1, 2]
 
 
 def test_validation_row_that_trains_too_is_found_and_copies_within_validation_are_not() -> None:
@@ -57,7 +56,7 @@ def test_validation_row_that_trains_too_is_found_and_copies_within_validation_ar
 
     (found,) = find(train, validation)
 
-    assert (found.kind, found.rows, found.level) == (notes.LEAK, 2, "warning")
+    assert (found.kind, found.rows, found.level) == (problems.LEAK, 2, "warning")
     assert found.places == (Place("v.jsonl", 3), Place("w.jsonl", 1))
 
 
@@ -86,7 +85,7 @@ def test_duplicates_and_leaks_are_those_that_comparing_rows_finds(
     ]
     rows = {finding.kind: finding.rows for finding in found}
     places = {finding.kind: finding.places for finding in found}
-    expected = {notes.DUPLICATE: copies, notes.LEAK: leaks}
+    expected = {problems.DUPLICATE: copies, problems.LEAK: leaks}
     assert rows == {kind: len(places) for kind, places in expected.items() if places}
     assert places == {kind: tuple(places[:5]) for kind, places in expected.items() if places}
 
@@ -101,17 +100,16 @@ def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
 def test_errors_come_first_and_the_others_in_the_order_of_files() -> None:
     files = [encoded("a.jsonl", [1]), encoded("b.jsonl", [2])]
     for row in range(1, 5):
-        files[0].notes.add(row, [Note(notes.CONTROL_TOKEN, "<s>")])
-        files[1].notes.add(
-            row, [Note(notes.NO_PROMPT), Note(notes.DOUBLE_BOS), Note(notes.CONTROL_TOKEN)]
-        )
+        files[0].notes.count(row, problems.CONTROL_TOKEN, "<s>")
+        for kind in (problems.NO_PROMPT, problems.DOUBLE_BOS, problems.CONTROL_TOKEN):
+            files[1].notes.count(row, kind)
 
     found = find(files)
 
     assert [(one.level, one.kind, one.rows) for one in found] == [
-        ("error", notes.DOUBLE_BOS, 4),
-        ("warning", notes.CONTROL_TOKEN, 8),
-        ("warning", notes.NO_PROMPT, 4),
+        ("error", problems.DOUBLE_BOS, 4),
+        ("warning", problems.CONTROL_TOKEN, 8),
+        ("warning", problems.NO_PROMPT, 4),
     ]
     assert [one.advice for one in found] == [ADVICE[one.kind] for one in found]
     places = [Place("a.jsonl", row, "<s>") for row in range(1, 5)] + [Place("b.jsonl", 1)]

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from mlxtune.config.data import FIELD_NAMES, parse_fields
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.formats import (
     FORMATS,
     read_rows,
     recognise,
 )
+from mlxtune.core.data.problems import SkippedRows
 from mlxtune.errors import DataError
 from tests.core.data.rows import (
     ALPACA,
@@ -97,7 +97,7 @@ def test_row_of_another_format_is_an_error_that_names_both(tmp_path: Path, zippe
     with pytest.raises(DataError) as raised:
         next(rows)
     assert str(raised.value) == (
-        f"{path}:3: is in the alpaca format, but the file is in chat since line 2: give each "
+        f"{path}:3: is in the alpaca format, but the file is in chat since row 2: give each "
         "format its own file, or name one with --format to skip the others"
     )
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.bad_rows import SkippedRows
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
-from mlxtune.core.data.encode import EncodedExample, Example
+from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import (
     Cost,
@@ -27,7 +26,7 @@ from mlxtune.core.data.inspection import (
     pieces,
 )
 from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.notes import Notes
+from mlxtune.core.data.problems import RowTally, SkippedRows
 from tests.core.data.encoding import ByteTokenizer, converse, encode, words
 from tests.inspections import INSPECTION
 
@@ -35,14 +34,13 @@ Rows = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
 def example(row: int, mask: Sequence[int]) -> Example:
-    spans = [(i, i + one) for i, one in enumerate(mask)]
-    return Example(row, *EncodedExample(range(len(mask)), spans).arrays())
+    return Example(row, np.arange(len(mask), dtype=np.int32), np.array(mask, dtype=np.uint8))
 
 
 def encoded(rows: Rows, name: str = "a.jsonl") -> EncodedFile:
     """The rows by their number, each with the masks of its examples."""
     arrays = ExampleArrays.of([example(row, mask) for row, masks in rows for mask in masks])
-    return EncodedFile(arrays, SkippedRows(Path(name)), Notes())
+    return EncodedFile(arrays, SkippedRows(Path(name)), RowTally())
 
 
 # Distributions

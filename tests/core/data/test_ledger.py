@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow, SkippedRows
+from mlxtune.core.data import problems
 from mlxtune.core.data.corpus import ExampleArrays
-from mlxtune.core.data.encode import EncodedExample, Example
+from mlxtune.core.data.encode import Example
 from mlxtune.core.data.ledger import EncodedFile, Ledger
-from mlxtune.core.data.notes import Note, Notes
+from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import render_qwen3
 from tests.core.data.encoding import converse, encode, encoded_file, words
 
@@ -27,12 +27,12 @@ def encoded(rows: Sequence[tuple[int, list[Mask]]], path: str = "chat.jsonl") ->
     examples = []
     for row, masks in rows:
         for mask in masks:
-            spans = [(i, i + one) for i, one in enumerate(mask)]
-            examples.append(Example(row, *EncodedExample(range(len(mask)), spans).arrays()))
+            tokens = np.arange(len(mask), dtype=np.int32)
+            examples.append(Example(row, tokens, np.array(mask, dtype=np.uint8)))
     arrays = (
         ExampleArrays.of(examples) if examples else encoded_file(words(), render_qwen3, []).arrays
     )
-    return EncodedFile(arrays, SkippedRows(Path(path)), Notes())
+    return EncodedFile(arrays, SkippedRows(Path(path)), RowTally())
 
 
 def test_held_out_rows_move_within_the_ledger() -> None:
@@ -126,10 +126,12 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
         tokens_supervised=counts["supervised"],
         tokens_context=counts["context"],
         tokens_truncated=counts["tokens"] - counts["supervised"] - counts["context"],
-        notes=Counter({notes.TRUNCATED_ANSWER: len(cut_answers)}),
+        notes=Counter({problems.TRUNCATED_ANSWER: len(cut_answers)}),
     )
     assert ledger.adds_up()
-    assert [row for row, _ in file.notes.places.get(notes.TRUNCATED_ANSWER, [])] == cut_answers[:5]
+    assert [row for row, _ in file.notes.places.get(problems.TRUNCATED_ANSWER, [])] == cut_answers[
+        :5
+    ]
     assert (
         file.skipped.places.get(reason, [])
         == [(row, f"the answer starts at token {first}: raise it") for row, first in lost.items()][
@@ -142,16 +144,16 @@ def test_ledger_hears_of_notes_that_are_added_later() -> None:
     file = encoded([(1, [[0, 1]])])
     ledger = file.account(10)
 
-    file.notes.add(1, [Note(notes.DUPLICATE)])
+    file.notes.count(1, problems.DUPLICATE)
 
-    assert ledger.as_dict()["notes"] == {notes.DUPLICATE: 1}
+    assert ledger.as_dict()["notes"] == {problems.DUPLICATE: 1}
 
 
-def test_note_of_a_kind_counts_once_for_a_row_and_the_first_rows_are_kept() -> None:
-    found = Notes()
+def test_notes_are_counted_by_kind_and_the_first_rows_are_kept() -> None:
+    found = RowTally()
     for row in range(1, 9):
-        found.add(row, [Note("odd", "a"), Note("even"), Note("odd", f"b{row}")])
-    found.add(9, [])
+        found.count(row, "odd", f"b{row}")
+        found.count(row, "even")
 
     assert found.counts == Counter(odd=8, even=8)
     assert found.places == {
@@ -161,7 +163,9 @@ def test_note_of_a_kind_counts_once_for_a_row_and_the_first_rows_are_kept() -> N
 
 
 def test_every_kind_of_note_has_its_advice_and_errors_are_among_them() -> None:
-    kinds = {value for name, value in vars(notes).items() if name.isupper() and type(value) is str}
+    kinds = {
+        value for name, value in vars(problems).items() if name.isupper() and type(value) is str
+    }
 
-    assert set(notes.ADVICE) == kinds
-    assert set(notes.ERRORS) <= kinds
+    assert set(problems.ADVICE) == kinds
+    assert set(problems.ERRORS) <= kinds

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data import problems
 from mlxtune.core.data.model_template import RenderChat
-from mlxtune.core.data.notes import Note
+from mlxtune.core.data.problems import BadRow
 from tests.core.data.renderers import (
     END,
     REFUSED,
@@ -54,7 +53,7 @@ def test_messages_behind_the_last_answer_are_left_out() -> None:
     rendering = render(chatml, converse(("user", "a"), ("assistant", "b"), ("user", "c")))
 
     assert [one.text for one in rendering.texts] == [turn("user", "a") + turn("assistant", "b")]
-    assert rendering.notes == ()
+    assert rendering.notes == {}
 
 
 def test_each_turn_is_a_rendering_where_the_template_rewrites_earlier_ones() -> None:
@@ -126,7 +125,7 @@ def test_first_turn_without_a_prompt_is_context_where_others_follow() -> None:
 
     assert answers(rendering) == ["Hello!" + END]
     assert prompts(rendering)[0].startswith(turn("assistant", "Welcome!"))
-    assert rendering.notes == (Note(notes.NO_PROMPT),)
+    assert rendering.notes == {problems.NO_PROMPT: ""}
 
 
 @pytest.mark.parametrize(
@@ -222,8 +221,8 @@ def test_tools_that_the_template_leaves_out_are_noted() -> None:
         return chatml(messages, tools=None, **options)
 
     conversation = converse(("user", "1 + 1"), ("assistant", "2"), tools=[TOOL])
-    assert render(without_tools, conversation).notes == (Note(notes.DROPPED_TOOLS),)
-    assert render(chatml, conversation).notes == ()
+    assert render(without_tools, conversation).notes == {problems.DROPPED_TOOLS: ""}
+    assert render(chatml, conversation).notes == {}
 
 
 # System messages
@@ -244,9 +243,9 @@ def test_system_message_that_the_template_drops_is_noted() -> None:
     rendering = render(drops_system, system_then())
 
     assert rendering.texts[0].text == turn("user", "Hi") + turn("assistant", "Hello!")
-    assert rendering.notes == (Note(notes.DROPPED_SYSTEM),)
-    assert render(drops_system, system_then(" ")).notes == ()
-    assert render(chatml, system_then()).notes == ()
+    assert rendering.notes == {problems.DROPPED_SYSTEM: ""}
+    assert render(drops_system, system_then(" ")).notes == {}
+    assert render(chatml, system_then()).notes == {}
 
 
 @pytest.mark.parametrize("template", [refuses_system, drops_system])
@@ -257,7 +256,7 @@ def test_system_message_is_merged_into_the_first_user_turn_where_asked(
 
     assert prompts(rendering) == [turn("user", "Be brief.\n\nHi") + "<|im_start|>assistant\n"]
     assert answers(rendering) == ["Hello!" + END]
-    assert rendering.notes == (Note(notes.MERGED_SYSTEM),)
+    assert rendering.notes == {problems.MERGED_SYSTEM: ""}
 
 
 def test_system_message_is_not_merged_where_the_template_has_a_place_for_it() -> None:

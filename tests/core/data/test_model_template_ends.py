@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.bad_rows import BadRow
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from mlxtune.core.data.problems import BadRow
 from tests.core.data.renderers import (
     END,
     END_TOKENS,

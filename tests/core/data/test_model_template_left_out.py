@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow
-from mlxtune.core.data.notes import Note
+from mlxtune.core.data import problems
+from mlxtune.core.data.problems import BadRow
 from tests.core.data.renderers import (
     END,
     Messages,
@@ -48,7 +47,7 @@ def test_greeting_behind_a_system_message_is_context_where_it_cannot_be_prompted
 
     assert answers(rendering) == [f"Hello!{END}"]
     assert "Welcome!" in rendering.texts[0].text
-    assert rendering.notes == (Note(notes.NO_PROMPT),)
+    assert rendering.notes == {problems.NO_PROMPT: ""}
     # A template that can be asked for it trains it.
     assert answers(render(chatml, converse(*greeting, *asked))) == [
         f"Welcome!{END}",
@@ -67,17 +66,17 @@ def test_words_beside_a_tool_call_that_are_left_out_are_told() -> None:
 
     rendering = render(says_or_calls, converse(("user", "Hi"), said))
 
-    assert rendering.notes == (Note(notes.DROPPED_CONTENT, "message 2"),)
-    assert render(chatml, converse(("user", "Hi"), said)).notes == ()
+    assert rendering.notes == {problems.DROPPED_CONTENT: "message 2"}
+    assert render(chatml, converse(("user", "Hi"), said)).notes == {}
     bare = assistant("", tool_calls=[CALL])
-    assert render(says_or_calls, converse(("user", "Hi"), bare)).notes == ()
+    assert render(says_or_calls, converse(("user", "Hi"), bare)).notes == {}
 
 
 @pytest.mark.parametrize("thought", ["a", "abc", "\x00"])
 def test_thinking_that_is_left_out_is_told_though_the_answer_holds_its_words(thought: str) -> None:
     conversation = converse(("user", "Hi"), assistant("abc", reasoning_content=thought))
 
-    assert render(chatml, conversation).notes == (Note(notes.DROPPED_THINKING, "message 2"),)
+    assert render(chatml, conversation).notes == {problems.DROPPED_THINKING: "message 2"}
 
 
 def test_empty_list_of_calls_is_none_for_the_template() -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data import problems
 from mlxtune.core.data.model_template import RenderChat
-from mlxtune.core.data.notes import Note
+from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import Rendering
 from tests.core.data.renderers import (
     CHANNEL_SOURCE,
@@ -41,7 +40,7 @@ THOUGHTFUL = {
     "tags_and_its_field": assistant("<think>Sum.</think>4", reasoning_content="Sum."),
     "two_fields": assistant("4", reasoning="Sum.", thinking="Sum."),
 }
-DROPPED = (Note(notes.DROPPED_THINKING, "message 2"),)
+DROPPED = {problems.DROPPED_THINKING: "message 2"}
 
 
 def thoughtful(message: dict[str, Any], template: RenderChat, **options: Any) -> Rendering:
@@ -57,7 +56,7 @@ def test_thinking_is_supervised_once_wherever_it_stands(
 
     assert answers(rendering) == ["<think>\nSum.\n</think>\n\n4" + END]
     assert prompts(rendering) == [turn(*QUESTION) + "<|im_start|>assistant\n"]
-    assert rendering.notes == ()
+    assert rendering.notes == {}
 
 
 @pytest.mark.parametrize("message", THOUGHTFUL.values(), ids=THOUGHTFUL)
@@ -88,7 +87,7 @@ def test_answer_without_thinking_ends_it_at_once_where_the_prompt_has_opened_it(
     rendering = thoughtful(assistant("4"), r1_like)
 
     assert answers(rendering) == ["\n</think>\n\n4" + END]
-    assert rendering.notes == ()
+    assert rendering.notes == {}
 
 
 def test_each_turn_is_a_text_where_the_prompt_opens_thinking_that_turns_leave_out() -> None:
@@ -184,7 +183,7 @@ def test_thinking_in_tags_stays_where_the_template_writes_the_content_as_it_is()
     rendering = thoughtful(assistant("<think>\nSum.\n</think>\n\n4"), chatml)
 
     assert answers(rendering) == ["<think>\nSum.\n</think>\n\n4" + END]
-    assert rendering.notes == ()
+    assert rendering.notes == {}
 
 
 @pytest.mark.parametrize(
@@ -253,13 +252,11 @@ def test_prompt_that_opens_thinking_behind_something_else_than_the_turn_is_a_bad
         thoughtful(assistant("4"), otherwise)
 
 
-def test_thinking_is_noted_at_its_message_and_once_each() -> None:
+def test_thinking_is_noted_at_the_last_message_that_loses_it() -> None:
     conversation = converse(
         *(QUESTION, assistant("4", thinking="a"), QUESTION, assistant("5")),
         *(QUESTION, assistant("6", thinking="b")),
     )
 
-    assert render(chatml, conversation).notes == tuple(
-        Note(notes.DROPPED_THINKING, f"message {i}") for i in (2, 6)
-    )
-    assert render(channelled, conversation, CHANNEL_SOURCE).notes == ()
+    assert render(chatml, conversation).notes == {problems.DROPPED_THINKING: "message 6"}
+    assert render(channelled, conversation, CHANNEL_SOURCE).notes == {}

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data import notes
-from mlxtune.core.data.bad_rows import BadRow
+from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.notes import Note
+from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import (
     TEMPLATES,
     Rendered,
@@ -148,7 +147,7 @@ def test_qwen3_supervises_thinking_once_wherever_it_stands(content: str, written
     rendering = render_qwen3(converse(("user", "?"), Message("assistant", content, thinking="Hm.")))
 
     assert supervised(rendering.texts[0]) == [written]
-    assert rendering.notes == ()
+    assert rendering.notes == {}
 
 
 def test_gemma_keeps_thinking_in_the_content_and_says_when_it_drops_that_of_a_field() -> None:
@@ -161,7 +160,7 @@ def test_gemma_keeps_thinking_in_the_content_and_says_when_it_drops_that_of_a_fi
         "<think>Hm.</think>Hi<end_of_turn>",
         "Hm.<end_of_turn>",
     ]
-    assert rendering.notes == (Note(notes.DROPPED_THINKING, "message 4"),)
+    assert rendering.notes == {problems.DROPPED_THINKING: "message 4"}
 
 
 def test_gemma_marks_model_turns_and_gives_the_system_message_a_user_turn() -> None:

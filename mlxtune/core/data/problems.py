@@ -1,0 +1,126 @@
+"""Problems in rows: the reasons to skip a row, and notes on rows that are kept anyway."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONTROL_TOKEN = "control token written in content"
+DOUBLE_BOS = "BOS twice at the start"
+DROPPED_CONTENT = "text beside a tool call left out by the template"
+DROPPED_SYSTEM = "system message left out by the template"
+DROPPED_THINKING = "thinking left out by the template"
+DROPPED_TOOLS = "tools left out by the template"
+DUPLICATE = "duplicate row"
+LEAK = "validation row that is also trained on"
+MERGED_SYSTEM = "system message merged into the first user turn"
+NO_END_OF_TURN = "end-of-turn token unknown to the tokenizer"
+NO_PROMPT = "assistant turn with no prompt before it"
+TRUNCATED_ANSWER = "answer cut at --max-seq-len"
+
+ADVICE = {
+    CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
+    DOUBLE_BOS: "the model's template writes it twice: fix the template",
+    DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
+    DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
+    DROPPED_THINKING: "it is not trained on: use --thinking auto, or a model with a thinking mode",
+    DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
+    DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
+    LEAK: "the validation loss looks better than it is: remove it from one of the two",
+    MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
+    NO_END_OF_TURN: "the model does not know it and will not stop there: choose another --template",
+    NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
+    TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
+}
+# Kinds of notes that `train` refuses.
+ERRORS = (DOUBLE_BOS,)
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on.
+
+    `kind` is the reason that is counted, the same for all rows with the same problem; `detail` says
+    where in the row.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind} ({detail})" if detail else kind)
+        self.kind = kind
+        self.detail = detail
+
+
+@dataclass(kw_only=True)
+class RowTally:
+    """How many rows of a file by kind, and (number, detail) of the first few of each kind."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    places_per_kind: int = 5
+
+    def count(self, row: int, kind: str, detail: str = "") -> None:
+        """Count the row with this 1-based number."""
+        self.counts[kind] += 1
+        places = self.places.setdefault(kind, [])
+        if len(places) < self.places_per_kind:
+            places.append((row, detail))
+
+
+@dataclass
+class SkippedRows(RowTally):
+    """The rows of one file that were skipped, by reason."""
+
+    path: Path
+
+    def add(self, row: int, problem: BadRow) -> None:
+        """Count the row with this 1-based number."""
+        self.count(row, problem.kind, problem.detail)
+
+    @property
+    def total(self) -> int:
+        """How many rows were skipped."""
+        return self.counts.total()
+
+    @property
+    def problems(self) -> dict[int, BadRow]:
+        """The first few rows of each reason, by number, with their problem."""
+        return {
+            row: BadRow(kind, detail) for kind in self.places for row, detail in self.places[kind]
+        }
+
+    def warnings(self) -> Iterator[str]:
+        """Yield `path:line: reason` for the first rows of each reason, then a count of others."""
+        for kind, places in self.places.items():
+            for row, detail in places:
+                yield f"{self.path}:{row}: {BadRow(kind, detail)}; row skipped"
+            if (more := self.counts[kind] - len(places)) > 0:
+                yield f"{self.path}: {more} more rows skipped: {kind}"
+
+    def first(self) -> str:
+        """Return `path:line: reason` for the first row that was skipped."""
+        row, problem = min(self.problems.items())
+        return f"{self.path}:{row}: {problem}"
+
+
+def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
+    """Return the value of JSON text, in UTF-8 if it is bytes. Raises BadRow, of this kind."""
+    try:
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as error:
+        raise BadRow("not UTF-8", f"byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise BadRow(kind, f"{error.msg} at {line}column {error.colno}") from error
+    except RecursionError as error:
+        raise BadRow("JSON nested too deeply") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise BadRow(kind, str(error)) from error
+
+
+def json_type(value: Any) -> str:
+    """Return the type of a JSON value in words, such as "a list"."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
