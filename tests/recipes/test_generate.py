@@ -111,9 +111,9 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
-        ([], "", "standard input: not valid JSON"),
-        ([], " \n", "standard input: not valid JSON"),
-        ([], b"\xff\xfe", "standard input: not UTF-8 (byte 1)"),
+        ([], "", "standard input: is empty"),
+        ([], " \n", "standard input: is empty"),
+        ([], b"\xff\xfe", "standard input: is not text in UTF-8 (byte 1)"),
         (["--prompt", " "], "", "--prompt is empty: give a message"),
         (["--prompt", "a", "--messages", "b"], "", "--prompt and --messages are both given"),
         (["--messages", "nowhere.json"], "", "nowhere.json: cannot be read: No such file"),
@@ -133,7 +133,7 @@ def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, sai
 
 def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert "is empty" in say("generate", "--messages", tmp_path / "pipe").error
+    assert "not valid JSON" in say("generate", "--messages", tmp_path / "pipe").error
     assert "cannot be read" in say("generate", "--messages", tmp_path).error
 
 
