@@ -25,31 +25,22 @@ def doctor() -> Diagnosis:
 
     Raises nothing: problems are among the checks.
     """
-    values = facts.sysctl()
-    name, release = facts.system_name()
-    wired = values.get("iogpu.wired_limit_mb", "")
     device, problem = _device()
     return diagnose(
         facts.Machine(
             system=platform.system(),
-            name=name,
-            release=release,
-            chip=values.get("machdep.cpu.brand_string", ""),
+            **facts.read_system(),
             processor=platform.machine(),
             python=platform.python_version(),
-            translated=values.get("sysctl.proc_translated") == "1",
             packages=requirements.packages(),
             libraries=requirements.mlx_libraries(),
             mlx_first=_mlx_first(device),
             device=device,
             device_problem=problem,
             has_nvidia=facts.has_nvidia(),
-            memory=facts.memory(values),
             default_limit=int(StepConfig.memory_limit * 10**9),
-            wired_limit_mb=int(wired) if wired.isdecimal() else None,
             reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
             folders=facts.folders(),
-            power=facts.power(),
             offline=facts.offline(),
         )
     )

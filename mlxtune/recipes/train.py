@@ -21,7 +21,7 @@ from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_ca
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.machine.files import check_outputs, check_writable, write_json
-from mlxtune.core.machine.hashing import ModelHash
+from mlxtune.core.machine.hashing import hash_in_background
 from mlxtune.core.reports import plan_text, run_text
 from mlxtune.core.reports.run_page import write_page
 from mlxtune.core.steps.memory_plan import MemoryPlan
@@ -217,7 +217,7 @@ def prepare(
     if held is not None:
         reserve_memory(parts.run, planned, held, console)
 
-    model_hash = ModelHash(folder, None if data.no_cache else user_cache())
+    model_hash = hash_in_background(folder, None if data.no_cache else user_cache())
     loading.read_weights(base)
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)

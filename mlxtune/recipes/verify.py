@@ -12,7 +12,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import loading, model_folder
 from mlxtune.config import StepConfig, TrainConfig, user_cache
 from mlxtune.core.machine.files import file_hash
-from mlxtune.core.machine.hashing import ModelHash
+from mlxtune.core.machine.hashing import model_hash
 from mlxtune.core.runs.verification import Verification, verify_files
 from mlxtune.core.training.checkpoint import ADAPTER, METRICS, Checkpoint
 from mlxtune.core.training.progress import Progress, same_except_measurements
@@ -64,7 +64,7 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
 def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Compare every adapter with the base model's shapes; no weights are loaded."""
     folder = model_folder.find_folder(config.model_path)
-    expected, actual = good[0].metadata.get("base_hash"), ModelHash(folder, user_cache()).result()
+    expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
     changed = f"{folder}: its weights are not those that the run started from"
     found.add("base model", None if actual == expected else changed, str(folder))
     step = config.part(StepConfig)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -22,7 +23,6 @@ from mlxtune.config import RunConfig, RunParts
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.machine.files import file_hash, read_json
-from mlxtune.core.machine.hashing import ModelHash
 from mlxtune.core.runs.run import text
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.metrics import InstructTrainResult
@@ -122,7 +122,7 @@ def about_result(
     }
 
 
-def provenance_of(base: BaseModel, model_hash: ModelHash) -> dict[str, Any]:
+def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
     """Return what a result depends on besides options and data."""
     return {
         "model_type": base.model_type,

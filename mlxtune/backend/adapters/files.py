@@ -15,7 +15,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mlxtune.core.machine.files import read_given_json, write_file
+from mlxtune.core.machine.files import read_json, write_file
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.errors import ModelError, one_line
 
@@ -63,7 +63,8 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
     """Return the adapter_config.json, mlx-lm's or PEFT's, next to an adapter. Raises ModelError."""
     path = weights.with_name(ADAPTER_CONFIG)
     try:
-        return read_given_json(path)
+        # It may be a link: Hugging Face's cache consists of links.
+        return read_json(Path(os.path.realpath(path)))
     except FileNotFoundError:
         raise ModelError(
             f"{path}: is missing: copy it there from where the adapter was trained"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -23,55 +23,31 @@ from mlxtune.config import StepConfig
 from mlxtune.core.machine.facts import Device
 
 _CPU_SIZE, _GPU_SIZE = 512, 2048
-# Seconds for each measurement, unless a single product takes longer.
-_SECONDS = 0.12
+_PRODUCTS = 10
 
 
 def device_facts() -> Device:
     """Return the device, its memory, and the speed of a matrix product."""
-    info = mx.device_info()
+    info, on_cpu = mx.device_info(), device.on_cpu()
     limits = memory.find_limits(StepConfig.memory_limit)
+    size = _CPU_SIZE if on_cpu else _GPU_SIZE
+    a = np.random.default_rng(0).random((size, size), dtype=np.float32)
+    b = mx.array(a)
     return Device(
-        kind=_kind(),
+        kind="CPU" if on_cpu else "Metal" if mx.metal.is_available() else "CUDA",
         name=str(info.get("device_name", "unknown")),
         capacity=memory.capacity(),
         recommended=limits.recommended,
         limit=limits.memory,
         blas=BLAS,
-        gflops=_mlx_gflops(),
-        numpy_gflops=_numpy_gflops() if device.on_cpu() else None,
+        gflops=_gflops(size, lambda: mx.eval(b @ b)),
+        numpy_gflops=_gflops(size, lambda: a @ a) if on_cpu else None,
     )
 
 
-def _kind() -> str:
-    if device.on_cpu():
-        return "CPU"
-    return "Metal" if mx.metal.is_available() else "CUDA"
-
-
-def _mlx_gflops() -> float:
-    size = _CPU_SIZE if device.on_cpu() else _GPU_SIZE
-    a = mx.random.uniform(-1, 1, (size, size))
-    mx.eval(a)
-    return _best(size, lambda: mx.eval(a @ a))
-
-
-def _numpy_gflops() -> float:
-    a = np.random.default_rng(0).random((_CPU_SIZE, _CPU_SIZE), dtype=np.float32)
-    return _best(_CPU_SIZE, lambda: a @ a)
-
-
-def _best(size: int, product: Callable[[], object]) -> float:
+def _gflops(size: int, product: Callable[[], object]) -> float:
     """Return the best speed of a product of square matrices, in GFLOP/s."""
-    product()
-    ends, best = time.perf_counter() + _SECONDS, float("inf")
-    while True:
-        started = time.perf_counter()
-        product()
-        now = time.perf_counter()
-        best = min(best, now - started)
-        if now > ends:
-            return 2 * size**3 / best / 1e9
+    return 2 * size**3 / min(timeit.repeat(product, repeat=_PRODUCTS, number=1)) / 1e9
 
 
 if __name__ == "__main__":

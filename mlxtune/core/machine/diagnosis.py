@@ -9,20 +9,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxtune.core.machine.facts import MLX_LIBRARIES, Device, Folder, Machine
+from mlxtune.core.machine.facts import MLX_LIBRARIES, Device, Machine
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-# A tuned BLAS makes MLX about as fast as numpy, the reference BLAS a fortieth of that.
-_SLOW_BLAS = 0.25
 _SWAP_SHARE, _LITTLE_MEMORY = 0.1, 0.15
-_FULL, _NEARLY_FULL, _LARGE_CACHE = GB // 2, 10 * GB, 20 * GB
+_FULL, _NEARLY_FULL = GB // 2, 10 * GB
 # The oldest that MLX's wheels support.
 _OLDEST_MACOS = 14
 _SHOWN = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "numba")
 _FOR_SPEED = {
     "numba": "training on the CPU takes longer",
     "mkl": "without another fast BLAS, training on the CPU takes far longer",
+}
+_UNWRITABLE = {
+    "cache": "fix its permissions, or use --cache-dir or --no-cache",
+    "temporary": "set TMPDIR to a writable folder",
 }
 
 
@@ -82,16 +84,21 @@ def check_lines(checks: Sequence[Check]) -> Iterator[str]:
             yield f"{'':<{9 + width}}→ {check.remedy}"
 
 
+def _check(name: str, found: str, remedy: str = "", level: str = NOTE) -> Check:
+    """Return a check of a level; it is `ok` if there is no remedy."""
+    return Check(level if remedy else OK, name, found, remedy)
+
+
 def _system(m: Machine) -> Iterator[Check]:
-    name = " ".join(part for part in (m.name or m.system, m.release, m.chip) if part)
+    name = " ".join(part for part in (m.name, m.release, m.chip) if part)
     major = m.release.partition(".")[0]
     if m.system == "Darwin" and m.processor != "arm64" and not m.translated:
         remedy = "MLX needs Apple silicon: use a Mac with an M1 or later, or Linux"
         yield Check(PROBLEM, "system", f"{name}: an Intel Mac", remedy, stops=True)
-    elif m.system == "Darwin" and major.isdecimal() and int(major) < _OLDEST_MACOS:
-        yield Check(PROBLEM, "system", name, f"update to macOS {_OLDEST_MACOS} or later")
     else:
-        yield Check(OK, "system", name)
+        old = m.system == "Darwin" and major.isdecimal() and int(major) < _OLDEST_MACOS
+        remedy = f"update to macOS {_OLDEST_MACOS} or later" if old else ""
+        yield _check("system", name, remedy, PROBLEM)
     python = f"{m.python} for {m.processor}"
     if m.translated:
         remedy = "install an arm64 Python, such as python.org's or Homebrew's, and reinstall"
@@ -101,25 +108,25 @@ def _system(m: Machine) -> Iterator[Check]:
 
 
 def _packages(m: Machine) -> Iterator[Check]:
-    required = [package for package in m.packages if not package.extra]
-    shown = sorted((p for p in required if p.name in _SHOWN), key=lambda p: _SHOWN.index(p.name))
+    required = {package.name: package for package in m.packages if not package.extra}
+    shown = (required[name] for name in _SHOWN if name in required)
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
     yield Check(OK, "versions", found or "unknown: mlxtune is imported, but not installed")
-    # Any one of MLX's libraries is enough: with one for a GPU, mlx-cpu may be missing.
-    missing = {p.name for p in required if p.installed is None} if m.libraries else set()
-    bad = [p for p in required if not p.serves and p.name not in missing & set(MLX_LIBRARIES)]
-    for package in (p for p in bad if p.name not in _FOR_SPEED):
-        requirement = f"{package.name}{package.needs}"
-        yield Check(
-            PROBLEM,
-            package.name,
-            f"{package.installed or 'is missing'}, needed: {requirement}",
-            f"pip install --upgrade '{requirement}'",
-            stops=package.installed is None,
-        )
-    for name in (p.name for p in bad if p.name in _FOR_SPEED):
-        remedy = f"pip install --upgrade {name}"
-        yield Check(PROBLEM, name, f"missing or too old: {_FOR_SPEED[name]}", remedy)
+    for name, package in required.items():
+        # Any one of MLX's libraries is enough: with one for a GPU, mlx-cpu may be missing.
+        replaced = name in MLX_LIBRARIES and package.installed is None and m.libraries
+        if package.serves or replaced:
+            continue
+        if name in _FOR_SPEED:
+            found, remedy = (
+                f"missing or too old: {_FOR_SPEED[name]}",
+                f"pip install --upgrade {name}",
+            )
+            yield Check(PROBLEM, name, found, remedy)
+            continue
+        found = f"{package.installed or 'is missing'}, needed: {name}{package.needs}"
+        remedy = f"pip install --upgrade '{name}{package.needs}'"
+        yield Check(PROBLEM, name, found, remedy, stops=package.installed is None)
     if len(m.libraries) > 1:
         # The last one installed is in use, perhaps of a different version than mlx.
         found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
@@ -157,32 +164,30 @@ def _device(m: Machine) -> Iterator[Check]:
         found = f"MLX does not start: {m.device_problem}"
         yield Check(PROBLEM, "device", found, remedy, stops=True)
         return
-    found = f"{device.kind}: {device.name}"
+    found, remedy, level = f"{device.kind}: {device.name}", "", NOTE
     if m.system == "Darwin" and device.kind != "Metal":
         remedy = "MLX sees no GPU: run outside a virtual machine, with the Mac's own Python"
-        yield Check(PROBLEM, "device", found, remedy)
+        level = PROBLEM
     elif m.has_nvidia and device.kind == "CPU":
+        found += "; the NVIDIA GPU is not used"
         remedy = "pip uninstall -y mlx-cpu, then pip install mlx-cuda-13 (12 for older drivers)"
-        yield Check(NOTE, "device", f"{found}; the NVIDIA GPU is not used", remedy)
-    else:
-        yield Check(OK, "device", found)
+    yield _check("device", found, remedy, level)
 
 
 def _memory(m: Machine) -> Iterator[Check]:
     total, available, swap = m.memory.total, m.memory.available, m.memory.swap_used
     if total is not None:
+        little = available is not None and available < _LITTLE_MEMORY * total
         free = "" if available is None else f", {_gb(available)} available"
-        found, remedy = f"{_gb(total)}{free}", ""
-        if available is not None and available < _LITTLE_MEMORY * total:
-            remedy = "close other programs before training"
-        yield Check(NOTE if remedy else OK, "memory", found, remedy)
+        remedy = "close other programs before training" if little else ""
+        yield _check("memory", f"{_gb(total)}{free}", remedy)
         if swap is not None and swap > _SWAP_SHARE * total:
             remedy = "close other programs, or restart: swapping slows training down"
-            yield Check(NOTE, "swap", f"{_gb(swap)} used", remedy)
+            yield _check("swap", f"{_gb(swap)} used", remedy)
     if m.device is not None:
         yield _limit(m, m.device)
     for run in m.reserved:
-        yield Check(NOTE, "reserved", run, "add --wait to a run to have it wait for this memory")
+        yield _check("reserved", run, "add --wait to a run to have it wait for this memory")
 
 
 def _limit(m: Machine, device: Device) -> Check:
@@ -207,66 +212,45 @@ def _speed(m: Machine) -> Iterator[Check]:
     device = m.device
     if device is None or device.gflops is None:
         return
-    found = f"{device.gflops:,.0f} GFLOP/s in float32"
-    if device.kind != "CPU":
-        yield Check(OK, "speed", found)
-        return
-    is_reference = m.system == "Linux" and not device.blas
-    library = "MLX's own reference BLAS" if is_reference else device.blas
-    found += f", {library}" if library else ""
-    numpy = device.numpy_gflops
-    found += f"; numpy reaches {numpy:,.0f}" if numpy else ""
-    if is_reference:
+    found, remedy = f"{device.gflops:,.0f} GFLOP/s in float32", ""
+    if device.blas:
+        found += f", {device.blas}"
+    elif device.kind == "CPU" and m.system == "Linux":
+        found += ", MLX's own reference BLAS"
         remedy = "apt-get install libopenblas0, or pip install mkl"
-        yield Check(PROBLEM, "speed", found, remedy)
-    elif numpy and device.gflops < _SLOW_BLAS * numpy:
-        remedy = (
-            "check again when nothing else runs; if it is still slow, install libopenblas0 or mkl"
-        )
-        yield Check(NOTE, "speed", found, remedy)
-    else:
-        yield Check(OK, "speed", found)
+    if device.numpy_gflops:
+        found += f"; numpy reaches {device.numpy_gflops:,.0f}"
+    yield _check("speed", found, remedy, PROBLEM)
 
 
 def _folders(m: Machine) -> Iterator[Check]:
     for name, folder in m.folders.items():
-        yield _folder(name, folder)
-
-
-def _folder(name: str, folder: Folder) -> Check:
-    found = folder.path
-    if folder.size is not None:
-        found += f": {_gb(folder.size)} stored"
-    if folder.problem:
-        remedy = {
-            "cache": "fix its permissions, or use --cache-dir or --no-cache",
-            "temporary": "set TMPDIR to a writable folder",
-        }.get(name, "fix its permissions, or choose another --output")
-        return Check(NOTE, name, f"{found}: {folder.problem}", remedy)
-    if folder.free is None:
-        return Check(OK, name, found)
-    found += f", {_gb(folder.free)} free"
-    if folder.free < _FULL:
-        return Check(PROBLEM, name, found, "free space: there is no room for checkpoints")
-    if folder.free < _NEARLY_FULL:
-        return Check(NOTE, name, found, "free space: a model of 4 billion parameters takes 8 GB")
-    if (folder.size or 0) > _LARGE_CACHE:
-        return Check(NOTE, name, found, "delete it if space is short: it will be rebuilt")
-    return Check(OK, name, found)
+        found, remedy, level = folder.path, "", NOTE
+        if folder.size is not None:
+            found += f": {_gb(folder.size)} stored"
+        if folder.free is None or folder.problem:
+            found += f": {folder.problem}"
+            remedy = _UNWRITABLE.get(name, "fix its permissions, or choose another --output")
+        else:
+            found += f", {_gb(folder.free)} free"
+            if folder.free < _FULL:
+                remedy, level = "free space: there is no room for checkpoints", PROBLEM
+            elif folder.free < _NEARLY_FULL:
+                remedy = "free space: a model of 4 billion parameters takes 8 GB"
+        yield _check(name, found, remedy, level)
 
 
 def _power_and_network(m: Machine) -> Iterator[Check]:
-    if m.power.on_battery:
-        remedy = "plug it in: a Mac on battery computes more slowly"
-        yield Check(NOTE, "power", "battery", remedy)
-    elif m.power.on_battery is not None:
-        yield Check(OK, "power", "mains")
+    if m.power.on_battery is not None:
+        on_battery = m.power.on_battery
+        remedy = "plug it in: a Mac on battery computes more slowly" if on_battery else ""
+        yield _check("power", "battery" if on_battery else "mains", remedy)
     if m.power.saving:
         remedy = "turn Low Power Mode off while training (System Settings, Battery)"
-        yield Check(NOTE, "power", "Low Power Mode is on", remedy)
+        yield _check("power", "Low Power Mode is on", remedy)
     if m.offline:
         remedy = f"unset {m.offline} to download a model by owner/name"
-        yield Check(NOTE, "Hugging Face", f"{m.offline} is set: downloads are off", remedy)
+        yield _check("Hugging Face", f"{m.offline} is set: downloads are off", remedy)
 
 
 def _gb(size: int) -> str:

@@ -11,18 +11,17 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlxtune.config import as_path, user_cache
 
 # The packages that install MLX's own library, all into the same place.
 MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
-_MIB = 2**20
 _SYSCTL = (
     "hw.memsize",
     "machdep.cpu.brand_string",
@@ -33,8 +32,6 @@ _SYSCTL = (
 # Pages that macOS can give to a program: free, read ahead, or unused for a while.
 _AVAILABLE_PAGES = ("free", "speculative", "inactive")
 _TOOL_SECONDS = 2.0
-# Measuring a cache stops after this many seconds, and leaves out the remaining files.
-_MEASURING_SECONDS = 0.3
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -131,82 +128,60 @@ class Machine:
     offline: str = ""
 
 
-def sysctl() -> dict[str, str]:
-    """Return macOS's values for processor and memory; none on another system."""
-    if platform.system() != "Darwin":
-        return {}
-    # Names unknown to a Mac only give errors on stderr.
-    return parse_pairs(_output("sysctl", *_SYSCTL))
+def read_system() -> dict[str, Any]:
+    """Return the fields of Machine that the system's own tools know."""
+    if platform.system() == "Darwin":
+        # Names unknown to a Mac only give errors on stderr.
+        values = parse_pairs(_output("sysctl", *_SYSCTL))
+        return {
+            "name": "macOS",
+            "release": platform.mac_ver()[0],
+            "chip": values.get("machdep.cpu.brand_string", ""),
+            "translated": values.get("sysctl.proc_translated") == "1",
+            "memory": Memory(
+                total=_whole(values.get("hw.memsize", "")),
+                available=parse_vm_stat(_output("vm_stat")),
+                swap_used=parse_swap(values.get("vm.swapusage", "")),
+            ),
+            "wired_limit_mb": _whole(values.get("iogpu.wired_limit_mb", "")),
+            "power": parse_pmset(_output("pmset", "-g", "batt"), _output("pmset", "-g")),
+        }
+    name = platform.system()
+    with suppress(OSError):
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", name)
+    limits = (_whole(_text(path).strip()) for path in _CGROUP_LIMITS)
+    limit = next((limit for limit in limits if limit is not None), None)
+    memory = parse_meminfo(_text("/proc/meminfo"), limit)
+    return {"name": name, "release": platform.release(), "memory": memory}
 
 
 def parse_pairs(text: str) -> dict[str, str]:
     """Parse the output of `sysctl a b`, lines of `name: value`."""
-    pairs = (line.partition(": ") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
-
-
-def system_name() -> tuple[str, str]:
-    """Return the usual name of the system, and its release."""
-    if platform.system() == "Darwin":
-        return "macOS", platform.mac_ver()[0]
-    with suppress(OSError):
-        return platform.freedesktop_os_release().get("PRETTY_NAME", "Linux"), platform.release()
-    return platform.system(), platform.release()
-
-
-def memory(values: Mapping[str, str]) -> Memory:
-    """Return the memory of the machine or container; `values` are those of `sysctl`."""
-    if platform.system() == "Darwin":
-        total = values.get("hw.memsize", "")
-        return Memory(
-            total=int(total) if total.isdecimal() else None,
-            available=parse_vm_stat(_output("vm_stat")),
-            swap_used=parse_swap(values.get("vm.swapusage", "")),
-        )
-    limits = (_text(path).strip() for path in _CGROUP_LIMITS)
-    limit = next((int(text) for text in limits if text.isdecimal()), None)
-    return within(parse_meminfo(_text("/proc/meminfo")), limit)
+    return dict(re.findall(r"(?m)^(\S+): (.*)$", text))
 
 
 def parse_swap(text: str) -> int | None:
     """Parse the bytes used in macOS's `vm.swapusage`, such as `used = 1033.75M`."""
     used = re.search(r"used = ([\d.]+)M", text)
-    return int(float(used[1]) * _MIB) if used else None
+    return int(float(used[1]) * 2**20) if used else None
 
 
 def parse_vm_stat(text: str) -> int | None:
     """Parse the bytes available to a program in the output of macOS's `vm_stat`."""
-    page = re.search(r"page size of (\d+) bytes", text)
-    pages = [re.search(rf"Pages {kind}:\s+(\d+)\.", text) for kind in _AVAILABLE_PAGES]
-    if page is None or not any(pages):
-        return None
-    return int(page[1]) * sum(int(count[1]) for count in pages if count)
+    size = re.search(r"page size of (\d+) bytes", text)
+    pages = dict(re.findall(r"Pages (\w+):\s+(\d+)\.", text))
+    available = [int(pages[kind]) for kind in _AVAILABLE_PAGES if kind in pages]
+    return int(size[1]) * sum(available) if size and available else None
 
 
-def parse_meminfo(text: str) -> Memory:
-    """Parse Linux's /proc/meminfo."""
-    sizes = {m[1]: int(m[2]) * 1024 for m in re.finditer(r"(?m)^(\w+):\s+(\d+) kB", text)}
-    total, free = sizes.get("SwapTotal"), sizes.get("SwapFree")
-    return Memory(
-        total=sizes.get("MemTotal"),
-        available=sizes.get("MemAvailable"),
-        swap_used=None if total is None or free is None else total - free,
-    )
-
-
-def within(memory: Memory, limit: int | None) -> Memory:
-    """Return the memory of a container with a limit in bytes; None is no limit."""
-    if limit is None or memory.total is None or limit >= memory.total:
-        return memory
-    available = None if memory.available is None else min(memory.available, limit)
-    return replace(memory, total=limit, available=available)
-
-
-def power() -> Power:
-    """Return how a Mac is powered; unknown on another system."""
-    if platform.system() != "Darwin":
-        return Power()
-    return parse_pmset(_output("pmset", "-g", "batt"), _output("pmset", "-g"))
+def parse_meminfo(text: str, limit: int | None = None) -> Memory:
+    """Parse Linux's /proc/meminfo; a container's `limit` is in bytes."""
+    sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"(?m)^(\w+):\s+(\d+) kB", text)}
+    if not sizes:
+        return Memory()
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    limit = total if limit is None else min(limit, total)
+    return Memory(limit, min(available, limit), sizes["SwapTotal"] - sizes["SwapFree"])
 
 
 def parse_pmset(battery: str, settings: str) -> Power:
@@ -236,20 +211,12 @@ def offline() -> str:
 
 def folders() -> dict[str, Folder]:
     """Return the folders that runs write to, by their purpose."""
-    # Looking up the first or last raises OSError if it is gone.
-    purposes: dict[str, Callable[[], Path]] = {
-        "folder": Path.cwd,
-        "cache": user_cache,
-        "downloads": _downloads,
-        "temporary": lambda: Path(tempfile.gettempdir()),
+    return {
+        "folder": _folder(Path.cwd),
+        "cache": _folder(user_cache, measured=True),
+        "downloads": _folder(_downloads),
+        "temporary": _folder(lambda: Path(tempfile.gettempdir())),
     }
-    result = {}
-    for name, path in purposes.items():
-        try:
-            result[name] = _folder(path(), measured=name == "cache")
-        except OSError as error:
-            result[name] = Folder("", None, problem=error.strerror or str(error))
-    return result
 
 
 def _downloads() -> Path:
@@ -261,8 +228,10 @@ def _downloads() -> Path:
     return as_path(home) / "hub"
 
 
-def _folder(path: Path, *, measured: bool) -> Folder:
+def _folder(find: Callable[[], Path], *, measured: bool = False) -> Folder:
+    path: Path | str = ""
     try:
+        path = find()  # fails for a current folder that was removed
         existing = next(each for each in (path, *path.absolute().parents) if each.exists())
         free = shutil.disk_usage(existing).free
         problem = "" if os.access(existing, os.W_OK | os.X_OK) else "cannot be written"
@@ -273,14 +242,15 @@ def _folder(path: Path, *, measured: bool) -> Folder:
 
 
 def _size(folder: Path) -> int:
-    deadline, total = time.monotonic() + _MEASURING_SECONDS, 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += (Path(parent) / name).lstat().st_size
-            if time.monotonic() > deadline:
-                return total
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # a run may have removed it by now
+            total += 0 if path.is_dir() else path.lstat().st_size
     return total
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def _text(path: str) -> str:

@@ -49,7 +49,7 @@ def write_file(target: Path, content: Iterable[bytes]) -> None:
                 file.flush()
                 _sync(file.fileno())
             temporary.replace(target)
-            sync_folder(target.parent)
+            sync(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -87,14 +87,6 @@ def read_own(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_given_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that the user named, as `read_json` does.
-
-    It may be a link: Hugging Face's cache consists of links.
-    """
-    return read_json(Path(os.path.realpath(path)))
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file that we wrote. Raises ValueError or OSError."""
     content = read_own(path)
@@ -112,16 +104,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hex. Raises OSError."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder; only then does a rename in it survive a power cut. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file or folder; only then does a rename survive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlxtune.core.machine.files import as_output_error, check_writable, sync_folder
+from mlxtune.core.machine.files import as_output_error, check_writable, sync
 from mlxtune.errors import OutputError
 
 
@@ -33,11 +33,12 @@ def new_folder(
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            _flush(temporary)
+            for path in temporary.rglob("*"):
+                sync(path)
             if target.exists():
                 target.rename(replaced)
             temporary.rename(target)
-            sync_folder(target.parent)
+            sync(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             if replaced.exists() and not target.exists():
@@ -71,13 +72,3 @@ def _check_free(target: Path, marker: str, overwrite: bool) -> None:
             raise OutputError(
                 f"{target}: already exists: choose another --output, or add --overwrite"
             )
-
-
-def _flush(folder: Path) -> None:
-    """Flush every file of a folder; only then does a rename survive a power cut."""
-    for path in [each for each in folder.rglob("*") if each.is_file()]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata as metadata
 from collections.abc import Iterable, Iterator
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
@@ -35,37 +35,24 @@ def mlx_libraries() -> tuple[str, ...]:
 
 
 def _has_library(name: str) -> bool:
-    try:
-        files = metadata.files(name) or []
-    except metadata.PackageNotFoundError:
-        return False
+    files = metadata.files(name) or [] if _installed(name) else []
     return any(str(file).startswith("mlx/lib/libmlx.") for file in files)
 
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:
     """Yield the requirements of a package, or of its extra, and their requirements in turn."""
-    for required in _required(name, extra):
-        yield required
-        if required.name in _FOLLOWED:
-            for each in ("", *sorted(required.extras)):
-                yield from _followed(required.name, each)
-
-
-def _required(name: str, extra: str) -> Iterator[Requirement]:
-    try:
-        lines = metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
+    if _installed(name) is None:
         return
-    for line in lines:
-        try:
-            required = Requirement(line)
-        except InvalidRequirement:
-            continue
-        marker = required.marker
-        always = marker is None or marker.evaluate({"extra": ""})
-        applies = marker is None or marker.evaluate({"extra": extra})
-        if applies and (not extra or not always):
+    for required in map(Requirement, metadata.requires(name) or []):
+        always, applies = (
+            required.marker is None or required.marker.evaluate({"extra": each})
+            for each in ("", extra)
+        )
+        if applies and not (extra and always):
             yield required
+            if required.name in _FOLLOWED:
+                for each in ("", *sorted(required.extras)):
+                    yield from _followed(required.name, each)
 
 
 def _checked(required: Iterable[Requirement], extra: str) -> Iterator[Package]:

@@ -28,7 +28,7 @@ from mlxtune.core.machine.files import (
     file_hash,
     read_json,
     read_own,
-    sync_folder,
+    sync,
     write_file,
     write_json,
 )
@@ -99,7 +99,7 @@ def write_checkpoint(
             if target.exists():
                 target.rename(replaced)
             temporary.rename(target)
-            sync_folder(target.parent)
+            sync(target.parent)
         finally:
             clean_up()
 

@@ -36,6 +36,29 @@ Currently in use:
 """
 
 
+def test_what_a_mac_reports_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = {
+        "sysctl": "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2\n"
+        "sysctl.proc_translated: 1\nvm.swapusage: used = 1.00M\niogpu.wired_limit_mb: 0\n",
+        "vm_stat": VM_STAT,
+        "pmset -g batt": BATTERY,
+        "pmset -g": SETTINGS.format(1),
+    }
+
+    def output(*command: str) -> str:
+        return outputs["sysctl" if command[0] == "sysctl" else " ".join(command)]
+
+    monkeypatch.setattr(facts, "_output", output)
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
+    assert facts.read_system() == {
+        **{"name": "macOS", "release": "15.3", "chip": "Apple M2", "translated": True},
+        "memory": Memory(2**34, (4000 + 300000 + 1000) * 16384, 2**20),
+        "wired_limit_mb": 0,
+        "power": Power(True, True),
+    }
+
+
 def test_sysctl_is_read_by_name_with_what_it_does_not_know_left_out() -> None:
     text = "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2: Pro\n\nnonsense\n"
     assert facts.parse_pairs(text) == {
@@ -67,7 +90,9 @@ def test_memory_of_linux_is_in_kibibytes() -> None:
 def test_container_has_no_more_memory_than_its_limit(
     limit: int | None, total: int, available: int
 ) -> None:
-    assert facts.within(Memory(100, 80, 0), limit) == Memory(total, available, 0)
+    text = "MemTotal: 100 kB\nMemAvailable: 80 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+    within = None if limit is None else limit * 1024
+    assert facts.parse_meminfo(text, within) == Memory(total * 1024, available * 1024, 0)
 
 
 def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.machine import hashing
-from mlxtune.core.machine.hashing import ModelHash, model_hash
+from mlxtune.core.machine.hashing import hash_in_background, model_hash
 from mlxtune.errors import ModelError
 
 
@@ -45,7 +45,7 @@ def test_hash_is_over_names_and_contents_of_config_and_weights(folder: Path) -> 
         digest.update(f"{name} {content}\n".encode())
     expected = f"sha256:{digest.hexdigest()}"
     assert model_hash(folder, None) == expected
-    assert ModelHash(folder, None).result() == expected
+    assert hash_in_background(folder, None).result() == expected
 
     (folder / "README.md").write_text("something else")
     assert model_hash(folder, None) == expected
@@ -88,6 +88,6 @@ def test_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Pa
 
 def test_file_that_cannot_be_read_is_an_error_when_the_hash_is_asked_for(folder: Path) -> None:
     (folder / "config.json").unlink()
-    computing = ModelHash(folder, None)
+    computing = hash_in_background(folder, None)
     with pytest.raises(ModelError, match="cannot be read"):
         computing.result()
