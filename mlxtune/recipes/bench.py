@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import IO, Any
 
 from mlxtune.backend.model import device, model_folder
 from mlxtune.backend.step import peers
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import files
-from mlxtune.core.reports import benchmark_text
-from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep, write_steps
+from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.bench_worker import OURS, Job
@@ -28,9 +27,10 @@ from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, rep
 from mlxtune.setup.memory import choose_plan, first_epoch, planned_work
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions
+from mlxtune.terminal.bench_console import run_line, show_benchmark
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
-from mlxtune.terminal.tables import result_console, show_benchmark
+from mlxtune.terminal.tables import result_console
 
 
 def bench(config: BenchConfig) -> Benchmark:
@@ -53,11 +53,11 @@ def bench(config: BenchConfig) -> Benchmark:
         _report_work(config, rows, console)
         with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as scratch:
             job = _prepare(config, folder, steps, Path(scratch), console)
-            ours, theirs = _alternate(config, job, len(steps), Path(scratch), console)
+            ours, theirs = _alternate(config, job, Path(scratch), console)
     result = Benchmark(
         model=config.model_path,
         device=device.device_name(),
-        dtype=job.options["dtype"],
+        dtype=job.config.dtype,
         rows=sum(map(len, rows)),
         examples=sum(map(len, steps)),
         batch_size=config.batch_size,
@@ -95,25 +95,16 @@ def _prepare(
     scratch: Path,
     console: RunConsole,
 ) -> Job:
-    """Write what every process reads: the steps, and the adapter to start from.
+    """Return our job, having written the adapter to start from; a peer's differs in its name only.
 
-    Returns our job; a peer's differs only in its name. Reads no weights. Raises ModelError, and
-    MemoryLimitError when even one example does not fit.
+    Reads no weights. Raises ModelError, and MemoryLimitError when even one example does not fit.
     """
     parts = config.training(config.dtype).split()
     base = open_model(parts.step, folder, console)
     console.say("Model", base.describe())
     choose_plan(parts.step, parts.lora, base, planned_work(parts.lora, steps))
     peers.write_start(base, parts.lora, scratch / "adapter")
-    write_steps(scratch / "steps.npz", steps)
-    return Job(
-        side=OURS,
-        folder=str(folder),
-        options=asdict(config.training(base.dtype)),
-        adapter=str(scratch / "adapter"),
-        steps=str(scratch / "steps.npz"),
-        started=0.0,
-    )
+    return Job(OURS, folder, config.training(base.dtype), scratch / "adapter", steps)
 
 
 def _report_work(
@@ -137,7 +128,7 @@ def _report_work(
 
 
 def _alternate(
-    config: BenchConfig, job: Job, steps: int, scratch: Path, console: RunConsole
+    config: BenchConfig, job: Job, scratch: Path, console: RunConsole
 ) -> tuple[Side, Side | None]:
     """Run ours and theirs in turn, one process at a time, as often as the options ask.
 
@@ -151,13 +142,11 @@ def _alternate(
             continue
 
         def show_step(done: int, run: str = f"{side.name}, run {repeat}") -> None:
-            console.show(f"{run}: step {done}/{steps}")
+            console.show(f"{run}: step {done}/{len(job.steps)}")
 
         show_step(0)
         try:
-            run = _run_process(
-                replace(job, side=side.name, started=time.time()), scratch, show_step
-            )
+            run = _run_process(replace(job, side=side.name), scratch, show_step)
         except MlxTuneError as error:
             if side is ours:
                 raise
@@ -165,8 +154,7 @@ def _alternate(
             console.warn(f"{side.name} failed: {error}")
             continue
         side.runs.append(run)
-        line = benchmark_text.run_line(side.name, run)
-        console.say("Run", f"{repeat}/{config.repeats} {line}")
+        console.say("Run", f"{repeat}/{config.repeats} {run_line(side.name, run)}")
     return ours, theirs
 
 
@@ -176,57 +164,47 @@ def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Ben
     Raises MlxTuneError with the error that the process reports or, if it ends early without one,
     with how it ended.
     """
-    path = scratch / "job.json"
-    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    path = scratch / "job.pickle"
+    path.write_bytes(pickle.dumps(replace(job, started=time.time())))
     steps: list[TimedStep] = []
     with (
         (scratch / "stderr").open("w+b") as errors,
-        closing(_records(path, errors)) as records,
+        subprocess.Popen(
+            _command(path),
+            # Never written to: the worker ends when it closes.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        ) as process,
     ):
-        for record in records:
-            if "error" in record:
-                raise MlxTuneError(record["error"])
-            if "run" in record:
-                return BenchmarkRun(steps=tuple(steps), **record["run"])
-            if "step" in record:
+        try:
+            for line in process.stdout or ():
+                record = json.loads(line)
+                if "error" in record:
+                    raise MlxTuneError(record["error"])
+                if "run" in record:
+                    return BenchmarkRun(steps, **record["run"])
                 steps.append(TimedStep(**record["step"]))
                 on_step(len(steps))
-            else:
-                raise MlxTuneError(_describe_end(job, record["ended"], len(steps), errors))
-    raise AssertionError("the last record of a process is its end")
-
-
-def _records(job: Path, errors: IO[bytes]) -> Generator[dict[str, Any], None, None]:
-    """Yield the records of a process and then its exit status; kill it when closed early."""
-    process = subprocess.Popen(
-        _command(job),
-        # Never written to: the worker ends when it closes.
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                yield json.loads(line)
-            yield {"ended": process.wait()}
+            status = process.wait()
         finally:
             process.kill()
+        errors.seek(0)
+        output = errors.read().decode(errors="replace")
+    raise MlxTuneError(_describe_end(job, status, len(steps), output))
 
 
 def _command(job: Path) -> list[str]:
-    return [sys.executable, "-m", "mlxtune.setup.bench_worker", str(job)]
+    run = "from mlxtune.setup import bench_worker; bench_worker.main()"
+    return [sys.executable, "-c", run, str(job)]
 
 
-def _describe_end(job: Job, status: int, steps: int, errors: IO[bytes]) -> str:
+def _describe_end(job: Job, status: int, steps: int, output: str) -> str:
     where = f"after {steps} steps" if steps else "before its first step"
     if status < 0:
         likely = ", probably for lack of memory" if status == -9 else ""
         remedy = ": lower --batch-size or --max-seq-len" if job.side == OURS else ""
         return f"killed (signal {-status}) {where}{likely}{remedy}"
-    errors.seek(0)
-    output = errors.read().decode(errors="replace")
     if job.side == OURS:
         raise RuntimeError(f"the process that measures mlxtune ended {where}:\n{output}")
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")

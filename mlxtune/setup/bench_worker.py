@@ -1,7 +1,5 @@
 """One process of a benchmark: takes the steps of one side, and writes what it measures.
 
-    python -m mlxtune.setup.bench_worker job.json
-
 Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
 """
 
@@ -9,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import threading
 import time
@@ -17,10 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlxtune.backend.step import measure, peers
+from mlxtune.backend.model import device, memory
+from mlxtune.backend.step.peers import MlxLm
 from mlxtune.config import RunParts, TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.runs.benchmark import TimedStep, read_steps
+from mlxtune.core.runs.benchmark import TimedStep
+from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
 
 OURS = "mlxtune"
@@ -28,14 +29,17 @@ OURS = "mlxtune"
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a process: `options` of a TrainConfig, and when it was started (time.time())."""
+    """The work of a process, and when it was started (time.time()).
+
+    `adapter` is the folder of the adapter that all sides start from.
+    """
 
     side: str
-    folder: str
-    options: dict[str, Any]
-    adapter: str
-    steps: str
-    started: float
+    folder: Path
+    config: TrainConfig
+    adapter: Path
+    steps: Sequence[Sequence[Example]]
+    started: float = 0.0
 
 
 class OurSide:
@@ -84,43 +88,38 @@ class OurSide:
         """Return the tokens that the last step ran, and how many of them were padding."""
         return self._result.run_tokens, self._result.padding
 
-    def _stretches(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
-        """Return the real tokens of each stretch that a step runs, and those of its prefix."""
-        batches = self._pipeline.micro_batches(examples)
-        return [stretch for _, batch in batches for stretch in batch.stretches]
-
     def products(self, steps: Sequence[Sequence[Example]]) -> Iterator[dict[str, float]]:
         """Yield the seconds of the matrix products of each step, by kind."""
-        from mlxtune.backend.step.floor import ProductTimer, StepTokens, step_products
+        from mlxtune.backend.step.floor import product_seconds, step_products
 
-        timer = ProductTimer(self._base.dtype)
         for examples in steps:
+            batches = self._pipeline.micro_batches(examples)
             products = step_products(
                 self._pipeline.model,
-                StepTokens(self._stretches(examples), _supervised_tokens(examples)),
+                [stretch for _, batch in batches for stretch in batch.stretches],
+                sum(map(predicted_tokens, examples)),
                 vocab_size=self._base.vocab_size,
                 hidden_size=self._base.hidden_size,
             )
-            yield timer.seconds(products)
+            yield product_seconds(products, self._base.dtype)
 
 
 def run_job(job: Job) -> Iterator[dict[str, Any]]:
     """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
-    steps = read_steps(Path(job.steps))
-    kinds = {OURS: OurSide, **peers.PEERS}
     started = time.perf_counter()
-    side: peers.Side = kinds[job.side](Path(job.folder), TrainConfig(**job.options).split())
-    measure.finish()
+    kind = OurSide if job.side == OURS else MlxLm
+    side = kind(job.folder, job.config.split())
+    device.finish()
     loaded = time.perf_counter()
-    side.start(Path(job.adapter), steps)
+    side.start(job.adapter, job.steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
-    with_pads = side.warm_up(steps[0])
-    measure.finish()
+    with_pads = side.warm_up(job.steps[0])
+    device.finish()
     warm = time.perf_counter()
-    for number, examples in enumerate(steps, 1):
+    for number, examples in enumerate(job.steps, 1):
         yield {"step": asdict(_time_step(side, number, examples))}
-    peak_rss = measure.peak_rss()
-    products = list(side.products(steps)) if isinstance(side, OurSide) else []
+    peak_rss = memory.peak_rss()
+    products = list(side.products(job.steps)) if isinstance(side, OurSide) else []
     yield {
         "run": {
             "process_s": process_s,
@@ -135,19 +134,19 @@ def run_job(job: Job) -> Iterator[dict[str, Any]]:
     }
 
 
-def _time_step(side: peers.Side, number: int, examples: Sequence[Example]) -> TimedStep:
+def _time_step(side: OurSide | MlxLm, number: int, examples: Sequence[Example]) -> TimedStep:
     """Take a step and time it until the device has finished."""
-    measure.reset_peak()
+    memory.forget_peak()
     started = time.perf_counter()
     loss = side.step(number, examples)
-    measure.finish()
+    device.finish()
     seconds = time.perf_counter() - started
-    peak = measure.peak_memory()
+    peak = memory.peak_bytes()
     run, padding = side.tokens(examples)
     return TimedStep(
         seconds=seconds,
         tokens=sum(map(len, examples)),
-        supervised_tokens=_supervised_tokens(examples),
+        supervised_tokens=sum(map(predicted_tokens, examples)),
         tokens_run=run,
         padding=padding,
         loss=loss,
@@ -155,16 +154,11 @@ def _time_step(side: peers.Side, number: int, examples: Sequence[Example]) -> Ti
     )
 
 
-def _supervised_tokens(examples: Sequence[Example]) -> int:
-    # The first token of an example is never predicted.
-    return sum(int(example.assistant_mask[1:].sum()) for example in examples)
-
-
 def main() -> None:
     """Do the job that the command line names."""
     records = _claim_stdout()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
     try:
         for record in run_job(job):
             print(json.dumps(record), file=records, flush=True)
@@ -184,7 +178,3 @@ def _end_with_parent() -> None:
     # The pipe closes when the parent ends, even if it is killed.
     sys.stdin.buffer.read()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Tables on a terminal: of a benchmark, and of runs."""
+"""Tables on a terminal, and the one of runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from mlxtune.core.reports import benchmark_text
 from mlxtune.core.reports.axis import spans_much
 from mlxtune.core.reports.visible import escape
-from mlxtune.core.runs.benchmark import Benchmark
 from mlxtune.core.runs.summary import RunSummary
 from mlxtune.core.text import loss_text, minute_of
 
@@ -39,18 +37,6 @@ def plain_table(headings: Sequence[str]) -> Table:
     for i, name in enumerate(headings):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     return table
-
-
-def show_benchmark(benchmark: Benchmark, console: Console) -> None:
-    """Print the table of a benchmark, and remarks on it."""
-    head, *rows = benchmark_text.table(benchmark)
-    table = plain_table(head)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(Text(benchmark_text.title(benchmark), "bold"), soft_wrap=True)
-    console.print(table)
-    for line in benchmark_text.remarks(benchmark):
-        console.print(Text(line), soft_wrap=True)
 
 
 def show_runs(runs: Sequence[RunSummary], console: Console) -> None:

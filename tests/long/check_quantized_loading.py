@@ -39,17 +39,16 @@ def load(folder: str, name: str) -> dict[str, int]:
     from mlx.utils import tree_flatten
 
     from mlxtune.backend.model import memory, loading
-    from mlxtune.backend.step.measure import peak_rss
 
     memory.set_limits(1e3)
     quantize = None if name == "none" else name.removesuffix("+")
     double = name.endswith("+")
     base = loading.open_base(Path(folder), "auto", quantize=quantize, double_quant=double)
     weights = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
-    before = peak_rss()
+    before = memory.peak_rss()
     mx.reset_peak_memory()
     loading.read_weights(base)
-    return {"weights": weights, "mlx": mx.get_peak_memory(), "resident": peak_rss() - before}
+    return {"weights": weights, "mlx": mx.get_peak_memory(), "resident": memory.peak_rss() - before}
 
 
 def main() -> None:

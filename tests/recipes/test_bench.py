@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import pty
 import re
 import signal
@@ -270,7 +271,7 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
     def command(job: Path) -> list[str]:
-        ours = json.loads(job.read_text())["side"] == bench_worker.OURS
+        ours = pickle.loads(job.read_bytes()).side == bench_worker.OURS
         return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
     monkeypatch.setattr("mlxtune.recipes.bench._command", command)

@@ -14,3 +14,8 @@ def device_name() -> str:
     """Return the device's name and type, such as "Apple M3 Max (gpu)"."""
     name = mx.device_info().get("device_name", "unknown device")
     return f"{name} ({mx.default_device().type.name})"
+
+
+def finish() -> None:
+    """Wait until the device has done all queued work."""
+    mx.synchronize()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -102,12 +105,24 @@ def release() -> None:
 
 def peak_bytes() -> int:
     """Return the most memory that MLX has held at once, in bytes."""
-    return max(_highest[0], int(mx.get_peak_memory()))
+    # MLX counts a peak only where it allocates.
+    return max(_highest[0], int(mx.get_peak_memory()), int(mx.get_active_memory()))
 
 
 def peak_gb() -> float:
     """Return the most memory that MLX has held at once, in GB."""
     return peak_bytes() / GB
+
+
+def peak_rss() -> int:
+    """Return the most real memory that this process has had, in bytes."""
+    try:
+        # The kernel's other count takes over that of the process that started this one.
+        text = Path("/proc/self/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024
+    except (OSError, IndexError):
+        units = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units
 
 
 def last_peak_bytes() -> int:

@@ -1,20 +1,17 @@
-"""Other trainers, for `mlxtune bench`: what they do in a step, on the same batches as ours.
-
-A peer is a class with the methods of `Side`, and a line in PEERS.
-"""
+"""mlx-lm as the other side of `mlxtune bench`: what it does in a step, on the same examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map, tree_map_with_path
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss
 from mlx_lm.tuner.utils import load_adapters
 
@@ -27,36 +24,11 @@ from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
 from mlxtune.config import InstructConfig, RunParts
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import make_folder
-from mlxtune.core.runs.benchmark import one_span
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.training.checkpoint import ADAPTER
 
 # mlx-lm pads to one more than a multiple of this.
 _PAD_TO = 32
-
-
-class Side(Protocol):
-    """A trainer that is measured. It is made with the weights read, and nothing else done.
-
-    `loss_function` says what it computes.
-    """
-
-    loss_function: str
-
-    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Put LoRA on the model with the tensors of the folder `adapter`; make the optimizer."""
-
-    def warm_up(self, examples: Sequence[Example]) -> float | None:
-        """Compute a step without taking it.
-
-        Returns its loss with the targets that the trainer's own batches would add, if they do.
-        """
-
-    def step(self, number: int, examples: Sequence[Example]) -> float:
-        """Take step `number`, from 1; return its loss."""
-
-    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens that a step runs through the model, and which of these are padding."""
 
 
 class MlxLm:
@@ -77,10 +49,10 @@ class MlxLm:
         self._lora = parts.lora
         self._batch_size = parts.data.batch_size
         step = parts.step
-        trusts = step.trust_remote_code
-        self._model, said = load_lazily(folder, read_config(folder, trust_remote_code=trusts))
+        config = read_config(folder, trust_remote_code=step.trust_remote_code)
+        self._model, config = load_lazily(folder, config)
         if step.quantize is not None:
-            quantize_lazily(self._model, said, step.quantize)
+            quantize_lazily(self._model, config, step.quantize)
         _cast(self._model, getattr(mx, step.dtype))
         if step.quantize is not None:
             read_one_by_one(self._model)
@@ -107,20 +79,21 @@ class MlxLm:
         self._step = self._make_step()
 
     def warm_up(self, examples: Sequence[Example]) -> float | None:
-        """Take the step, with mlx-lm's own spans, and take it back."""
+        """Take a step and take it back; return its loss with mlx-lm's own spans, if it has them."""
         before = self._model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
         loss = self._run(examples, beyond=1)
         self._model.update(before)
-        _put_back(self._optimizer.state, state)
+        # In the list, too, from which a compiled step reads its state.
+        self._optimizer.state = self._state[1] = state
         return loss if self.loss_function == "default" else None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
-        """Take a step on all examples."""
+        """Take step `number`, from 1, on all examples; return its loss."""
         return self._run(examples)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens of the batches after the shift, and which of these are padding."""
+        """Return how many tokens a step runs through the model, and how many are padding."""
         run = 0
         for batch in self._batches(examples):
             tokens, _ = padded(batch, self._lora.max_seq_len)
@@ -196,6 +169,12 @@ def padded(
     return tokens, mask
 
 
+def one_span(example: Example) -> bool:
+    """Return whether the supervised tokens of an example are one contiguous span."""
+    where = np.flatnonzero(example.assistant_mask)
+    return bool(len(where)) and int(where[-1] - where[0]) == len(where) - 1
+
+
 def spans(examples: Sequence[Example], beyond: int = 0) -> npt.NDArray[np.int32]:
     """Return int32 (B, 2): the first and the last supervised place of each example.
 
@@ -222,9 +201,6 @@ def masked_loss(
     return losses.astype(mx.float32).sum() / count, count
 
 
-PEERS: dict[str, Callable[[Path, RunParts], Side]] = {"mlx-lm": MlxLm}
-
-
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
     """Write the adapter that all sides start from, as `train` makes it, into the folder `adapter`.
 
@@ -237,22 +213,10 @@ def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Have every parameter in the dtype, save those that an architecture keeps as they are."""
-    keeps = getattr(model, "cast_predicate", None)
-    parameters = tree_flatten(model.parameters())
-    model.load_weights(
-        [
-            (path, value.astype(dtype))
-            for path, value in parameters
-            if mx.issubdtype(value.dtype, mx.floating) and (keeps is None or keeps(path))
-        ],
-        strict=False,
-    )
+    casts = getattr(model, "cast_predicate", lambda _: True)
 
+    def cast(path: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if floating and casts(path) else value
 
-def _put_back(target: Any, saved: Any) -> None:
-    # In place: a compiled step holds on to the containers.
-    for key, value in saved.items() if isinstance(saved, dict) else enumerate(saved):
-        if isinstance(value, dict | list):
-            _put_back(target[key], value)
-        else:
-            target[key] = value
+    model.update(tree_map_with_path(cast, model.parameters()))

@@ -11,14 +11,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-
-from mlxtune.core.data.encode import Example
 
 SCHEMA_VERSION = 1
 # How far losses may differ, relative to the greater of 1 and the loss, at the first step and after.
@@ -27,10 +22,6 @@ SCHEMA_VERSION = 1
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
 # In 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -49,10 +40,6 @@ class TimedStep:
     loss: float
     peak_memory: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, which has no NaN and infinity."""
-        return asdict(self) | {"loss": _finite(self.loss)}
-
 
 @dataclass(frozen=True)
 class BenchmarkRun:
@@ -64,7 +51,7 @@ class BenchmarkRun:
     targets. `products` are the seconds of each step's matrix products, by kind.
     """
 
-    steps: tuple[TimedStep, ...]
+    steps: list[TimedStep]
     process_s: float
     weights_s: float
     startup_s: float
@@ -72,16 +59,22 @@ class BenchmarkRun:
     peak_rss: int
     loss_function: str = "own"
     loss_with_pad_targets: float | None = None
-    products: tuple[dict[str, float], ...] = ()
+    products: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """The time of all steps together."""
         return math.fsum(step.seconds for step in self.steps)
 
-    def per_second(self, count: str) -> float:
-        """Return tokens a second over all steps; `count` is the field of TimedStep to count."""
-        return float(sum(getattr(step, count) for step in self.steps)) / self.seconds
+    @property
+    def real_tokens_per_s(self) -> float:
+        """Tokens of the examples a second, over all steps."""
+        return sum(step.tokens for step in self.steps) / self.seconds
+
+    @property
+    def supervised_tokens_per_s(self) -> float:
+        """Supervised tokens a second, over all steps."""
+        return sum(step.supervised_tokens for step in self.steps) / self.seconds
 
     @property
     def peak_memory(self) -> int:
@@ -95,19 +88,21 @@ class BenchmarkRun:
         return sum(step.padding for step in self.steps) / run
 
     @property
-    def step_efficiency(self) -> float | None:
-        """The time of the matrix products over that of their steps."""
-        if not self.products:
-            return None
+    def step_efficiency(self) -> float:
+        """The time of the matrix products over that of their steps; 0 if they were not timed."""
         return math.fsum(sum(kinds.values()) for kinds in self.products) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Return the run for JSON."""
         return asdict(self) | {
-            "steps": [step.as_dict() for step in self.steps],
+            "steps": [asdict(step) | {"loss": _finite(step.loss)} for step in self.steps],
             "loss_with_pad_targets": _finite(self.loss_with_pad_targets),
-            "products": list(self.products),
         }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number for JSON, which has no NaN and infinity."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -134,37 +129,21 @@ class Side:
     failed: str | None = None
 
     def spread(self, quantity: str) -> Spread:
-        """Return the spread of a number over the runs."""
+        """Return the spread over the runs; of `seconds_per_step`, over every step of every run."""
+        if quantity == "seconds_per_step":
+            return Spread.of(step.seconds for run in self.runs for step in run.steps)
         return Spread.of(getattr(run, quantity) for run in self.runs)
-
-    def per_second(self, count: str) -> Spread:
-        """Return the spread of tokens a second over the runs."""
-        return Spread.of(run.per_second(count) for run in self.runs)
-
-    @property
-    def seconds_per_step(self) -> Spread:
-        """The spread of the seconds over every step of every run."""
-        return Spread.of(step.seconds for run in self.runs for step in run.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the spreads and the runs for JSON."""
-        if not self.runs:
-            return {"name": self.name, "failed": self.failed, "runs": []}
-        spreads = {
-            "real_tokens_per_s": self.per_second("tokens"),
-            "supervised_tokens_per_s": self.per_second("supervised_tokens"),
-            "seconds_per_step": self.seconds_per_step,
-            **{name: self.spread(name) for name in _QUANTITIES},
-        }
-        return {
-            "name": self.name,
-            "failed": self.failed,
-            **{name: asdict(spread) for name, spread in spreads.items()},
-            "runs": [run.as_dict() for run in self.runs],
-        }
+        spreads = {name: asdict(self.spread(name)) for name in _SPREADS if self.runs}
+        runs = [run.as_dict() for run in self.runs]
+        return {"name": self.name, "failed": self.failed, **spreads, "runs": runs}
 
 
-_QUANTITIES = ("padding_share", "peak_memory", "peak_rss", "startup_s")
+# What both sides are compared by, and all that is reported of a side.
+_COMPARED = ("real_tokens_per_s", "supervised_tokens_per_s", "peak_memory", "peak_rss")
+_SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
 
 @dataclass(frozen=True)
@@ -227,10 +206,11 @@ class Benchmark:
 
     def ratios(self) -> dict[str, Spread]:
         """Return the spread of ours over theirs over all pairs; empty without a pair."""
+        if not (pairs := self.pairs):
+            return {}
         return {
-            name: Spread.of(of(ours) / of(theirs) for ours, theirs in self.pairs)
-            for name, of in _COMPARED.items()
-            if self.pairs
+            name: Spread.of(getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs)
+            for name in _COMPARED
         }
 
     def agreement(self) -> Agreement | None:
@@ -239,10 +219,6 @@ class Benchmark:
             return None
         ours, theirs = ([step.loss for step in run.steps] for run in self.pairs[0])
         return agreement(ours, theirs, self.dtype)
-
-    def efficiency(self) -> Spread:
-        """Return the spread of the step efficiency over our runs."""
-        return Spread.of(run.step_efficiency or 0.0 for run in self.ours.runs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the benchmark for JSON; docs/bench.md describes it."""
@@ -259,7 +235,7 @@ class Benchmark:
             "against": self.theirs.name if self.theirs else None,
             "ratio": {name: spread.median for name, spread in ratios.items()} or None,
             "ratio_spread": {name: asdict(spread) for name, spread in ratios.items()} or None,
-            "step_efficiency": self.efficiency().median,
+            "step_efficiency": self.ours.spread("step_efficiency").median,
             "padding_share": self.ours.spread("padding_share").median,
             "losses_agree": agreed.agree if agreed else None,
             "loss_difference": asdict(agreed) if agreed else None,
@@ -268,42 +244,3 @@ class Benchmark:
             "options": self.options,
             "versions": self.versions,
         }
-
-
-_COMPARED: dict[str, Callable[[BenchmarkRun], float]] = {
-    "real_tokens_per_s": lambda run: run.per_second("tokens"),
-    "supervised_tokens_per_s": lambda run: run.per_second("supervised_tokens"),
-    "peak_memory": lambda run: run.peak_memory,
-    "peak_rss": lambda run: run.peak_rss,
-}
-
-
-def one_span(example: Example) -> bool:
-    """Return whether the supervised tokens of an example are one contiguous span."""
-    where = np.flatnonzero(example.assistant_mask)
-    return bool(len(where)) and int(where[-1] - where[0]) == len(where) - 1
-
-
-def write_steps(path: Path, steps: Sequence[Sequence[Example]]) -> None:
-    """Write the examples of each step as one .npz file."""
-    examples = [(number, example) for number, step in enumerate(steps) for example in step]
-    with path.open("wb") as file:
-        np.savez(
-            file,
-            tokens=np.concatenate([example.tokens for _, example in examples]),
-            mask=np.concatenate([example.assistant_mask for _, example in examples]),
-            ends=np.cumsum([len(example) for _, example in examples]),
-            places=np.array([(number, each.file, each.row) for number, each in examples]),
-        )
-
-
-def read_steps(path: Path) -> list[list[Example]]:
-    """Read the file that `write_steps` wrote."""
-    with np.load(path) as arrays:
-        tokens, mask, ends, places = (arrays[k] for k in ("tokens", "mask", "ends", "places"))
-    steps: list[list[Example]] = [[] for _ in range(int(places[-1, 0]) + 1)]
-    start = 0
-    for end, (number, file, row) in zip(ends.tolist(), places.tolist(), strict=True):
-        steps[number].append(Example(row, tokens[start:end], mask[start:end], file))
-        start = end
-    return steps

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
 
 from mlxtune.backend.model import memory
+
+SIZE = 50_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +105,59 @@ def test_failed_allocations_are_told_from_other_errors(message: str) -> None:
     assert memory.is_out_of_memory(RuntimeError(message))
     assert memory.is_out_of_memory(MemoryError())
     assert not memory.is_out_of_memory(RuntimeError("[matmul] Last dimension of first input"))
+
+
+# Peaks
+
+
+def use() -> None:
+    mx.eval(mx.ones(SIZE // 4) + 1)
+
+
+def test_peak_is_that_since_the_reset() -> None:
+    use()
+    memory.forget_peak()
+    before = memory.peak_bytes()
+    use()
+    assert before + SIZE <= memory.peak_bytes() < before + 3 * SIZE
+    memory.forget_peak()
+    assert memory.peak_bytes() < before + SIZE
+
+
+def test_peak_is_kept_when_a_step_has_it_judged_anew() -> None:
+    memory.forget_peak()
+    use()
+    peak = memory.peak_bytes()
+    memory.start_peak()
+    assert memory.peak_bytes() == peak
+
+
+def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
+    held = mx.ones(SIZE // 4)
+    mx.eval(held)
+    memory.forget_peak()
+    assert memory.peak_bytes() >= SIZE
+    del held
+
+
+def test_peak_of_the_process_counts_what_mlx_does_not() -> None:
+    # In a process of its own: this one has had more than is good to be had again.
+    code = (
+        "import numpy as np\n"
+        "from mlxtune.backend.model import memory\n"
+        "before = memory.peak_rss()\n"
+        "held = np.ones(2 * before // 8)\n"
+        "assert memory.peak_rss() >= before + held.nbytes // 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_peak_of_the_process_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = memory.peak_rss()
+    monkeypatch.setattr(memory, "Path", lambda path: Missing())
+    assert 0.5 < memory.peak_rss() / ours < 2
+
+
+class Missing:
+    def read_text(self) -> str:
+        raise FileNotFoundError

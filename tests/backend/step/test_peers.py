@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import load_base, open_base
-from mlxtune.backend.step.peers import MlxLm, masked_loss, padded, spans, write_start
+from mlxtune.backend.step.peers import MlxLm, masked_loss, one_span, padded, spans, write_start
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
@@ -86,6 +86,14 @@ def test_batch_is_the_one_that_mlx_lm_makes_of_the_rows(count: int) -> None:
 
 def test_spans_end_at_the_last_supervised_token() -> None:
     assert spans(examples()).tolist() == [[first, last] for _, first, last in SHAPES]
+
+
+@pytest.mark.parametrize(
+    ("mask", "one"), [("0011", True), ("0110", True), ("1", True), ("0101", False), ("000", False)]
+)
+def test_span_is_one_stretch_of_supervised_tokens(mask: str, one: bool) -> None:
+    supervised = np.array([int(digit) for digit in mask], dtype=np.uint8)
+    assert one_span(Example(1, np.arange(len(mask), dtype=np.int32), supervised)) is one
 
 
 def test_loss_with_pad_targets_is_mlx_lms_own(folder: Path, adapter: Path) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from mlxtune.core.data.encode import Example
 from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
 
 
@@ -30,7 +27,7 @@ def run(*steps: TimedStep, **changes: Any) -> BenchmarkRun:
         "warm_up_s": 1.0,
         "peak_rss": 4_000_000_000,
     }
-    return BenchmarkRun(steps=steps, **fields | changes)
+    return BenchmarkRun(steps=list(steps), **fields | changes)
 
 
 def benchmark(
@@ -48,9 +45,3 @@ def benchmark(
     }
     peer = None if theirs is None else Side("mlx-lm", list(theirs))
     return Benchmark(**fields | {"ours": Side("mlxtune", list(ours)), "theirs": peer} | changes)
-
-
-def example(mask: str, row: int = 1, file: int = 0) -> Example:
-    """An example of tokens 1, 2, 3, … supervised where the mask has a 1."""
-    supervised = np.array([int(digit) for digit in mask], dtype=np.uint8)
-    return Example(row, np.arange(1, len(mask) + 1, dtype=np.int32), supervised, file)
