@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mlxtune.core.reports import profile_text, run_text
@@ -22,8 +24,8 @@ from mlxtune.core.training.profile import StepProfile
 from mlxtune.errors import printable
 
 _STAGE_WIDTH = 12
-# The width of the other columns: the number of the step, the bar, the time left.
-_BAR_WIDTH = 45
+# The shown loss is the mean over so many steps.
+_AVERAGED = 10
 
 
 class Surviving:
@@ -71,7 +73,7 @@ class RunConsole(TrainingObserver):
         self._status: Status | None = None
         self._total_steps = 0
         self._epochs = 0
-        self._average = run_text.SmoothedLoss()
+        self._losses: deque[float] = deque(maxlen=_AVERAGED)
         self._profile = profile_text.ProfileSummary()
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
@@ -121,14 +123,13 @@ class RunConsole(TrainingObserver):
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._total_steps, self._epochs = run.total_steps, run.epochs
-        for record in run.progress.steps:  # steps from before a resume
-            self._average.add(record.loss)
+        self._losses.extend(run.progress.steps.column("loss"))
         if self._quiet or not self._live:
             return
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(compact=True),
             console=self._console,
             transient=True,
@@ -140,16 +141,16 @@ class RunConsole(TrainingObserver):
 
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or print every `log_every` steps when piped."""
-        average = self._average.add(record.loss)
+        self._losses.append(record.loss)
+        average = fmean(self._losses)
         if self._progress is not None:
-            width = self._console.width - _BAR_WIDTH
             self._progress.update(
                 self._progress.task_ids[0],
                 completed=record.step,
                 refresh=record.step == 1,
                 description=f"epoch {record.epoch}/{self._epochs} "
                 f"step {record.step}/{self._total_steps}",
-                state=run_text.step_state(record, average, self._peak_gb(), width),
+                state=run_text.step_state(record, average, self._peak_gb()),
             )
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
             line = run_text.step_line(record, self._total_steps, average, self._peak_gb())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.core.training.profile import (
@@ -14,8 +13,6 @@ from mlxtune.core.training.profile import (
     StepProfile,
 )
 
-# A deeper model shows groups of neighbouring layers.
-_LAYERS_SHOWN = 12
 _WIDTH = 16
 
 
@@ -69,31 +66,10 @@ def table(summary: ProfileSummary) -> Iterator[str]:
                 yield f"{name:<{_WIDTH}}{time}{share}{memory}"
     if summary.layers:
         yield f"{'layer':<{_WIDTH}}{'forward':>10}{'backward':>10}{'keeps':>10}{'takes':>10}"
-        for layer in _grouped(list(summary.layers.values())):
+        for layer in summary.layers.values():
             forward, backward = (
                 short_duration(each / summary.layered)
                 for each in (layer.forward_seconds, layer.backward_seconds)
             )
             memory = f"{byte_size(layer.kept_bytes):>10}{byte_size(layer.peak_bytes):>10}"
             yield f"{layer.name:<{_WIDTH}}{forward:>10}{backward:>10}{memory}"
-
-
-def _grouped(layers: list[LayerProfile]) -> Iterator[LayerProfile]:
-    """Yield layers; in a deep model, the means of groups of neighbours."""
-    numbered = [layer for layer in layers if layer.name.startswith("layers.")]
-    at_once = -(-len(numbered) // _LAYERS_SHOWN)
-    for start in range(0, len(numbered), at_once or 1):
-        group = numbered[start : start + at_once]
-        mean = group[0]
-        for layer in group[1:]:
-            mean = mean.plus(layer)
-        name = mean.name
-        if len(group) > 1:
-            name = f"{group[0].name}-{group[-1].name.rpartition('.')[2]}, each"
-        yield replace(
-            mean,
-            name=name,
-            forward_seconds=mean.forward_seconds / len(group),
-            backward_seconds=mean.backward_seconds / len(group),
-        )
-    yield from (layer for layer in layers if layer not in numbered)

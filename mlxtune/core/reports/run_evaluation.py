@@ -29,15 +29,12 @@ class Verdict:
 def verdict_sentence(evaluation: Mapping[str, Any]) -> Verdict | None:
     """Return the verdict of an evaluation; None if it holds none."""
     verdict, rows = text(evaluation, "verdict"), whole(evaluation, "rows")
-    low, difference, high = _difference(evaluation)
+    difference, interval = number(evaluation, "difference", "loss"), _interval(evaluation)
     if difference is None or verdict not in ("helped", "hurt", "cannot tell"):
         return None
     on = f" on {count(rows, 'row')}" if rows else ""
-    confidence = number(evaluation, "difference", "confidence") or 0.95
-    interval = ""
-    if low is not None and high is not None:
-        interval = f" ({confidence:.0%} interval {_signed(low)} to {_signed(high)})"
-    changed = f"the loss{on} changed by {_signed(difference)} nats per token{interval}."
+    changed = f"the loss{on} changed by {_signed(difference)} nats per token"
+    changed += f" ({interval})." if interval else "."
     if verdict == "helped":
         return Verdict("", f"✓ The adapter helped: {changed}")
     if verdict == "hurt":
@@ -61,16 +58,20 @@ def _evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     samples = objects(mapping(evaluation, "generated"), "samples")
     return {
         "figures": _figures(evaluation),
-        "interval": _interval(*_difference(evaluation)),
         "tables": dict(_changed_rows(evaluation)),
         "samples": [_sample(sample) for sample in samples[:_MOST_SAMPLES]],
         "total": len(samples),
     }
 
 
-def _difference(evaluation: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
-    low, loss, high = (number(evaluation, "difference", name) for name in ("low", "loss", "high"))
-    return low, loss, high
+def _interval(evaluation: Mapping[str, Any]) -> str:
+    """Return the interval of the difference of the losses, an empty text if there is none."""
+    low, high, confidence = (
+        number(evaluation, "difference", name) for name in ("low", "high", "confidence")
+    )
+    if low is None or high is None or confidence is None:
+        return ""
+    return f"{confidence:.0%} interval {_signed(low)} to {_signed(high)}"
 
 
 def _signed(value: float) -> str:
@@ -82,6 +83,8 @@ def _figures(evaluation: Mapping[str, Any]) -> dict[str, str]:
         "loss of the base model": loss_text(number(evaluation, "base", "loss")),
         "loss with the adapter": loss_text(number(evaluation, "adapted", "loss")),
     }
+    if (difference := number(evaluation, "difference", "loss")) is not None:
+        figures[f"change, {_interval(evaluation)}".removesuffix(", ")] = _signed(difference)
     generated = mapping(evaluation, "generated")
     if answers := whole(generated, "rows"):
         for name, title in (("base", "exact before"), ("adapted", "exact after")):
@@ -90,53 +93,33 @@ def _figures(evaluation: Mapping[str, Any]) -> dict[str, str]:
     return figures
 
 
-def _interval(low: float | None, middle: float | None, high: float | None) -> dict[str, str] | None:
-    """Return the positions of the difference of the losses, its interval and zero."""
-    if low is None or middle is None or high is None or not low <= middle <= high:
-        return None
-    left, right = min(low, 0.0), max(high, 0.0)
-    margin = 0.06 * (right - left) or 1.0
-    left, right = left - margin, right + margin
-
-    def at(value: float) -> str:
-        return f"{100 * (value - left) / (right - left):.2f}%"
-
-    return {
-        "description": f"Difference of the losses {_signed(middle)}, from {_signed(low)} to "
-        f"{_signed(high)}",
-        **{"zero": at(0), "low": at(low), "middle": at(middle)},
-        "width": f"{max(100 * (high - low) / (right - left), 0.4):.2f}%",
-    }
-
-
 def _changed_rows(evaluation: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return tables of the rows whose loss fell or rose most, by their titles."""
     tables = {}
     for name, title in (("gained", "Rows that gained most"), ("lost", "Rows that lost most")):
-        rows, fell = [], []
-        for each in objects(evaluation, name)[:_MOST_ROWS]:
-            before, after = number(each, "base_loss"), number(each, "adapted_loss")
-            known = before is not None and after is not None
-            change = after - before if known else None  # type: ignore[operator]
-            fell.append(change is not None and change < 0)
-            rows.append(
-                {
-                    "place": f"{text(each, 'path')}:{whole(each, 'row') or 0}",
-                    **{"before": before, "after": after},
-                    "change": None if change is None else _signed(change),
-                }
-            )
-        if name == "lost" and all(fell):
-            title = "Rows that gained least"
+        rows = [_changed_row(each) for each in objects(evaluation, name)[:_MOST_ROWS]]
         if rows:
             tables[title] = rows
     return tables
 
 
+def _changed_row(losses: Mapping[str, Any]) -> dict[str, Any]:
+    before, after = number(losses, "base_loss"), number(losses, "adapted_loss")
+    return {
+        "place": _place(losses),
+        "before": before,
+        "after": after,
+        "change": None if before is None or after is None else _signed(after - before),
+    }
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{text(row, 'path')}:{whole(row, 'row') or 0}"
+
+
 def _sample(sample: Mapping[str, Any]) -> dict[str, str]:
     names = ("prompt", "expected", "base", "adapted")
-    place = f"{text(sample, 'path')}:{whole(sample, 'row') or 0}"
-    return {"place": place, **{name: _words(sample.get(name)) for name in names}}
+    return {"place": _place(sample), **{name: _words(sample.get(name)) for name in names}}
 
 
 def _words(value: Any) -> str:

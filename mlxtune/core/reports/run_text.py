@@ -74,20 +74,6 @@ def finding_line(finding: Finding) -> str:
     return f"{first.path}:{first.row}: {finding.kind}{detail}{more}: {finding.advice}"
 
 
-class SmoothedLoss:
-    """Exponential moving average of the loss, which starts at the first loss."""
-
-    def __init__(self, keep: float = 0.9) -> None:
-        self._keep = keep
-        self._value: float | None = None
-
-    def add(self, loss: float) -> float:
-        """Add a loss and return the average."""
-        before = loss if self._value is None else self._value
-        self._value = self._keep * before + (1 - self._keep) * loss
-        return self._value
-
-
 def step_line(record: StepRecord, total_steps: int, average: float, peak_gb: float) -> str:
     """Return a step as one line."""
     return (
@@ -97,19 +83,10 @@ def step_line(record: StepRecord, total_steps: int, average: float, peak_gb: flo
     )
 
 
-def step_state(record: StepRecord, average: float, peak_gb: float, width: int) -> str:
-    """Return as much of a step as fits into `width` characters, the most important first."""
-    state = f"loss {record.loss:.3f}"
-    for part in (
-        f"average {average:.3f}",
-        f"lr {record.learning_rate:.2g}",
-        f"{tokens_per_second(record):,.0f} tok/s",
-        byte_size(peak_gb * 1e9),
-    ):
-        if len(state) + 2 + len(part) > width:
-            break
-        state = f"{state}  {part}"
-    return state
+def step_state(record: StepRecord, average: float, peak_gb: float) -> str:
+    """Return what a live bar shows of a step."""
+    speed = tokens_per_second(record)
+    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}"
 
 
 def tokens_per_second(record: StepRecord) -> float:

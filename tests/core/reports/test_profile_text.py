@@ -49,20 +49,5 @@ def test_table_has_a_mean_for_each_phase_and_layer() -> None:
     ]
 
 
-def test_layers_of_a_deep_model_are_shown_several_at_a_time() -> None:
-    layers = [LayerProfile(f"layers.{i}", float(i), 1.0, i, i) for i in range(25)]
-    head = LayerProfile("head", 1.0, 1.0, 1, 1)
-    deep = StepProfile(1, 1.0, {"other": Phase(1.0, 0, 0)}, [*layers, head])
-    lines = [line for line in table(summary(deep)) if line.startswith(("layers", "head"))]
-    assert len(lines) == 10
-    assert lines[0].split() == [
-        "layers.0-2,",
-        "each",
-        *["1", "s", "1", "s", "2", "B", "2", "B"],
-    ]
-    assert lines[-2].split() == ["layers.24", "24", "s", "1", "s", "24", "B", "24", "B"]
-    assert lines[-1].startswith("head")
-
-
 def test_run_without_a_profile_has_no_table() -> None:
     assert list(table(summary())) == []
