@@ -79,21 +79,12 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "started": minute_of(run.started) or "–",
         "model": escape(run.model) or "–",
         "data": escape(run.data[0]) + more if run.data else "–",
-        "steps": _steps(run),
+        "steps": run.steps,
         "train": loss_text(run.train_loss),
         "val loss": f"{loss_text(before)} → {loss_text(best)}" if validated else "–",
         "curve": sparkline(run.curve),
         "tok/s": "–" if speed is None else f"{speed:,.0f}",
     }
-
-
-def _steps(run: RunSummary) -> str:
-    if run.finished:
-        early = " early" if run.status == "stopped early" else ""
-        epochs = f" in {run.epoch} ep." if run.epoch else ""
-        return f"{run.step:,}{epochs}{early}"
-    total = f"/{run.total_steps:,}" if run.total_steps else ""
-    return f"{run.step:,}{total} {run.status}"
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -41,7 +41,7 @@ def test_list_has_all_columns_where_there_is_room(runs: list[RunSummary]) -> Non
     ]
     cells = lines[1].split("  ")
     assert [cell.strip() for cell in cells if cell.strip()] == [
-        *("first", "2026-01-01 00:00", "tiny", "chat.jsonl", "160 in 4 ep.", "0.750"),
+        *("first", "2026-01-01 00:00", "tiny", "chat.jsonl", "160 in 4 epochs", "0.750"),
         *("4.00 → 0.500", "█▄▂▁▁", "2,000"),
     ]
     assert "60/80 unfinished" in lines[3]

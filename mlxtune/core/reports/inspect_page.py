@@ -28,13 +28,6 @@ PAGE = PageType(
     "<path d='M1 11h12v3H1z'/></g>",
     script="inspect_page.js",
 )
-_LINKS = {
-    "findings": "Findings",
-    "ledger": "Where every row went",
-    "lengths": "Lengths",
-    "cost": "Cost",
-    "rows": "Rows",
-}
 
 
 def render_page(inspection: Inspection) -> str:
@@ -42,7 +35,6 @@ def render_page(inspection: Inspection) -> str:
     names = [PurePath(ledger["path"]).name for ledger in inspection.files]
     return PAGE.render(
         "inspect_page.html",
-        links=_LINKS.items(),
         inspection=inspection,
         files=", ".join(names) or "no file",
         model=PurePath(inspection.model).name or inspection.model,

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.reports import visible
-from mlxtune.core.text import byte_size, count, loss_text
+from mlxtune.core.text import byte_size, count, duration, loss_text
 from mlxtune.errors import OutputError
 
 # A page names its generator within this many characters.
@@ -93,6 +93,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "bytes": lambda size: None if size is None else byte_size(size),
         "count": count,
+        "duration": lambda seconds: None if seconds is None else duration(seconds),
         "loss": loss_text,
         "multiline": _multiline,
         "number": number_text,

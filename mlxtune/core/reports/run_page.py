@@ -14,10 +14,17 @@ from mlxtune.core.reports.charts import Chart, draw
 from mlxtune.core.reports.page import PageType
 from mlxtune.core.reports.run_charts import charts_of, comparison_charts, style_of
 from mlxtune.core.reports.run_evaluation import Verdict, evaluation_context, verdict_sentence
-from mlxtune.core.reports.run_sections import sections_context
-from mlxtune.core.runs.run import Run, read_run, text, whole
-from mlxtune.core.runs.summary import RunSummary, differing_options, option_text, summarize
-from mlxtune.core.text import byte_size, count, duration, loss_text, minute_of
+from mlxtune.core.runs.run import Run, mapping, number, read_run, text, whole
+from mlxtune.core.runs.summary import (
+    RunSummary,
+    differing_options,
+    measured_shares,
+    option_text,
+    options_of,
+    planned_shares,
+    summarize,
+)
+from mlxtune.core.text import byte_size, count, duration, join_few, loss_text, minute_of
 from mlxtune.core.training.run_folder import REPORT
 
 PAGE = PageType(
@@ -28,6 +35,8 @@ PAGE = PageType(
     styles=("run_page.css",),
     script="run_page.js",
 )
+# Skipped steps, the rows of each, and epochs that are shown at most.
+_MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
 
 
 def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
@@ -70,26 +79,35 @@ def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
 
 def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
     """Return the variables of run_page.html."""
-    links = {
-        "loss": "Loss",
-        **({"skipped": "Skipped steps"} if run.progress.skipped else {}),
-        "evaluation": "Before and after",
-        "course": "Training",
-        "plan": "Plan",
-        "data": "Data",
-        "options": "Options",
-        "origin": "Origin",
-    }
+    plan, options = mapping(run.about, "plan"), options_of(run)
+    parts = ("weights", "optimizer", "activations", "head")
     return {
         "run": run,
         "summary": summary,
-        "links": links.items(),
         "header": _settings(run, summary),
         "verdict": _verdict(run, summary),
         "totals": _totals(summary),
+        "epochs": run.progress.epochs[-_MOST_EPOCHS:],
+        "skipped": [
+            (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
+            for each in run.progress.skipped[:_MOST_SKIPPED]
+        ],
+        "planned": planned_shares(run),
+        "measured": measured_shares(run),
+        "memory_limit": number(plan, "memory", "limit"),
+        "recompute": plan.get("grad_checkpoint") is True,
+        "memory_parts": [
+            (max(number(plan, "memory", name) or 0.0, 0.0), name, f"p{place}")
+            for place, name in enumerate(parts)
+        ],
+        "lengths": _lengths(run),
+        "changed": [
+            (flag, own, default) for flag, (own, default, differ) in options.items() if differ
+        ],
+        "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
+        "origin": _origin(run, summary),
         **_chart_context(charts_of(run, summary)),
         **evaluation_context(run),
-        **sections_context(run, summary),
     }
 
 
@@ -147,24 +165,48 @@ def _totals(summary: RunSummary) -> dict[str, str]:
     return totals
 
 
+def _lengths(run: Run) -> dict[str, Any] | None:
+    """Return the distributions of the tokens of an example; None if the run recorded none."""
+    recorded = mapping(run.about, "lengths")
+    lengths = {
+        name: {key: number(recorded, name, key) for key in ("p50", "p95", "max", "mean", "total")}
+        for name in ("tokens", "supervised")
+    }
+    return lengths if recorded else None
+
+
+def _origin(run: Run, summary: RunSummary) -> list[tuple[str, str]]:
+    """Return what the result depends on in addition to the options, and its files."""
+    pairs = [
+        ("run", str(run.folder)),
+        ("adapter", summary.adapter),
+        ("adapter's SHA-256", summary.sha256),
+        ("base model", text(run.about, "model", "description")),
+        ("base model's hash", text(run.metadata, "base_hash")),
+        ("data's hash", text(run.about, "data_hash")),
+        ("LoRA", text(run.about, "lora", "description")),
+        ("template", text(run.about, "template")),
+        ("device", text(run.about, "device")),
+        ("checkpoints", ", ".join(run.checkpoints)),
+    ]
+    pairs += [(name, str(version)) for name, version in mapping(run.about, "versions").items()]
+    return [(name, value) for name, value in pairs if value]
+
+
 # Several runs
 
 
 def _comparison_context(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> dict[str, Any]:
     """Return the variables of comparison_page.html."""
-    links = {
-        "results": "Results",
-        "differences": "Options that differ",
-        "loss": "Loss",
-        "course": "Training",
-    }
+    losses = [each.best_val_loss for each in summaries if each.best_val_loss is not None]
+    styles = [style_of(place) for place in range(len(runs))]
     return {
         "summaries": summaries,
-        "styles": [style_of(number) for number in range(len(runs))],
-        "links": links.items(),
+        "styles": styles,
+        "results": list(zip(summaries, styles, strict=True)),
         "sentence": comparison_headline(summaries),
         "comparable": _comparable(runs),
-        "results": _results(summaries),
+        "best": min(losses, default=None),
         "differing": differing_options(runs),
         "short_names": [PurePath(summary.name).name for summary in summaries],
         **_chart_context(comparison_charts(runs, summaries)),
@@ -183,37 +225,13 @@ def comparison_headline(summaries: Sequence[RunSummary]) -> str:
 
 def _comparable(runs: Sequence[Run]) -> bool:
     """Return whether all runs that validated did so on the same rows."""
-    return (
-        len(
-            {
-                (
-                    text(run.about, "validation_hash"),
-                    run.config.get("val_split"),
-                    *(whole(run.config, name) for name in ("seed", "val_rows")),
-                )
-                for run in runs
-                if run.progress.validations
-            }
+    validated_on = {
+        (
+            text(run.about, "validation_hash"),
+            run.config.get("val_split"),
+            *(whole(run.config, name) for name in ("seed", "val_rows")),
         )
-        < 2
-    )
-
-
-def _results(summaries: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    losses = [each.best_val_loss for each in summaries if each.best_val_loss is not None]
-    rows = []
-    for number, each in enumerate(summaries):
-        steps = f"{each.step:,}"
-        if not each.finished:
-            total = f" of {each.total_steps:,}" if each.total_steps else ""
-            steps += f"{total}, {each.status}"
-        rows.append(
-            {
-                "run": each,
-                "style": style_of(number),
-                "best": each.best_val_loss is not None and each.best_val_loss == min(losses),
-                "steps": steps,
-                "time": None if each.seconds is None else duration(each.seconds),
-            }
-        )
-    return rows
+        for run in runs
+        if run.progress.validations
+    }
+    return len(validated_on) < 2

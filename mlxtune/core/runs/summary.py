@@ -63,6 +63,15 @@ class RunSummary:
         return self.status in ("finished", "stopped early")
 
     @property
+    def steps(self) -> str:
+        """The steps taken, in words."""
+        if self.finished:
+            epochs = f" in {count(self.epoch, 'epoch')}" if self.epoch else ""
+            return f"{self.step:,}{epochs}{', early' * (self.status == 'stopped early')}"
+        total = f"/{self.total_steps:,}" if self.total_steps else ""
+        return f"{self.step:,}{total} {self.status}"
+
+    @property
     def headline(self) -> str:
         """What the run achieved, in one sentence."""
         model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"

@@ -277,7 +277,7 @@ def test_comparison_has_results_options_that_differ_and_all_curves(
 
     assert found.text("h1") == "Of 3 runs, b has the lowest validation loss, 0.500"
     results = found.text("results")
-    for text in ("0.500 best", "100 of 120, unfinished", "27 MB", "2,000", "16.0s"):
+    for text in ("0.500 best", "100/120 unfinished", "27 MB", "2,000", "16.0s"):
         assert text in results
     assert "--lr 0.0001 0.005 0.0001" in found.text("differences")
     assert "--epochs 2 4 3" in found.text("differences")
