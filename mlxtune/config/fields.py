@@ -54,10 +54,8 @@ class Option:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     required: bool = False
-    # The flag may be repeated; with `blank`, a value may be whitespace.
+    # The flag may be repeated.
     several: bool = False
-    blank: bool = False
-    if_empty: str = "is empty"
 
     def read(self, value: Any, annotation: Any) -> Any:
         """Return a value converted to `annotation`. Raises ValueError with what is wrong with it.
@@ -76,7 +74,7 @@ class Option:
 
     def _convert(self, value: Any, annotation: Any) -> Any:
         if typing.get_origin(annotation) is tuple:
-            return _read_items(value, blank=self.blank) if self.several else _read_names(value)
+            return _read_items(value, self.path) if self.several else _read_names(value)
         if annotation is str:
             if isinstance(value, str | os.PathLike):
                 return os.fspath(value)
@@ -90,7 +88,8 @@ class Option:
     def _check(self, value: Any) -> None:
         empty = value == () and (self.required or not self.several)
         if empty or (isinstance(value, str) and not value.strip()):
-            raise ValueError(self.if_empty)
+            missing = "is required" if self.required else "is empty: give a value, or leave it out"
+            raise ValueError(missing)
         if self.choices:
             for each in value if self.several else (value,):
                 if each not in self.choices:
@@ -120,14 +119,14 @@ def _read_names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
-def _read_items(value: Any, *, blank: bool) -> tuple[str, ...]:
+def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # in a config file, in its natural form
         value = [f"{name}={key}" for name, key in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):
         raise ValueError(f"must be text, or several texts, {_not(value)}")
     texts = map(os.fspath, items)
-    return tuple(text for text in texts if blank or text.strip())
+    return tuple(text for text in texts if (text.strip() if are_paths else text))
 
 
 def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:

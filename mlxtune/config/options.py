@@ -21,7 +21,6 @@ SECTIONS: dict[str, dict[str, Option]] = {
             INPUT,
             path=True,
             required=True,
-            if_empty="is required",
         ),
         "data": Option(
             "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, or a folder with "
@@ -30,14 +29,8 @@ SECTIONS: dict[str, dict[str, Option]] = {
             path=True,
             required=True,
             several=True,
-            metavar="PATH",
-            if_empty="is required",
         ),
-        "adapter": Option(
-            "Adapter file, its folder, or a run's folder.",
-            COMMAND,
-            if_empty="is empty: name an adapter, its folder or that of a run",
-        ),
+        "adapter": Option("Adapter file, its folder, or a run's folder.", COMMAND),
         "trust_remote_code": Option(
             "Run Python code from the model's folder; read it first.",
             EXECUTION,
@@ -45,10 +38,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             inherited=False,
         ),
         "output": Option(
-            "Adapter file to write; adapter_config.json is written next to it.",
-            PLACES,
-            path=True,
-            if_empty="is empty: name the adapter file to write",
+            "Adapter file to write; adapter_config.json is written next to it.", PLACES, path=True
         ),
         "checkpoint_dir": Option(
             "Folder of checkpoints, metrics and ledger; default: checkpoints next to --output.",
@@ -111,14 +101,10 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "no_cache": Option("Encode the data again, and cache nothing.", PLACES),
     },
     "Inspect": {
-        "row": Option(
-            "Show only this row, by its number in the file.", COMMAND, at_least=1, metavar="N"
-        ),
-        "html": Option("Write an HTML page.", COMMAND, metavar="FILE"),
+        "row": Option("Show only this row, by its number in the file.", COMMAND, at_least=1),
+        "html": Option("Write an HTML page.", COMMAND),
         "dump": Option(
-            "Write every example as a JSON line with its row, tokens and mask.",
-            COMMAND,
-            metavar="FILE",
+            "Write every example as a JSON line with its row, tokens and mask.", COMMAND
         ),
     },
     "Bench": {
@@ -135,21 +121,13 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "The user's message; without it or --messages, standard input is read.",
             COMMAND,
             metavar="TEXT",
-            if_empty="is empty: give a message",
         ),
         "messages": Option(
             "JSON file of a conversation to answer: a list of messages, or an object with "
             "'messages' and perhaps 'tools'; - is standard input.",
             COMMAND,
-            metavar="FILE",
-            if_empty="is empty: name a file, or - for standard input",
         ),
-        "system": Option(
-            "System message before the conversation.",
-            COMMAND,
-            metavar="TEXT",
-            if_empty="is empty: leave it out",
-        ),
+        "system": Option("System message before the conversation.", COMMAND, metavar="TEXT"),
         "generate": Option(
             "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
         ),
@@ -171,7 +149,6 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Text that ends an answer, like the model's own end tokens; may be repeated.",
             COMMAND,
             several=True,
-            blank=True,
             metavar="TEXT",
         ),
     },
@@ -183,9 +160,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             choices=("mlx-lm", "peft", "gguf", "flat"),
             required=True,
         ),
-        "export.output": Option(
-            "Folder to write.", COMMAND, required=True, metavar="DIR", if_empty="is required"
-        ),
+        "export.output": Option("Folder to write.", COMMAND, required=True, metavar="DIR"),
         "dequantize": Option("Dequantise the base model's weights.", COMMAND),
     },
     "LoRA": {
@@ -195,7 +170,6 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",
             RESULT,
             metavar="NAME,NAME",
-            if_empty="is empty: name projections such as q_proj,v_proj, or 'all'",
         ),
         "num_layers": Option(
             "Apply LoRA to the last N layers only; default: all.", RESULT, at_least=1
@@ -221,7 +195,6 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Continue training an adapter (file or folder), with its rank, alpha and targets.",
             INPUT,
             path=True,
-            metavar="PATH",
         ),
     },
     "Training": {

@@ -114,7 +114,7 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
         ([], "", "standard input: is empty"),
         ([], " \n", "standard input: is empty"),
         ([], b"\xff\xfe", "standard input: is not text in UTF-8 (byte 1)"),
-        (["--prompt", " "], "", "--prompt is empty: give a message"),
+        (["--prompt", " "], "", "--prompt is empty: give a value, or leave it out"),
         (["--prompt", "a", "--messages", "b"], "", "--prompt and --messages are both given"),
         (["--messages", "nowhere.json"], "", "nowhere.json: cannot be read: No such file"),
         (
