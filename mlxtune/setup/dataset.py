@@ -27,7 +27,7 @@ from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
-from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, choose_template
+from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
 from mlxtune.core.machine.files import file_hash
 from mlxtune.core.reports import run_text
 from mlxtune.errors import DataError, ModelError
@@ -109,7 +109,7 @@ class Reader:
             return self._config.template
         trust = self._config.trust_remote_code
         config = read_config(self._folder, trust_remote_code=trust)
-        return choose_template("auto", config["model_type"])
+        return "qwen3" if config["model_type"].startswith("qwen") else "gemma"
 
     def describe(self) -> str:
         """Return a description of the template, without loading the tokenizer."""

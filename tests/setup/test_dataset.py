@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from mlxtune import ModelError, TrainConfig, train
-from mlxtune.config import InspectConfig
+from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.core.data.inspection import Inspection
 from mlxtune.recipes.inspect import inspect as run_inspect
+from mlxtune.setup.dataset import Reader
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
 
@@ -399,3 +400,20 @@ def test_tokenizer_without_a_model_has_no_vocabulary_to_hold_to(tmp_path: Path, 
     write_tokenizer(tmp_path / "light", extra=[f"<extra_{i}>" for i in range(100)])
     (tmp_path / "light" / "chat_template.jinja").write_text(CHATML)
     assert run_inspect(InspectConfig(str(tmp_path / "light"), str(chat))).examples == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, "qwen3") for kind in ("qwen2", "qwen3", "qwen3_moe")),
+        *((kind, "gemma") for kind in ("gemma", "gemma3_text", "llama")),
+    ],
+)
+def test_built_in_template_is_chosen_by_the_type_of_the_model(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    reader = Reader(DataConfig(str(tmp_path), ("none",)), tmp_path)
+
+    assert reader.describe() == f"built-in {name}, as the model has none"

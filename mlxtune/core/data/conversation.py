@@ -11,7 +11,8 @@ from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
-_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# The fields in which files keep thinking and templates read it.
+THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _trained(message: Mapping[str, Any], where: str) -> bool:
 
 
 def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
-    for name in _THINKING_FIELDS:
+    for name in THINKING_FIELDS:
         thought = fields.get(name)
         if thought is not None and not isinstance(thought, str):
             raise BadRow("thinking is not text", f"{where} is {json_type(thought)}")
@@ -194,6 +195,13 @@ def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
     except BadRow:
         return function
     return function | {"arguments": parsed} if isinstance(parsed, dict) else function
+
+
+def function_name(call: Mapping[str, Any]) -> str | None:
+    """Return the name of the function of a tool or call, if it has one."""
+    function = call.get("function") or call
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from mlxtune.core.data.conversation import Conversation, Message
+from mlxtune.core.data.conversation import THINKING_FIELDS, Conversation, Message, function_name
 from mlxtune.core.data.problems import (
     DROPPED_CONTENT,
     DROPPED_SYSTEM,
@@ -35,9 +35,6 @@ from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
 _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
-# The fields in which files keep thinking and templates read it.
-_THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_END_TOKENS_SHOWN = 4
 _PROBE = "mlxtune asks whether this is shown"
 
 
@@ -64,8 +61,9 @@ class _Turn:
     text: str
 
     @property
-    def span(self) -> tuple[int, int]:
-        return len(self.prompt), len(self.prompt) + len(self.answer)
+    def rendered(self) -> Rendered:
+        shown = self.prompt + self.answer
+        return Rendered(shown, ((len(self.prompt), len(shown)),), add_bos=False)
 
 
 @dataclass(frozen=True)
@@ -82,29 +80,23 @@ class ModelTemplate:
     turns: str = "all"
     thinking: str = "auto"
     merge_system: bool = False
-    _ends: re.Pattern[str] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        longest_first = sorted(filter(None, self.end_tokens), key=len, reverse=True)
-        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        object.__setattr__(self, "_ends", re.compile(pattern))
 
     @cached_property
-    def _has_thinking_mode(self) -> bool:
-        return "enable_thinking" in self.source
+    def _ends(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self.end_tokens), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @cached_property
     def _shows_system(self) -> bool:
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
-        options = {"tools": None, "add_generation_prompt": True, "enable_thinking": None}
         try:
-            return _PROBE in self.render(messages, **options)  # type: ignore[arg-type]
+            return _PROBE in self._render(messages, asks=True)
         except BadRow:
             return False
 
     @cached_property
     def _thinking_field(self) -> str | None:
-        read = (name for name in _THINKING_FIELDS if re.search(rf"[.'\"]{name}\b", self.source))
+        read = (name for name in THINKING_FIELDS if re.search(rf"[.'\"]{name}\b", self.source))
         return next(read, None)
 
     @cached_property
@@ -112,10 +104,7 @@ class ModelTemplate:
         """What the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
         question = [{"role": "user", "content": _PROBE}]
         try:
-            before, prompt = (
-                self.render(question, tools=None, add_generation_prompt=asks, enable_thinking=None)
-                for asks in (False, True)
-            )
+            before, prompt = (self._render(question, asks=asks) for asks in (False, True))
         except BadRow:
             return ""
         return prompt[len(before) :] if prompt.startswith(before) else ""
@@ -135,14 +124,12 @@ class ModelTemplate:
             if prepared.messages[0].role != "system" or self._shows_system:
                 raise
             raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
+        texts = tuple(turn.rendered for turn in turns)
         whole = turns[-1].text
-        if all(whole.startswith(turn.prompt + turn.answer) for turn in turns):
-            spans = tuple(turn.span for turn in turns)
-            return Rendering((Rendered(whole, spans, add_bos=False),), notes)
-        several = (
-            Rendered(turn.prompt + turn.answer, (turn.span,), add_bos=False) for turn in turns
-        )
-        return Rendering(tuple(several), notes)
+        if all(whole.startswith(each.text) for each in texts):
+            spans = tuple(span for each in texts for span in each.spans)
+            texts = (Rendered(whole, spans, add_bos=False),)
+        return Rendering(texts, notes)
 
     def _prepared(self, conversation: Conversation, notes: dict[str, str]) -> Conversation:
         """Return the conversation in the layout that the template reads."""
@@ -152,16 +139,12 @@ class ModelTemplate:
                 notes[MERGED_SYSTEM if self.merge_system else DROPPED_SYSTEM] = ""
             if self.merge_system:
                 messages = _merged(messages)
-        if self._thinking_field is not None:
-            messages = tuple(map(self._with_thinking_once, messages))
-        if messages is conversation.messages:
-            return conversation
-        return replace(conversation, messages=messages)
+        return replace(conversation, messages=tuple(map(self._with_thinking_once, messages)))
 
     def _with_thinking_once(self, message: Message) -> Message:
         """Put the thinking in the field that the template reads, and nowhere else."""
         name, content = self._thinking_field, message.content
-        given = [field for field in _THINKING_FIELDS if message.fields.get(field)]
+        given = [field for field in THINKING_FIELDS if message.fields.get(field)]
         tagged = _END_THINK in content
         if (
             name is None
@@ -172,30 +155,20 @@ class ModelTemplate:
             or (tagged and message.thinking not in content)
         ):
             return message
-        if tagged:
-            content = content.partition(_END_THINK)[2].lstrip("\n")
         fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
-        return _with_content(message, content, **fields)
+        return _with_content(message, _without_tags(content), **fields)
 
     def _turns(
         self, conversation: Conversation, notes: dict[str, str], first: int
     ) -> Iterator[_Turn]:
-        thinks = self._thinks(conversation)
+        messages, thinks = conversation.messages, self._thinks(conversation)
         chosen = supervised_turns(conversation, self.turns)
         for position in chosen:
-            if position == 0 and len(chosen) > 1:
-                # Without a message before it, inference never generates it.
-                notes[NO_PROMPT] = ""
-                continue
-            if position == 0:
-                raise BadRow("the conversation is an assistant turn without a prompt before it")
-            message, where = conversation.messages[position], f"message {position + first}"
+            message, where = messages[position], f"message {position + first}"
             try:
                 turn = self._turn(conversation, position, thinks, where)
             except BadRow:
-                has_prompt = any(
-                    one.role in ("user", "tool") for one in conversation.messages[:position]
-                )
+                has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
                 if has_prompt or position == chosen[-1]:
                     raise
                 notes[NO_PROMPT] = ""
@@ -214,19 +187,23 @@ class ModelTemplate:
             ):
                 notes[DROPPED_THINKING] = where
             yield turn
-        if conversation.tools and _is_left_out(conversation.tools[0], turn.prompt):
+        tool = function_name(conversation.tools[0]) if conversation.tools else None
+        if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
 
     def _turn(
         self, conversation: Conversation, position: int, thinks: bool | None, where: str
     ) -> _Turn:
         """Render a turn: its prompt and its answer, end-of-turn token included."""
-        before, message = conversation.messages[:position], conversation.messages[position]
+        if position == 0:
+            # Without a message before it, inference never generates it.
+            raise BadRow("the conversation is an assistant turn without a prompt before it")
+        message, header = conversation.messages[position], self._header
         if thinks is False and message.thinking:
             message = _without_thinking(message)
-        header = self._header
-        prompt = self._render(conversation, before, thinks, add_generation_prompt=True)
-        text = self._render(conversation, (*before, message), thinks)
+        before = [each.fields for each in conversation.messages[:position]]
+        prompt = self._render(before, conversation.tools, thinks, asks=True)
+        text = self._render([*before, message.fields], conversation.tools, thinks)
         if not text.startswith(prompt):
             text = _continue_thinking(prompt, text, message, header, where)
         rest = text[len(prompt) :]
@@ -238,9 +215,10 @@ class ModelTemplate:
         for text in (message.thinking, _content_after_thinking(message)):
             shown = shown.replace(text, "", 1)
         for call in message.tool_calls:
-            if _name_of(call) is None:
+            name = function_name(call)
+            if name is None:
                 raise BadRow("a tool call has no function name", where)
-            if _is_left_out(call, shown):
+            if name not in shown:
                 raise BadRow("the model's template leaves out a tool call", where)
         return _Turn(prompt, answer, prompt + rest)
 
@@ -264,30 +242,25 @@ class ModelTemplate:
                 last = last if inside else 0
                 at = rest.rfind(content, 0, stop - 1)
         if not last:
-            looked_for = ", ".join(self.end_tokens[:_END_TOKENS_SHOWN]) or "none"
-            more = len(self.end_tokens) - _END_TOKENS_SHOWN
-            others = f" and {more} other control tokens" if more > 0 else ""
-            raise BadRow("no end-of-turn token", f"looked for {looked_for}{others}")
+            looked_for = ", ".join(self.end_tokens[:4]) or "none"
+            raise BadRow("no end-of-turn token", f"looked for {looked_for}")
         return last
 
     def _render(
         self,
-        conversation: Conversation,
-        messages: Sequence[Message],
-        thinks: bool | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinks: bool | None = None,
         *,
-        add_generation_prompt: bool = False,
+        asks: bool = False,
     ) -> str:
         return self.render(
-            [message.fields for message in messages],
-            tools=conversation.tools or None,
-            add_generation_prompt=add_generation_prompt,
-            enable_thinking=thinks,
+            messages, tools=tools or None, add_generation_prompt=asks, enable_thinking=thinks
         )
 
     def _thinks(self, conversation: Conversation) -> bool | None:
         """Return `enable_thinking` for the template; None if it does not use it."""
-        if not self._has_thinking_mode:
+        if "enable_thinking" not in self.source:
             return None
         if self.thinking != "auto":
             return self.thinking == "on"
@@ -313,11 +286,13 @@ def _with_content(message: Message, content: str, **fields: Any) -> Message:
 
 
 def _without_thinking(message: Message) -> Message:
-    content = message.content
-    if _END_THINK in content:
-        content = content.partition(_END_THINK)[2].lstrip("\n")
-    present = [name for name in _THINKING_FIELDS if name in message.fields]
-    return _with_content(message, content, **dict.fromkeys(present))
+    present = [name for name in THINKING_FIELDS if name in message.fields]
+    return _with_content(message, _without_tags(message.content), **dict.fromkeys(present))
+
+
+def _without_tags(content: str) -> str:
+    _, tag, answer = content.partition(_END_THINK)
+    return answer.lstrip("\n") if tag else content
 
 
 def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:
@@ -339,15 +314,3 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str, wh
 
 def _content_after_thinking(message: Message) -> str:
     return message.content.rpartition(_END_THINK)[2].strip()
-
-
-def _is_left_out(call: Mapping[str, Any], text: str) -> bool:
-    """Return whether a text lacks the function name of a tool or call."""
-    name = _name_of(call)
-    return name is not None and name not in text
-
-
-def _name_of(call: Mapping[str, Any]) -> str | None:
-    function = call.get("function") or call
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None

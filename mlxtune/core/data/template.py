@@ -9,11 +9,11 @@ it and the newline behind it are context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxtune.core.data.conversation import Conversation, Message, to_json
+from mlxtune.core.data.conversation import Conversation, Message, function_name, to_json
 from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
 
 
@@ -56,24 +56,14 @@ def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
     return chosen
 
 
-class _Writer:
-    """Builds text and spans together, so that they cannot drift apart."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._spans: list[tuple[int, int]] = []
-        self._length = 0
-
-    def context(self, text: str) -> None:
-        self._parts.append(text)
-        self._length += len(text)
-
-    def supervised(self, text: str) -> None:
-        self._spans.append((self._length, self._length + len(text)))
-        self.context(text)
-
-    def rendered(self) -> Rendered:
-        return Rendered("".join(self._parts), tuple(self._spans))
+def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
+    """Join texts, each with whether it carries loss."""
+    text, spans = "", []
+    for part, supervised in parts:
+        if supervised:
+            spans.append((len(text), len(text) + len(part)))
+        text += part
+    return Rendered(text, tuple(spans))
 
 
 def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
@@ -83,31 +73,32 @@ def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
-    writer, chosen = _Writer(), supervised_turns(conversation, turns)
+    chosen = supervised_turns(conversation, turns)
+    return Rendering((_join(_qwen3_parts(conversation, chosen)),))
+
+
+def _qwen3_parts(conversation: Conversation, chosen: list[int]) -> Iterator[tuple[str, bool]]:
     messages = conversation.messages
     if conversation.tools:
         system = messages[0].content + "\n\n" if messages[0].role == "system" else ""
-        writer.context(
-            f"<|im_start|>system\n{system}{_qwen3_tools(conversation.tools)}<|im_end|>\n"
-        )
+        tools = _qwen3_tools(conversation.tools)
+        yield f"<|im_start|>system\n{system}{tools}<|im_end|>\n", False
     for i, message in enumerate(messages):
         if i == 0 and conversation.tools and message.role == "system":
             continue
         if message.role == "assistant":
-            writer.context("<|im_start|>assistant\n")
-            write = writer.supervised if i in chosen else writer.context
-            write(_qwen3_answer(message) + "<|im_end|>")
-            writer.context("\n")
+            yield "<|im_start|>assistant\n", False
+            yield _qwen3_answer(message) + "<|im_end|>", i in chosen
+            yield "\n", False
         elif message.role == "tool":
             # Consecutive results share one user turn.
             if i == 0 or messages[i - 1].role != "tool":
-                writer.context("<|im_start|>user")
-            writer.context(f"\n<tool_response>\n{message.content}\n</tool_response>")
+                yield "<|im_start|>user", False
+            yield f"\n<tool_response>\n{message.content}\n</tool_response>", False
             if i + 1 == len(messages) or messages[i + 1].role != "tool":
-                writer.context("<|im_end|>\n")
+                yield "<|im_end|>\n", False
         else:
-            writer.context(f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n")
-    return Rendering((writer.rendered(),))
+            yield f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n", False
 
 
 def _qwen3_tools(tools: tuple[dict[str, Any], ...]) -> str:
@@ -125,14 +116,12 @@ def _qwen3_tools(tools: tuple[dict[str, Any], ...]) -> str:
 def _qwen3_answer(message: Message) -> str:
     calls = []
     for call in message.tool_calls:
-        function = call.get("function") or call
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        name = function_name(call)
+        if name is None:
             raise BadRow("a tool call has no function name")
-        arguments = function.get("arguments", {})
+        arguments = (call.get("function") or call).get("arguments", {})
         arguments = arguments if isinstance(arguments, str) else to_json(arguments)
-        calls.append(
-            f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n</tool_call>'
-        )
+        calls.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
     content = message.content
     if message.thinking and not _holds_thinking(message):
         content = f"<think>\n{message.thinking}\n</think>\n\n{content}"
@@ -153,33 +142,28 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
 
     Source: the chat template of Gemma's tokenizer_config.json, which refuses system messages.
     """
-    if conversation.tools or any(
-        message.role == "tool" or message.tool_calls for message in conversation.messages
-    ):
+    messages = conversation.messages
+    if conversation.tools or any(each.role == "tool" or each.tool_calls for each in messages):
         raise BadRow("the gemma template does not support tools")
-    writer, chosen = _Writer(), supervised_turns(conversation, turns)
     notes = {}
-    for i, message in enumerate(conversation.messages):
+    for position, message in enumerate(messages, start=1):
+        if message.thinking and not _holds_thinking(message):
+            notes[DROPPED_THINKING] = f"message {position}"
+    chosen = supervised_turns(conversation, turns)
+    return Rendering((_join(_gemma_parts(messages, chosen)),), notes)
+
+
+def _gemma_parts(messages: Iterable[Message], chosen: list[int]) -> Iterator[tuple[str, bool]]:
+    for i, message in enumerate(messages):
         if message.role == "assistant":
-            writer.context("<start_of_turn>model\n")
-            write = writer.supervised if i in chosen else writer.context
-            write(message.content + "<end_of_turn>")
-            writer.context("\n")
-            if message.thinking and not _holds_thinking(message):
-                notes[DROPPED_THINKING] = f"message {i + 1}"
+            yield "<start_of_turn>model\n", False
+            yield message.content + "<end_of_turn>", i in chosen
+            yield "\n", False
         else:
             system = message.role == "system"
             content = f"[System: {message.content}]" if system else message.content
-            writer.context(f"<start_of_turn>user\n{content}<end_of_turn>\n")
-    return Rendering((writer.rendered(),), notes)
+            yield f"<start_of_turn>user\n{content}<end_of_turn>\n", False
 
 
 TEMPLATES: dict[str, Callable[..., Rendering]] = {"qwen3": render_qwen3, "gemma": render_gemma}
 END_OF_TURN = {"qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
-
-
-def choose_template(name: str, model_type: str) -> str:
-    """Resolve `auto` by the model's type: Qwen's for Qwen models, Gemma's for all others."""
-    if name != "auto":
-        return name
-    return "qwen3" if model_type.startswith("qwen") else "gemma"

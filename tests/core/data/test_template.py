@@ -13,10 +13,8 @@ from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import (
-    TEMPLATES,
     Rendered,
     Rendering,
-    choose_template,
     render_gemma,
     render_qwen3,
 )
@@ -197,23 +195,6 @@ def test_gemma_has_no_place_for_tools(conversation: Conversation) -> None:
     with pytest.raises(BadRow) as raised:
         render_gemma(conversation)
     assert raised.value.kind == "the gemma template does not support tools"
-
-
-def test_template_is_chosen_by_the_models_type_unless_named() -> None:
-    chosen = {
-        kind: choose_template("auto", kind)
-        for kind in ("qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "llama", "")
-    }
-
-    assert {kind for kind, name in chosen.items() if name == "qwen3"} == {
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    }
-    assert {name for kind, name in chosen.items() if "qwen" not in kind} == {"gemma"}
-    for name in TEMPLATES:
-        assert choose_template(name, "llama") == name
-        assert choose_template(name, "qwen3") == name
 
 
 def spans_hold_the_answers(rendered: Rendered, end_of_turn: str, answers: list[str]) -> bool:
