@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.corpus import ArraysWriter, ExampleArrays
+from mlxtune.core.data.corpus import ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
@@ -59,9 +59,7 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
         ) as temporary,
     ):
         folder = Path(temporary)
-        with ArraysWriter(folder) as writer:
-            for rows in encode(skipped, notes):
-                writer.add(rows)
+        write_arrays(folder, encode(skipped, notes))
         # Map before the folder is moved or removed: a map outlives its file name.
         arrays = ExampleArrays.open(folder)
         if parent is not None:

@@ -12,11 +12,12 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ RowExamples = tuple[Example, ...]
 _AT_ONCE = 1 << 20
 # The columns of a file's examples, each in its own little-endian file.
 _COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
-_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i8", "u8"))
+_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u8"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +52,11 @@ class ExampleArrays:
     def of(cls, examples: Iterable[Example]) -> ExampleArrays:
         """Copy examples; adjacent ones with the same row number are one row."""
         rows = groupby(examples, key=lambda example: example.row)
-        return cls(**_columns_of([list(row) for _, row in rows]))
+        return cls(**_as_columns([list(row) for _, row in rows]))
 
     @classmethod
     def open(cls, folder: Path) -> ExampleArrays:
-        """Map the files of ArraysWriter. Raises OSError."""
+        """Map the files of write_arrays. Raises OSError."""
         return cls(**{name: _map(folder / name, kind) for name, kind in _COLUMNS.items()})
 
     @property
@@ -73,15 +74,8 @@ class ExampleArrays:
         """int32 (E,): the tokens of each example."""
         return np.diff(self.ends, prepend=0).astype(np.int32)
 
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """int64 (E,): where each example starts."""
-        return self.ends - self.lengths
-
     def per_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Return int64 (R,): values (E,) summed over the examples of each row."""
-        if not len(values):
-            return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(values, self.first_of_row[:-1], dtype=np.int64)
 
     def supervised_within(self, max_seq_len: int | None) -> npt.NDArray[np.int32]:
@@ -110,7 +104,7 @@ class ExampleArrays:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _columns_of(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
+def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
     """Return the columns of rows whose first token is number `start` of a file."""
     examples = [example for row in rows for example in row]
     columns = {
@@ -133,26 +127,15 @@ def identity(row: Iterable[Example]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-class ArraysWriter:
-    """Writes examples into a folder, one file for each column, a few rows at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in _COLUMNS}
-        self._end = 0
-
-    def __enter__(self) -> ArraysWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def add(self, rows: Sequence[Sequence[Example]]) -> None:
-        """Write the examples of rows, in order."""
-        if rows:
-            columns = _columns_of(rows, self._end)
-            self._end = int(columns["ends"][-1])
-            for name, file in self._files.items():
+def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) -> None:
+    """Write examples into a folder, one file for each column; each chunk is a few rows."""
+    end = 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / name).open("wb")) for name in _COLUMNS}
+        for rows in filter(None, chunks):
+            columns = _as_columns(rows, end)
+            end = int(columns["ends"][-1])
+            for name, file in files.items():
                 file.write(columns[name].tobytes())
 
 
@@ -160,6 +143,10 @@ class Corpus(Sequence[Example]):
     """The examples of one or more files, each truncated at `max_seq_len`. `paths` name the files.
 
     An example with no supervised token left is dropped, and so is a row with no example left.
+
+    `lengths` and `supervised` are int32 (E,): the tokens of each example after truncation, and how
+    many of them carry loss. `row_numbers` and `row_of_example` are int64 (E,): the number of its
+    row in its file, and the index of its row here. `identities` is uint64 (R,).
     """
 
     def __init__(
@@ -170,14 +157,13 @@ class Corpus(Sequence[Example]):
     ) -> None:
         self.files = files
         self.paths = paths
-        self._max_seq_len = max_seq_len
-        columns = [self._columns_of(i, arrays) for i, arrays in enumerate(files)] or [_NO_COLUMNS]
-        self._file, self._start, self._length, self._rows, identities = (
-            np.concatenate([each[i] for each in columns]) for i in range(5)
+        kept = (_kept(i, arrays, max_seq_len) for i, arrays in enumerate(files))
+        self._file, self._start, self.lengths, self.supervised, self.row_numbers, identities = (
+            np.concatenate(columns) for columns in zip(_NO_COLUMNS, *kept, strict=True)
         )
         # Row numbers repeat from file to file.
-        keys = self._rows + (self._file.astype(np.int64) << 40)
-        self._first_of_row = _starts(keys)
+        self._first_of_row = _starts(self.row_numbers + (self._file.astype(np.int64) << 40))
+        self.row_of_example = np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
         self.identities: npt.NDArray[np.uint64] = identities[self._first_of_row[:-1]]
 
     @classmethod
@@ -187,15 +173,6 @@ class Corpus(Sequence[Example]):
             return examples
         files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
         return cls([ExampleArrays.of(group) for group in files])
-
-    def _columns_of(self, file: int, arrays: ExampleArrays) -> tuple[npt.NDArray[Any], ...]:
-        """Return file, start, length, row and row identity of each example that is kept, (E',)."""
-        kept = np.flatnonzero(arrays.supervised_within(self._max_seq_len))
-        uncut = arrays.lengths[kept]
-        lengths = uncut if self._max_seq_len is None else np.minimum(uncut, self._max_seq_len)
-        identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
-        files = np.full(len(kept), file, dtype=np.int32)
-        return files, arrays.starts[kept], lengths, arrays.rows[kept], identities
 
     def __len__(self) -> int:
         return len(self._start)
@@ -208,10 +185,10 @@ class Corpus(Sequence[Example]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         file, start = int(self._file[index]), int(self._start[index])
-        end = start + int(self._length[index])
+        end = start + int(self.lengths[index])
         arrays = self.files[file]
         return Example(
-            int(self._rows[index]), arrays.tokens[start:end], arrays.mask[start:end], file
+            int(self.row_numbers[index]), arrays.tokens[start:end], arrays.mask[start:end], file
         )
 
     @property
@@ -231,7 +208,7 @@ class Corpus(Sequence[Example]):
     def place_of(self, index: int) -> tuple[int, int]:
         """Return the file of a row, as an index, and its number there."""
         first = self._first_of_row[index]
-        return int(self._file[first]), int(self._rows[first])
+        return int(self._file[first]), int(self.row_numbers[first])
 
     def part_of_row(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number, from 1, the parts of its row, and its full length.
@@ -244,36 +221,13 @@ class Corpus(Sequence[Example]):
         first, end = arrays.first_of_row[row : row + 2].tolist()
         return own - first + 1, end - first, int(arrays.lengths[own])
 
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the tokens of each example, after truncation."""
-        return self._length
-
-    @property
-    def row_numbers(self) -> npt.NDArray[np.int64]:
-        """int64 (E,): the number of each example's row in its file."""
-        return self._rows
-
-    @property
-    def row_of_example(self) -> npt.NDArray[np.int64]:
-        """int64 (E,): the index of each example's row."""
-        return np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
-
-    @property
-    def supervised(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the supervised tokens of each example, after truncation."""
-        counts = [arrays.supervised_within(self._max_seq_len) for arrays in self.files]
-        return np.concatenate([np.zeros(0, dtype=np.int32), *(each[each > 0] for each in counts)])
-
     def largest_token(self) -> int:
         """Return the largest token id in the files."""
-        largest = max((int(arrays.tokens.max(initial=0)) for arrays in self.files), default=0)
-        self._release()
-        return largest
-
-    def _release(self) -> None:
+        largest = 0
         for arrays in self.files:
+            largest = max(largest, int(arrays.tokens.max(initial=0)))
             arrays.release()
+        return largest
 
     def data_hash(self) -> str:
         """Return `sha256:` over examples per row, lengths, tokens and masks, each little-endian.
@@ -282,23 +236,35 @@ class Corpus(Sequence[Example]):
         """
         digest = hashlib.sha256()
         digest.update(np.diff(self._first_of_row).astype("<i8").tobytes())
-        digest.update(self._length.astype("<i8").tobytes())
+        digest.update(self.lengths.astype("<i8").tobytes())
         for column, kind in (("tokens", "<i4"), ("mask", "<u1")):
             for part in self._stretches(column):
-                digest.update(part.astype(kind, copy=False).tobytes())
-        self._release()
+                digest.update(part.astype(kind, copy=False).data)
+        for arrays in self.files:
+            arrays.release()
         return f"sha256:{digest.hexdigest()}"
 
     def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
         """Yield a column of the kept examples in order, adjacent ones together."""
-        ends = self._start + self._length
+        ends = self._start + self.lengths
         apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
         for first, last in pairwise(edges):
             values = getattr(self.files[int(self._file[first])], column)
-            start, end = int(self._start[first]), int(ends[last - 1])
-            for at in range(start, end, _AT_ONCE):
-                yield values[at : min(at + _AT_ONCE, end)]
+            yield values[int(self._start[first]) : int(ends[last - 1])]
+
+
+def _kept(
+    file: int, arrays: ExampleArrays, max_seq_len: int | None
+) -> tuple[npt.NDArray[Any], ...]:
+    """Return file, start, length, supervised tokens, row and row identity of each kept example."""
+    supervised = arrays.supervised_within(max_seq_len)
+    kept = np.flatnonzero(supervised)
+    uncut = arrays.lengths[kept]
+    lengths = uncut if max_seq_len is None else np.minimum(uncut, max_seq_len)
+    identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
+    files, starts = np.full(len(kept), file, dtype=np.int32), arrays.ends[kept] - uncut
+    return files, starts, lengths, supervised[kept], arrays.rows[kept], identities
 
 
 class CorpusRows:

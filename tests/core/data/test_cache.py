@@ -15,7 +15,6 @@ import pytest
 
 from mlxtune.core.data import cache as cache_module
 from mlxtune.core.data.cache import encode_file, key_of
-from mlxtune.core.data.corpus import ArraysWriter
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
@@ -200,7 +199,7 @@ def test_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ArraysWriter, "add", full)
+    monkeypatch.setattr(cache_module, "write_arrays", full)
     with pytest.raises(OutputError) as raised:
         encode(tmp_path, Encoding())
     assert str(raised.value).startswith(f"{tmp_path}: cannot be written: No space")
