@@ -27,23 +27,45 @@ def new_folder(
     _check_apart(target, sources)
     _check_free(target, marker, overwrite)
     check_writable(target.parent, "--output")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
-    with as_output_error(target, "--output"):
+    # Two processes may write to one target; each has its own folder beside it.
+    with replaced_folder(target, "--output", f"{target.name}.{os.getpid()}") as folder:
+        yield folder
+        for path in folder.rglob("*"):
+            sync(path)
+
+
+@contextmanager
+def replaced_folder(target: Path, option: str, name: str) -> Iterator[Path]:
+    """Yield an empty folder to fill, which replaces the target if all goes well.
+
+    Otherwise the target stays as it was. `option` is the one that named it, and `name` is part of
+    the names of the folders beside it. Raises OutputError.
+    """
+    temporary, replaced = (target.with_name(f".{name}.{state}") for state in ("tmp", "old"))
+
+    def clean_up() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        put_back(replaced, target)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    with as_output_error(target, option):
+        clean_up()  # a killed process may have left some
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            for path in temporary.rglob("*"):
-                sync(path)
+            # rename cannot replace a folder that is not empty, so the old one moves first.
             if target.exists():
                 target.rename(replaced)
             temporary.rename(target)
             sync(target.parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if replaced.exists() and not target.exists():
-                replaced.rename(target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            clean_up()
+
+
+def put_back(replaced: Path, target: Path) -> None:
+    """Rename a folder back if its replacement never came, because the process was killed."""
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:

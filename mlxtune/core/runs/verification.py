@@ -16,7 +16,7 @@ from mlxtune.core.training.checkpoint import BEST, METRICS, Checkpoint, find_che
 from mlxtune.core.training.evaluation import VERDICTS
 from mlxtune.core.training.metrics import InstructEpochMetrics
 from mlxtune.core.training.progress import Progress
-from mlxtune.core.training.run_folder import EVALUATION, LEDGER, RESULT, read_result
+from mlxtune.core.training.run_folder import EVALUATION, LEDGER, RESULT
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def _check_ledger(run: Path) -> str:
 
 def _verify_result(found: Verification, run: Path, progress: Progress | None) -> None:
     try:
-        result = read_result(run)
+        result = read_json(run / RESULT)
     except ValueError as error:
         found.add(RESULT, str(error), "")
         return
-    if result is None:
+    except OSError:
         found.add("end", None, "unfinished: resume it with mlxtune train --resume")
         return
     found.finished = True

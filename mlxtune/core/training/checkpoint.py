@@ -1,14 +1,7 @@
 """Checkpoint folders: written completely or not at all, verified before use, and pruned.
 
-    epoch-2/
-      adapters.safetensors, adapter_config.json   what mlx-lm loads
-      optimizer.safetensors                       the backend's state to resume from, and
-      parameters.safetensors                      the trained values, if the adapter differs
-      metrics.jsonl                               every step, validation and epoch so far
-      metadata.json                               options, data and versions
-      manifest.json                               size and SHA-256 of each file, written last
-
-A folder without a manifest is not a checkpoint.
+`core/runs/run_files.py` lists their files. The manifest, with size and SHA-256 of each, is written
+last: a folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,15 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import (
-    as_output_error,
-    file_hash,
-    read_json,
-    read_own,
-    sync,
-    write_file,
-    write_json,
-)
+from mlxtune.core.machine.files import file_hash, read_json, read_own, write_file, write_json
+from mlxtune.core.machine.output_folder import put_back, replaced_folder
 
 # The names mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"
@@ -80,37 +66,11 @@ def write_checkpoint(
 
     Raises OutputError.
     """
-    temporary, replaced = target.with_name(f".{target.name}.tmp"), _backup(target)
-
-    def clean_up() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _restore_backup(target)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-    with as_output_error(target, "--checkpoint-dir"):
-        clean_up()  # a killed process may have left some
-        try:
-            temporary.mkdir(parents=True)
-            save(temporary)
-            write_file(temporary / METRICS, metrics)
-            write_json(temporary / METADATA, metadata)
-            write_json(temporary / MANIFEST, _manifest(temporary))
-            # rename cannot replace a folder that is not empty, so the old one moves first.
-            if target.exists():
-                target.rename(replaced)
-            temporary.rename(target)
-            sync(target.parent)
-        finally:
-            clean_up()
-
-
-def _backup(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
-
-
-def _restore_backup(target: Path) -> None:
-    if _backup(target).exists() and not target.exists():
-        _backup(target).rename(target)
+    with replaced_folder(target, "--checkpoint-dir", target.name) as folder:
+        save(folder)
+        write_file(folder / METRICS, metrics)
+        write_json(folder / METADATA, metadata)
+        write_json(folder / MANIFEST, _manifest(folder))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -165,7 +125,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
     """
     if not run.is_dir():
         return []
-    _restore_backup(run / BEST)
+    put_back(run / f".{BEST}.old", run / BEST)
     folders = [path for pattern in (*_NUMBERED, BEST) for path in run.glob(pattern)]
     return sorted(path for path in folders if os.path.lexists(path / MANIFEST))
 

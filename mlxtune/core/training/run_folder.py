@@ -1,17 +1,6 @@
-"""The folder of a run: its files, where to resume, and how a new run replaces it.
+"""The folder of a run: where to resume, and how a new run replaces it.
 
-checkpoints/
-run.json                    options, model, plan and data
-metrics.jsonl  ledger.json  the record so far, and where each row went
-profile.jsonl               how long each phase of a step took, with --profile-interval
-best/  epoch-2/  step-40/   checkpoints
-result.json                 the result, once the run has ended
-tracking.json               the run's identity with each tracker
-tensorboard/  wandb/        files of trackers
-evaluation.json             whether the adapter helped on the validation rows
-report.html                 a page of all this
-previous/                   the files of the previous run
-.lock                       held by the process that trains here
+`core/runs/run_files.py` lists its files. The process that trains there holds `.lock`.
 """
 
 from __future__ import annotations
@@ -21,9 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mlxtune.core.machine.files import as_output_error, read_json
+from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.machine.lock import Held, Lock
 from mlxtune.core.training.checkpoint import (
     BEST,
@@ -72,11 +60,6 @@ class ResumePoint:
         step = self.checkpoint.step
         folders = [each.folder for each in reversed(self.good) if each.step <= step]
         return [folder for folder in folders if folder.name != BEST]
-
-    @property
-    def names(self) -> set[str]:
-        """The names of the checkpoints written at the same moment as this one."""
-        return {each.folder.name for each in self.good if each.metrics == self.checkpoint.metrics}
 
 
 def find_resume_point(run: Path) -> ResumePoint | None:
@@ -132,14 +115,6 @@ def reopen(run: Path) -> None:
         (run / REPORT).unlink()
 
 
-def read_result(run: Path) -> dict[str, Any] | None:
-    """Return how a run ended; None if it did not. Raises ValueError if the file is invalid."""
-    try:
-        return read_json(run / RESULT)
-    except OSError:
-        return None
-
-
 def lock_run(run: Path) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
@@ -159,12 +134,12 @@ def lock_run(run: Path) -> Lock:
 def archive_previous_run(run: Path) -> Path | None:
     """Move an earlier run's files into `previous/`, replacing its content.
 
-    That content is removed last; if interrupted, the next call completes the move.
+    If interrupted, the next call completes the move.
 
     Returns `previous/`, or None when the folder holds no run. Raises OutputError.
     """
     previous = run / PREVIOUS
-    moving, replaced = (run / f".{PREVIOUS}.{state}" for state in ("tmp", "old"))
+    moving = run / f".{PREVIOUS}.tmp"
     earlier = sorted(path for pattern in _OF_A_RUN for path in run.glob(pattern))
     if (run / TRACKING).exists():
         earlier += [run / name for name in _OF_TRACKERS if (run / name).exists()]
@@ -176,9 +151,7 @@ def archive_previous_run(run: Path) -> Path | None:
         moving.mkdir(exist_ok=True)
         for path in earlier:
             path.rename(moving / path.name)
-        shutil.rmtree(replaced, ignore_errors=True)
         if previous.exists():
-            previous.rename(replaced)
+            shutil.rmtree(previous)
         moving.rename(previous)
-        shutil.rmtree(replaced, ignore_errors=True)
     return previous

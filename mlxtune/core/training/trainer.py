@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -160,9 +160,9 @@ class InstructTrainer:
             if resume is None:
                 self._validate()
             elif self.progress.epochs and self._at_epoch_boundary():
-                # The run may have ended between the checkpoints of an epoch: write the others.
+                # The run may have ended between the checkpoints of this epoch: write both.
                 last = self.progress.epochs[-1]
-                self._save_epoch(last, last == self.progress.best, resume.names)
+                self._save_epoch(last, last is self.progress.best)
             stopped_early = self._run_epochs()
             self._saver.finish()
             self._metrics_file.write(self.progress)
@@ -337,17 +337,12 @@ class InstructTrainer:
             return TrainingInterrupted(None, 0)
         return TrainingInterrupted(self._saver.save(f"step-{step}", self._checkpoint()), step)
 
-    def _save_epoch(
-        self, metrics: InstructEpochMetrics, is_best: bool, saved: Container[str] = ()
-    ) -> None:
-        """Write the checkpoints of an epoch, apart from those already saved."""
-        name = f"epoch-{metrics.epoch}"
+    def _save_epoch(self, metrics: InstructEpochMetrics, is_best: bool) -> None:
         content = self._checkpoint(metrics)
-        if is_best and BEST not in saved:
+        if is_best:
             self._saver.save_best(content)
-        is_due = saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every)
-        if is_due and name not in saved:
-            self._saver.try_save(name, content)
+        if saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every):
+            self._saver.try_save(f"epoch-{metrics.epoch}", content)
 
     def _checkpoint(self, metrics: InstructEpochMetrics | None = None) -> CheckpointContent:
         """Capture the current state for a checkpoint."""
