@@ -13,7 +13,7 @@ def micro_batches_line(plan: MemoryPlan) -> str:
     """Return how each step will be split, and whether activations are kept or recomputed."""
     tokens = plan.execution.micro_batch_tokens
     line = f"micro-batches of {'one example' if tokens == 1 else f'up to {tokens:,} tokens'}"
-    if plan.steps:
+    if plan.micro_batches_per_step:
         line += f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_share:.1%} padding"
     kept = "recomputed in the backward pass" if plan.execution.recompute else "kept"
     return f"{line}; activations {kept}"

@@ -32,8 +32,9 @@ _PLANNED = 256
 class MemoryPlan:
     """How to run a step, and its cost.
 
-    `limit` is in bytes, `time` in times of a token. `steps`, `micro_batches`, `tokens` (all that
-    are run), `padding` and `real_tokens` count the steps that were planned.
+    `limit` is in bytes, `time` in times of a token. The rest is of the steps that were planned:
+    `padding_share` of the tokens that are run; `run_share`: tokens run over tokens of the data,
+    below 1 where prefixes are shared.
     """
 
     shapes: ModelShapes
@@ -41,26 +42,9 @@ class MemoryPlan:
     peak: Prediction
     limit: int
     time: float
-    steps: int
-    micro_batches: int
-    tokens: int
-    padding: int
-    real_tokens: int
-
-    @property
-    def micro_batches_per_step(self) -> float:
-        """Micro-batches of a step on average."""
-        return self.micro_batches / self.steps if self.steps else 0.0
-
-    @property
-    def padding_share(self) -> float:
-        """Padding in the tokens that are run."""
-        return self.padding / self.tokens if self.tokens else 0.0
-
-    @property
-    def run_share(self) -> float:
-        """Tokens run over tokens of the data: below 1 where prefixes are shared."""
-        return self.tokens / self.real_tokens if self.real_tokens else 0.0
+    micro_batches_per_step: float
+    padding_share: float
+    run_share: float
 
 
 def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
@@ -109,6 +93,8 @@ def _plans(
         loads = {*(load_of(group, step) for group, step in groups), *work.alone}
         time = sum(base.cost.of(group) for group, _ in groups) or 1
         run = sum(group.tokens for group, _ in groups)
+        padding = sum(group.padding(step) for group, step in groups)
+        tokens_of_data = sum(len(example) for step in work.steps for example in step)
         for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
             execution = replace(sized, recompute=recompute, loss_chunk=chunk)
             peaks = [predict(shapes, execution, load) for load in loads]
@@ -118,11 +104,10 @@ def _plans(
                 peak=max(peaks, key=lambda peak: peak.total),
                 limit=limit,
                 time=time * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
-                steps=len(work.steps),
-                micro_batches=len(groups),
-                tokens=run,
-                padding=sum(group.padding(step) for group, step in groups),
-                real_tokens=sum(len(example) for step in work.steps for example in step),
+                # Without data all are 0.
+                micro_batches_per_step=len(groups) / max(len(steps), 1),
+                padding_share=padding / max(run, 1),
+                run_share=run / max(tokens_of_data, 1),
             )
 
 

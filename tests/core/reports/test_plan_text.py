@@ -18,11 +18,9 @@ MEMORY = MemoryPlan(
     peak=Prediction(1_200_000_000, 20_000_000, 400_000_000, 80_000_000),
     limit=24_000_000_000,
     time=1.0,
-    steps=10,
-    micro_batches=21,
-    tokens=1000,
-    padding=30,
-    real_tokens=1250,
+    micro_batches_per_step=2.1,
+    padding_share=0.03,
+    run_share=0.8,
 )
 RUN = RunPlan(
     *("qwen3, 28 layers", "float32", "AMD EPYC (cpu)", 512, MEMORY),
@@ -63,7 +61,7 @@ def test_time_is_given_once_a_speed_is_known() -> None:
 
 
 def test_without_data_only_memory_is_planned() -> None:
-    bare = RunPlan("qwen3", "float32", "cpu", 2048, replace(MEMORY, steps=0))
+    bare = RunPlan("qwen3", "float32", "cpu", 2048, replace(MEMORY, micro_batches_per_step=0.0))
     assert "for one example of 2,048 tokens" in text(bare)
     assert "Time" not in text(bare)
     assert bare.as_dict()["data"] is None
