@@ -66,7 +66,7 @@ class MicroBatches:
         for group in groups:
             chosen = [examples[i] for i in group.examples]
             if group.packed:
-                yield group, pack(chosen, share=execution.share_prefixes, keyed=self._keyed)
+                yield group, pack(chosen, keyed=self._keyed)
             else:
                 yield group, collate(chosen, group.prefix, group.width)
 

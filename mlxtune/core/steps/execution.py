@@ -164,11 +164,11 @@ class Execution:
 
     `operations` compute it. `micro_batch_tokens` bounds the padded tokens that run through the
     model at once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time.
-    `share_prefixes`: run prefixes that examples share once. `packs_up_to`: lay examples of up to
-    this many tokens end to end instead of padding them. `recompute`: keep only the input of each
-    layer, and run the layer again in the backward pass. `compile`: have MLX compile the graph of a
-    micro-batch. `holds_scores`: attention holds the scores of a layer, which memory depends on.
-    `cost` is what a micro-batch costs beyond its tokens.
+    `share_prefixes`: run prefixes that padded examples share once. `packs_up_to`: lay examples of
+    up to this many tokens end to end instead, where they always share them. `recompute`: keep only
+    the input of each layer, and run the layer again in the backward pass. `compile`: have MLX
+    compile the graph of a micro-batch. `holds_scores`: attention holds the scores of a layer, which
+    memory depends on. `cost` is what a micro-batch costs beyond its tokens.
     """
 
     operations: Operations
@@ -184,10 +184,10 @@ class Execution:
 
     def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
         """Return the micro-batches of a step; with `keyed`, only equal keys share a prefix."""
-        tokens, share = self.micro_batch_tokens, self.share_prefixes
+        tokens = self.micro_batch_tokens
         if max(map(run_length, examples)) <= self.packs_up_to:
-            return plan_packs(examples, tokens, self.cost.fixed, share=share, keyed=keyed)
-        return plan_step(examples, tokens, self.cost, share_prefixes=share, keyed=keyed)
+            return plan_packs(examples, tokens, self.cost.fixed, keyed=keyed)
+        return plan_step(examples, tokens, self.cost, self.share_prefixes, keyed)
 
 
 @dataclass(frozen=True)

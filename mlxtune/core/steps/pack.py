@@ -78,7 +78,6 @@ def plan_packs(
     max_tokens: int,
     fixed: int,
     *,
-    share: bool = True,
     keyed: bool = False,
 ) -> list[Group]:
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
@@ -90,8 +89,7 @@ def plan_packs(
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
     for chosen, shared in neighbours(examples, texts, keyed):
-        runs = [len(texts[i]) for i in chosen]
-        lines = _Lines(runs, shared if share else [0] * len(shared), max_tokens)
+        lines = _Lines([len(texts[i]) for i in chosen], shared, max_tokens)
         for line in lines.least(fixed):
             members = tuple(chosen[place] for place in line)
             packs.append(Group(members, prefix=0, width=lines.tokens(line), packed=True))
@@ -179,7 +177,7 @@ class _Lines:
         return [line for line in lines if line]
 
 
-def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False) -> Pack:
+def pack(examples: Sequence[Example], *, keyed: bool = False) -> Pack:
     """Lay examples end to end and shift them: each position predicts the token after it.
 
     An example shares the tokens with which it and the previous one start.
@@ -193,7 +191,7 @@ def pack(examples: Sequence[Example], *, share: bool = True, keyed: bool = False
     total = 0
     for i, example in enumerate(examples):
         run, shared = run_length(example), 0
-        if i and share and (not keyed or example.key == examples[i - 1].key):
+        if i and (not keyed or example.key == examples[i - 1].key):
             shared = common_tokens(_run(examples[i - 1]), _run(example))
         if run > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))

@@ -118,7 +118,7 @@ def test_a_cache_of_a_line_keeps_nothing_and_notes_the_window() -> None:
     assert cache.offset == 0
 
 
-IN_LINE = WAYS["in one line with shared prefixes"]
+IN_LINE = WAYS["in one line in small chunks"]
 
 
 def test_architectures_that_stand_in_one_line() -> None:

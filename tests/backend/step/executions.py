@@ -42,7 +42,7 @@ WAYS: dict[str, Execution] = {
     "in one line with recompute": replace(
         SPLIT, operations=CPU, packs_up_to=ANY_LENGTH, recompute=True
     ),
-    "in one line with shared prefixes": Execution(CPU, packs_up_to=ANY_LENGTH, loss_chunk=3),
+    "in one line in small chunks": Execution(CPU, packs_up_to=ANY_LENGTH, loss_chunk=3),
     "all": Execution(CPU, packs_up_to=ANY_LENGTH, recompute=True, loss_chunk=3),
 }
 # Prefixes are shared wherever that saves a token.

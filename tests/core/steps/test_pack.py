@@ -45,19 +45,19 @@ def taught(examples: Sequence[Example]) -> Iterator[tuple[int, ...]]:
             yield tuple(one.tokens[: i + 2].tolist())
 
 
-@given(steps(), st.booleans(), st.booleans())
+@given(steps(), st.booleans())
 def test_a_line_teaches_what_each_example_by_itself_would(
-    examples: list[Example], share: bool, keyed: bool
+    examples: list[Example], keyed: bool
 ) -> None:
-    line = pack(examples, share=share, keyed=keyed)
+    line = pack(examples, keyed=keyed)
     assert Counter(taught_by(line)) == Counter(taught(examples))
     assert line.supervised == len(line.targets)
     assert sum(tokens for tokens, _ in line.stretches) == line.inputs.size
 
 
-@given(steps(), st.booleans())
-def test_segments_cover_a_line_in_order(examples: list[Example], share: bool) -> None:
-    line = pack(examples, share=share)
+@given(steps())
+def test_segments_cover_a_line_in_order(examples: list[Example]) -> None:
+    line = pack(examples)
     edges = [edge for segment in line.segments for edge in (segment.start, segment.end)]
     assert edges[0] == 0
     assert edges[-1] == line.inputs.size
@@ -90,17 +90,17 @@ def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
         assert len({*owners[segment.start : segment.end], owners[above.start]}) == 1
 
 
-@given(steps(), BOUNDS, st.integers(0, 100), st.booleans(), st.booleans())
+@given(steps(), BOUNDS, st.integers(0, 100), st.booleans())
 def test_each_example_stands_in_one_line_that_is_short_enough(
-    examples: list[Example], bound: int, fixed: int, share: bool, keyed: bool
+    examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
-    planned = plan_packs(examples, bound, fixed, share=share, keyed=keyed)
+    planned = plan_packs(examples, bound, fixed, keyed=keyed)
     assert sorted(i for one in planned for i in one.examples) == list(range(len(examples)))
     for one in planned:
-        line = pack([examples[i] for i in one.examples], share=share, keyed=keyed)
+        line = pack([examples[i] for i in one.examples], keyed=keyed)
         assert line.inputs.size == one.tokens
         assert one.tokens <= bound or len(one.examples) == 1
-    assert planned == plan_packs(examples, bound, fixed, share=share, keyed=keyed)
+    assert planned == plan_packs(examples, bound, fixed, keyed=keyed)
     assert [one.tokens for one in planned] == sorted((p.tokens for p in planned), reverse=True)
 
 
