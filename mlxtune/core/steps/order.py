@@ -52,14 +52,12 @@ def split_rows(
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
 
 
-def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
-    """Return the order of the rows in an epoch, a function of the seed and the epoch alone."""
-    return _permutation(rows, f"{seed}/epoch/{epoch}")
-
-
 def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the rows of each step of an epoch: `epoch_order` in batches, the rest in the last."""
-    order = epoch_order(rows, seed, epoch)
+    """Return the rows of each step of an epoch, in random order; the last step has the rest.
+
+    A function of the arguments alone.
+    """
+    order = _permutation(rows, f"{seed}/epoch/{epoch}")
     return [order[start : start + batch_size] for start in range(0, rows, batch_size)]
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import mlxtune
 from mlxtune.core.steps.order import (
-    epoch_order,
     shuffled_steps,
     split_rows,
     steps_by_length,
@@ -129,6 +128,11 @@ def test_split_holds_out_every_row_about_equally_often() -> None:
     assert np.abs(counts - 400).max() < 6 * 18
 
 
+def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+    """Return the rows of an epoch in the order in which steps of any size take them."""
+    return [row for (row,) in shuffled_steps(rows, 1, seed, epoch)]
+
+
 @settings(deadline=None)
 @given(rows=st.integers(0, 100), seed=st.integers(0, 2**70), epoch=st.integers(1, 1000))
 def test_epoch_order_is_a_permutation_that_depends_on_seed_and_epoch_alone(
@@ -153,7 +157,7 @@ LENGTHS = [i * 7 % 20 + 1 for i in range(20)]
 def test_orders_and_split_are_the_same_in_another_process() -> None:
     program = (
         "from mlxtune.core.steps import order\n"
-        "print(order.epoch_order(20, 42, 3))\n"
+        "print(order.shuffled_steps(20, 3, 42, 3))\n"
         "print(order.steps_by_length([i * 7 % 20 + 1 for i in range(20)], 3, 42, 3))\n"
         "print(order.split_rows([i // 3 for i in range(20)], 0.25, 42, 1000))\n"
     )
@@ -171,7 +175,7 @@ def test_orders_and_split_are_the_same_in_another_process() -> None:
 
     split = split_rows([i // 3 for i in range(20)], 0.25, 42, 1000)
     steps = steps_by_length(LENGTHS, 3, 42, 3)
-    assert outputs == {f"{epoch_order(20, 42, 3)}\n{steps}\n{split}\n"}
+    assert outputs == {f"{shuffled_steps(20, 3, 42, 3)}\n{steps}\n{split}\n"}
 
 
 def test_orders_and_split_are_those_of_earlier_versions() -> None:
