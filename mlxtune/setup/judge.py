@@ -19,13 +19,14 @@ from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.machine.files import write_json
+from mlxtune.core.text import count
 from mlxtune.core.training.evaluation import (
     Evaluation,
+    ExactMatch,
     Generated,
     Sample,
     Sums,
     evaluation_of,
-    generated_of,
     sums_of,
     verdict_line,
 )
@@ -93,7 +94,10 @@ def answer_rows(
                 adapted=None if adapted is None else adapted[number],
             )
         )
-    return generated_of(samples, adapted=adapted is not None)
+    matches = sum(each.base == each.expected for each in samples)
+    adapted_matches = sum(each.adapted == each.expected for each in samples)
+    match = ExactMatch(matches, None if adapted is None else adapted_matches)
+    return Generated(len(samples), match, samples)
 
 
 def judge(
@@ -128,7 +132,7 @@ def judge(
             generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
             write_json(target, evaluation.as_dict())
-            console.say("Samples", generated.describe())
+            console.say("Samples", f"{count(generated.rows, 'row')} answered, for the report")
     except MlxTuneError as problem:
         console.warn(f"no sample answers: {problem}")
     except KeyboardInterrupt:

@@ -94,22 +94,6 @@ class Generated:
     exact_match: ExactMatch
     samples: list[Sample]
 
-    def describe(self) -> str:
-        """Return a line with the number of answers and exact matches."""
-        match = self.exact_match
-        after = "" if match.adapted is None else f", {match.adapted:,} with the adapter"
-        return (
-            f"{count(self.rows, 'row')} answered, for the report: exact matches "
-            f"{match.base:,} without{after}"
-        )
-
-
-def generated_of(samples: list[Sample], *, adapted: bool) -> Generated:
-    """Count the exact matches of samples, `adapted` ones too if there is an adapter."""
-    base = sum(each.base == each.expected for each in samples)
-    right = sum(each.adapted == each.expected for each in samples) if adapted else None
-    return Generated(len(samples), ExactMatch(base, right), samples)
-
 
 @dataclass(frozen=True)
 class Evaluation:
