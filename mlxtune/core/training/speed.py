@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from mlxtune.core.machine.files import make_folder, write_json
+from mlxtune.core.machine.files import make_folder, read_json, write_json
 from mlxtune.core.training.metrics import StepRecord
 from mlxtune.errors import OutputError
 
 FILE = "speeds.json"
 # A run needs this many steps; the first is not timed, because it may include compilation.
 _MIN_STEPS = 3
-_MAX_ENTRIES = 200
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,10 @@ def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
 
 def read_speed(cache: Path | None, key: str) -> Speed | None:
     """Return the speed saved under a key; None if there is none."""
-    entry = _read(cache).get(key) if cache is not None else None
+    entry: Any = _read(cache).get(key) if cache is not None else None
     with suppress(TypeError):
-        speed = Speed(**entry) if isinstance(entry, dict) else None
-        if speed and isinstance(speed.tokens_per_s, float) and speed.tokens_per_s > 0:
-            return speed
+        speed = Speed(**entry)
+        return speed if speed.tokens_per_s > 0 else None
     return None
 
 
@@ -48,16 +46,12 @@ def save_speed(cache: Path | None, key: str, speed: Speed) -> None:
     """Save a speed under a key, if the folder can be written."""
     if cache is None:
         return
-    others = {name: entry for name, entry in _read(cache).items() if name != key}
-    kept = dict([*others.items(), (key, asdict(speed))][-_MAX_ENTRIES:])
     with suppress(OutputError):
         make_folder(cache)
-        write_json(cache / FILE, kept)
+        write_json(cache / FILE, {**_read(cache), key: asdict(speed)})
 
 
-def _read(cache: Path) -> dict[str, object]:
-    try:
-        content = json.loads((cache / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read(cache: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return read_json(cache / FILE)
+    return {}
