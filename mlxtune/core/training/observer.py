@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
@@ -60,13 +61,10 @@ class Observers(TrainingObserver):
     """Passes each event on to several observers, in order."""
 
     def __init__(self, observers: Sequence[TrainingObserver]) -> None:
-        def broadcast(event: str) -> Callable[..., None]:
-            def call(*details: object) -> None:
-                for observer in observers:
-                    getattr(observer, event)(*details)
-
-            return call
+        def broadcast(event: str, *details: object) -> None:
+            for observer in observers:
+                getattr(observer, event)(*details)
 
         for name in vars(TrainingObserver):
             if name.startswith("on_"):
-                setattr(self, name, broadcast(name))
+                setattr(self, name, partial(broadcast, name))

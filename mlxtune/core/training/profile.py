@@ -72,15 +72,14 @@ class LayerProfile:
 class StepProfile:
     """One step. Its `phases`, `other` included, add up to its `seconds`.
 
-    `layers` come from a second pass over the same micro-batches, which takes `layers_seconds`
-    after the step; they are empty if memory did not allow it.
+    `layers` come from a second pass over the same micro-batches; they are empty if memory did not
+    allow it.
     """
 
     step: int
     seconds: float
     phases: Mapping[str, Phase]
     layers: Sequence[LayerProfile] = ()
-    layers_seconds: float = 0.0
 
 
 class PhaseTimer:
@@ -178,10 +177,7 @@ class StepProfiler:
         if self._last is None:
             return
         profile, self._last = self._last, None
-        started = self._clock()
-        layers = self._backend.layers(examples, profile.step)
-        took = self._clock() - started
-        profile = replace(profile, layers=layers, layers_seconds=took)
+        profile = replace(profile, layers=self._backend.layers(examples, profile.step))
         self._on_record(profile)
         try:
             append_line(self._path, json.dumps(asdict(profile), allow_nan=False))
