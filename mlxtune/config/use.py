@@ -10,7 +10,6 @@ from mlxtune.config.data import DataConfig, ModelConfig
 from mlxtune.config.fields import Checked, as_path
 from mlxtune.config.options import option
 
-_PROMPTS = "Data to take the prompts of the proof from; default: the run's own, or built-in ones."
 _PROOF_DTYPE = "Dtype of the proof; auto is the model's own on a GPU, else float32."
 _BASE = "Folder of the base model; default: the one that the adapter names."
 _JSON = "Print the certificate as JSON; docs/export.md describes it."
@@ -118,7 +117,6 @@ class _ConvertConfig(Checked):
 class OutgoingConfig(_ConvertConfig):
     """What `fuse` and `export` share."""
 
-    data: tuple[str, ...] = option("data", (), _PROMPTS, required=False)
     dtype: str = option("dtype", "auto", _PROOF_DTYPE)
     json: bool = option("json", False, _JSON)
 

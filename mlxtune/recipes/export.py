@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,11 @@ from mlxtune.config import ExportConfig
 from mlxtune.setup.proof import (
     ExportResult,
     Source,
-    certify,
     find_source,
     load_base,
-    make_reference,
     output_folder,
     print_result,
+    prove,
 )
 from mlxtune.terminal.console import RunConsole
 
@@ -36,32 +34,13 @@ def export(config: ExportConfig) -> ExportResult:
     with output_folder(config, source, console) as folder:
         # Written first: it fails at once if the format has no place for the adapter.
         _write(config, source, folder)
-        reference = make_reference(config, source, console)
-        console.say("Proving", "loading what was written")
         load = partial(_load, config, source, folder)
-        certificate = certify(config, config.format, folder, reference, load)
-    return ExportResult(config.output_path, certificate)
+        return prove(config, source, console, config.format, folder, load)
 
 
 def show(config: ExportConfig) -> None:
-    """Export, and print the certificate and how to use what was written."""
-    result = export(config)
-    base = shlex.quote(str(config.model_path or find_source(config).adapter.model))
-    output = shlex.quote(str(result.output))
-    usage = {
-        "mlx-lm": [f"mlx_lm.generate --model {base} --adapter-path {output} --prompt 'Hello'"],
-        "peft": [
-            f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {output!r})"
-        ],
-        "gguf": [
-            f"llama-cli -m BASE.gguf --lora {output}/adapter.gguf",
-            "or in Ollama's Modelfile, with the same model as BASE:",
-            "FROM BASE",
-            f"ADAPTER {result.output.absolute()}/adapter.gguf",
-        ],
-        "flat": [],
-    }
-    print_result(result, config, usage[config.format])
+    """Export, and print the certificate."""
+    print_result(export(config), config)
 
 
 def _write(config: ExportConfig, source: Source, folder: Path) -> None:

@@ -9,14 +9,7 @@ from mlxtune.backend.model import memory
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.model.quantize import NF4
 from mlxtune.config import FuseConfig
-from mlxtune.setup.proof import (
-    ExportResult,
-    certify,
-    find_source,
-    make_reference,
-    output_folder,
-    print_result,
-)
+from mlxtune.setup.proof import ExportResult, find_source, output_folder, print_result, prove
 from mlxtune.terminal.console import RunConsole
 
 
@@ -38,26 +31,25 @@ def fuse(config: FuseConfig) -> ExportResult:
             console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
         exact = not fusing.is_quantized(model, source.adapter)
-        stored, everywhere = fusing.stored_dtype(model), options["dequantize"]
-        reference = make_reference(config, source, console, stored, everywhere=everywhere)
+        stored = fusing.stored_dtype(model)
         console.say("Writing", str(config.output_path))
         fusing.write_model(model, model_config, source.folder, folder)
         del model
         memory.release()
-        console.say("Proving", "loading what was written")
-        certificate = certify(
+        return prove(
             config,
+            source,
+            console,
             "fused",
             folder,
-            reference,
             lambda: load_base(folder, config.dtype, trust_remote_code=trust).model,
+            rounding=stored,
+            everywhere=options["dequantize"],
             weights=fusing.check_fused(source.folder, folder, source.adapter, **options),
             exact=exact,
         )
-    return ExportResult(config.output_path, certificate)
 
 
 def show(config: FuseConfig) -> None:
     """Fuse, and print the certificate."""
-    result = fuse(config)
-    print_result(result, config, [f"mlx_lm.generate --model {result.output} --prompt 'Hello'"])
+    print_result(fuse(config), config)

@@ -60,7 +60,7 @@ def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
     from mlxtune.backend.adapters import proof
 
     monkeypatch.setattr(proof, "NEW_TOKENS", 2)
-    monkeypatch.setattr("mlxtune.setup.proof._PROMPTS", 1)
+    monkeypatch.setattr("mlxtune.setup.proof._PROMPTS", ("Hi",))
     write, code = WRITERS[name], KINDS[kind]
     write(place, tmp_path / "whole")
     whole = contents(tmp_path / "whole")

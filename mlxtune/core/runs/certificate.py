@@ -1,6 +1,6 @@
 """The proof of an export: how much its logits differ from the trained model's, and may differ.
 
-Both models see the same tokens: real prompts, each followed by the trained model's greedy answer.
+Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
 """
 
 from __future__ import annotations
