@@ -69,8 +69,9 @@ def _open_locked(path: Path) -> int:
             if not _try_lock(descriptor):
                 raise Held(_note(descriptor))
             # The previous holder may have removed the file after we opened it.
-            if _is(path, descriptor):
-                return descriptor
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    return descriptor
         # Even on Ctrl-C: a descriptor left open would hold the lock.
         except BaseException:
             os.close(descriptor)
@@ -84,13 +85,6 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _note(descriptor: int) -> dict[str, Any]:

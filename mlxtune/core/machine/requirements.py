@@ -14,7 +14,7 @@ from mlxtune.core.machine.facts import MLX_LIBRARIES, Package
 _OURS = "mlxtune"
 # Their requirements are checked too: with other versions, they fail in obscure ways.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
-_FOR_DEVELOPERS = ("test", "dev")
+_FOR_DEVELOPERS = ("test", "interop", "dev")
 
 
 def packages() -> tuple[Package, ...]:

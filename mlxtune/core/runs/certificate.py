@@ -45,7 +45,7 @@ class Comparison:
         self.prompts += 1
         self.tokens += len(trained)
         self.largest_difference = max(self.largest_difference, difference)
-        self.kl_sum += float(_divergences(trained, written).sum())
+        self.kl_sum += _divergence(trained, written)
         last = slice(len(trained) - generated, None)
         self.same += int((trained[last].argmax(-1) == written[last].argmax(-1)).sum())
         self.generated += generated
@@ -56,14 +56,14 @@ class Comparison:
         return self.kl_sum / self.tokens if self.tokens else 0.0
 
 
-def _divergences(trained: Logits, written: Logits) -> npt.NDArray[np.float64]:
-    """Return KL(trained || written), (T,) in nats, of (T, V) logits, row by row to save memory."""
+def _divergence(trained: Logits, written: Logits) -> float:
+    """Return the sum over T of KL(trained || written), in nats, of (T, V) logits."""
     values = []
-    for a, b in zip(trained, written, strict=True):
+    for a, b in zip(trained, written, strict=True):  # row by row to save memory
         p, q = _log_softmax(a), _log_softmax(b)
         values.append(float(np.sum(np.exp(p) * (p - q))))
     # Rounding may leave slightly negative values.
-    return np.asarray(np.maximum(values, 0.0))
+    return float(np.maximum(values, 0.0).sum())
 
 
 def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:

@@ -79,15 +79,9 @@ def run_folder_at(path: Path) -> Path:
     if (folder / MANIFEST).exists():
         folder = folder.parent
     for place in (folder, folder / CHECKPOINTS):
-        if is_run(place):
+        if any((place / name).is_file() for name in (METRICS, ABOUT)):
             return place
     raise OutputError(f"{path}: holds no run: name the folder of a run, or of its adapter")
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run, rather than of one of its checkpoints."""
-    own = any((folder / name).is_file() for name in (METRICS, ABOUT))
-    return own and not (folder / MANIFEST).exists()
 
 
 def read_run(folder: Path) -> Run:

@@ -46,7 +46,7 @@ class RunPlan:
             "grad_checkpoint": execution.recompute,
             "loss_chunk": execution.loss_chunk,
             "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
-            "data": None if not self.steps else self._data(),
+            "data": self._data() if self.steps else None,
             "speed": None if self.speed is None else asdict(self.speed),
             "seconds": self.seconds,
         }
