@@ -75,8 +75,6 @@ def _device() -> tuple[facts.Device | None, str]:
         )
     except subprocess.TimeoutExpired:
         return None, f"no answer within {_MLX_SECONDS:.0f} seconds"
-    except OSError as error:
-        return None, one_line(error)
     if process.returncode < 0:
         return None, f"it was killed by signal {-process.returncode}"
     if process.returncode:

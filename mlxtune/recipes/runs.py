@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxtune.core.runs.run import read_run
-from mlxtune.core.runs.run_list import SORTS, find_runs
-from mlxtune.core.runs.summary import RunSummary, summarize
+from mlxtune.core.runs.run import find_runs, read_run
+from mlxtune.core.runs.summary import SORTS, RunSummary, summarize
 from mlxtune.errors import OutputError
 from mlxtune.terminal.output import print_json, print_line
 from mlxtune.terminal.tables import result_console, show_runs

@@ -6,8 +6,9 @@ No file is trusted: a missing or invalid value counts as absent.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,10 @@ from mlxtune.core.training.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PR
 from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
+# The files that tell a folder of a run from others.
+_OWN = {METRICS, ABOUT}
+# Large folders that never hold runs.
+_SKIPPED = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
 # Every number of a run's JSON files is smaller.
 _LARGEST = 2**63
 
@@ -79,9 +84,27 @@ def run_folder_at(path: Path) -> Path:
     if (folder / MANIFEST).exists():
         folder = folder.parent
     for place in (folder, folder / CHECKPOINTS):
-        if any((place / name).is_file() for name in (METRICS, ABOUT)):
+        if any((place / name).is_file() for name in _OWN):
             return place
     raise OutputError(f"{path}: holds no run: name the folder of a run, or of its adapter")
+
+
+def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
+    """Yield the folders of runs at or some levels below a folder, sorted by name."""
+    try:
+        with os.scandir(folder) as entries:
+            is_folder = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
+    except OSError:
+        return
+    if is_folder.keys() & {MANIFEST, "pyvenv.cfg"}:
+        return
+    if is_folder.keys() & _OWN:
+        yield folder
+        # Inside a run, only the run that it replaced.
+        is_folder = {PREVIOUS: is_folder.get(PREVIOUS, False)}
+    for name in sorted(is_folder):
+        if depth and is_folder[name] and name not in _SKIPPED and not name.startswith("."):
+            yield from find_runs(folder / name, depth - 1)
 
 
 def read_run(folder: Path) -> Run:

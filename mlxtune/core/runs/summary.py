@@ -8,7 +8,7 @@ import operator
 import os
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import PurePath
@@ -17,7 +17,7 @@ from typing import Any
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.runs.run import CHECKPOINTS, Run, mapping, number, text, whole
+from mlxtune.core.runs.run import CHECKPOINTS, Run, number, text, whole
 from mlxtune.core.text import count, loss_text
 
 _CURVE_POINTS = 12
@@ -105,8 +105,7 @@ class RunSummary:
 
 def summarize(run: Run) -> RunSummary:
     """Return the summary of a run."""
-    progress, plan, status = run.progress, mapping(run.about, "plan"), _status(run)
-    best = progress.best
+    progress, best, status = run.progress, run.progress.best, _status(run)
     seconds = math.fsum(run.column("seconds"))
     losses = [each.val_loss for each in progress.validations]
     return RunSummary(
@@ -117,7 +116,7 @@ def summarize(run: Run) -> RunSummary:
         model=PurePath(text(run.config, "model_path")).name,
         data=tuple(PurePath(ledger.path).name for ledger in run.ledgers),
         step=progress.step,
-        total_steps=whole(plan, "steps"),
+        total_steps=whole(run.about, "plan", "steps"),
         epoch=len(progress.epochs),
         epochs=whole(run.config, "epochs"),
         train_loss=_train_loss(run),
@@ -127,7 +126,7 @@ def summarize(run: Run) -> RunSummary:
         tokens_per_second=sum(run.column("tokens")) / seconds if seconds > 0 else None,
         peak_memory=max([*map(int, run.column("memory")), whole(run.result, "peak_memory") or 0])
         or None,
-        predicted_memory=whole(plan, "memory", "peak"),
+        predicted_memory=whole(run.about, "plan", "memory", "peak"),
         seconds=_seconds(run) or seconds or None,
         adapter=_adapter(run),
         sha256=text(run.result, "sha256"),
@@ -189,6 +188,25 @@ def _resume(run: Run) -> str:
     return f"mlxtune train --resume {shlex.quote(str(folder))}"
 
 
+def _lowest_first(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _newest_first(run: RunSummary) -> float:
+    return -datetime.datetime.fromisoformat(run.started).timestamp() if run.started else 0.0
+
+
+# The keys that sort runs: the newest, the lowest loss, the fastest or the longest first.
+SORTS: dict[str, Callable[[RunSummary], Any]] = {
+    "when": _newest_first,
+    "name": lambda run: run.name,
+    "val": lambda run: _lowest_first(run.best_val_loss),
+    "train": lambda run: _lowest_first(run.train_loss),
+    "speed": lambda run: -(run.tokens_per_second or 0.0),
+    "steps": lambda run: -run.step,
+}
+
+
 # Options
 
 
@@ -229,10 +247,9 @@ def _is_compared(name: str) -> bool:
 
 def planned_shares(run: Run) -> dict[str, float | None]:
     """Return the micro-batches, and the shares of padding and of tokens run, that were planned."""
-    plan = mapping(run.about, "plan")
     names = ("micro_batches_per_step", "padding_share", "run_share")
-    return {name: number(plan, name) for name in names} | {
-        "micro_batch_tokens": whole(plan, "micro_batch_tokens")
+    return {name: number(run.about, "plan", name) for name in names} | {
+        "micro_batch_tokens": whole(run.about, "plan", "micro_batch_tokens")
     }
 
 

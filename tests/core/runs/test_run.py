@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.reports.run_page import render_runs
-from mlxtune.core.runs.run import number, read_run, run_folder_at
+from mlxtune.core.runs.run import find_runs, number, read_run, run_folder_at
 from mlxtune.core.runs.summary import summarize
 from mlxtune.errors import OutputError
 from tests.runs import EVALUATION, LEDGER, as_lines, metrics, step_line, write_run
@@ -74,6 +75,40 @@ def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.problems == []
     assert "<h1>" in render_runs([run])
+
+
+# Search
+
+
+def test_runs_are_found_some_levels_deep_and_checkpoints_are_none(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("b", "a/deep/er", "a/x")]
+    write_run(runs[0] / "previous").rename(runs[0] / "previous" / "run")
+    before = runs[0] / "previous"
+    for path in (before / "run").iterdir():
+        path.rename(before / path.name)
+    found = list(find_runs(tmp_path))
+    assert found == [runs[1], runs[2], runs[0], before]
+
+
+def test_search_passes_over_what_is_hidden_linked_too_deep_or_of_other_programs(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "seen")
+    for hidden in (".hidden", "node_modules/x", "1/2/3/4/5/6/7"):
+        write_run(tmp_path / hidden)
+    write_run(tmp_path / "venv" / "x")
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "seen")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert list(find_runs(tmp_path)) == [run]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads all folders")
+def test_folder_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "seen")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    assert list(find_runs(tmp_path)) == [run]
 
 
 # Damage

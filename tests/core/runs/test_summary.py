@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxtune.core.machine.lock import Lock
 from mlxtune.core.runs.run import Run, read_run
 from mlxtune.core.runs.summary import (
+    SORTS,
     RunSummary,
+    bucket_means,
     differing_options,
     measured_shares,
     option_text,
     options_of,
     summarize,
 )
+from tests.core.runs.listed_runs import listed, runs
 from tests.runs import as_lines, metrics, step_line, write_run
+
+__all__ = ["runs"]
 
 
 def summary(folder: Path, **changes: Any) -> RunSummary:
@@ -133,6 +141,54 @@ def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> Non
 @pytest.mark.parametrize("started", ["\x1b[31m", "yesterday", 7])
 def test_time_that_is_none_is_left_out(tmp_path: Path, started: Any) -> None:
     assert summary(tmp_path, about={"started_at": started}).started == ""
+
+
+# The curve
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=50), st.integers(1, 12))
+def test_means_of_stretches_are_few_and_between_the_extremes(
+    values: list[float], most: int
+) -> None:
+    found = bucket_means(values, most)
+    assert len(found) == min(most, len(values))
+    if values:
+        margin = 1e-6 * max(1.0, *map(abs, values))
+        assert all(min(values) - margin <= mean <= max(values) + margin for mean in found)
+
+
+def test_mean_of_a_stretch_is_that_of_its_values() -> None:
+    assert bucket_means([1, 3, 5, 7], 2) == [2, 6]
+
+
+def test_curve_is_of_validation_or_else_of_training(tmp_path: Path) -> None:
+    assert listed(tmp_path / "a", epochs=3).curve == (4.0, 2.0, 1.0, pytest.approx(2 / 3))
+    assert len(listed(tmp_path / "b", epochs=1).curve) == 12, "two losses are no curve"
+    assert len(listed(tmp_path / "c", validation=False).curve) == 12
+
+
+# The order
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [
+        ("when", ["third", "second", "first"]),
+        ("name", ["first", "second", "third"]),
+        ("val", ["first", "second", "third"]),
+        ("train", ["first", "second", "third"]),
+        ("speed", ["first", "second", "third"]),
+        ("steps", ["first", "second", "third"]),
+    ],
+)
+def test_runs_are_sorted_by_any_column(runs: list[RunSummary], sort: str, names: list[str]) -> None:
+    mixed = [runs[2], runs[0], runs[1]]
+    if sort == "speed":
+        mixed = [
+            replace(run, tokens_per_second=speed)
+            for run, speed in zip(mixed, (None, 900.0, 20.0), strict=True)
+        ]
+    assert [run.name for run in sorted(mixed, key=SORTS[sort])] == names
 
 
 # Options
