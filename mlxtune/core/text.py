@@ -34,6 +34,11 @@ def loss_text(loss: float | None) -> str:
     return f"{loss:#.3g}" if abs(loss) < 10 else f"{loss:,.1f}"
 
 
+def signed_loss(change: float) -> str:
+    """Return the change of a loss in three digits, with its sign."""
+    return ("−" if change < 0 else "+") + loss_text(abs(change))
+
+
 def duration(seconds: float) -> str:
     """Return `12.3s`, `4m 05s` or `2h 05m`."""
     if round(seconds, 1) < 60:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.machine.files import check_outputs, make_folder, write_file
-from mlxtune.core.reports.run_evaluation import verdict_sentence
-from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs
+from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs, verdict_sentence
 from mlxtune.core.runs.run import Run, read_run, run_folder_at
 from mlxtune.core.runs.summary import (
     RunSummary,
@@ -78,7 +77,7 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
                 ],
                 "skipped_steps": [record_values(each) for each in run.progress.skipped],
                 "ledgers": [each.as_dict() for each in run.ledgers],
-                "evaluation": dict(run.evaluation) or None,
+                "evaluation": run.evaluation.as_dict() if run.evaluation else None,
                 "config": dict(run.config),
             }
             for run in runs

@@ -26,8 +26,8 @@ def test_page_of_a_run_is_written_into_its_folder(cli: Cli) -> None:
         assert outcome.code == 0
         assert outcome.out.splitlines() == [
             "2 epochs on chat.jsonl took tiny’s validation loss from 4.00 to 1.00",
-            "✓ The adapter helped: the loss on 8 rows changed by −3.00 nats per token "
-            "(95% interval −3.20 to −2.75).",
+            "✓ The adapter helped: 3.0000 nats per token less than the base model "
+            "(95% interval 2.7500 to 3.2000) on 8 rows, 320 supervised tokens.",
             "page: out/checkpoints/report.html",
         ]
         assert outcome.err == ""

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.reports import visible
-from mlxtune.core.text import byte_size, count, duration, loss_text
+from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
 from mlxtune.errors import OutputError
 
 # A page names its generator within this many characters.
@@ -98,6 +98,7 @@ def _environment() -> Environment:
         "multiline": _multiline,
         "number": number_text,
         "percent": percent,
+        "signed": signed_loss,
     }
     return environment
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,7 +14,6 @@ from mlxtune.core.machine.files import write_file
 from mlxtune.core.reports.charts import Chart, draw
 from mlxtune.core.reports.page import PageType
 from mlxtune.core.reports.run_charts import charts_of, comparison_charts, style_of
-from mlxtune.core.reports.run_evaluation import Verdict, evaluation_context, verdict_sentence
 from mlxtune.core.runs.run import Run, mapping, number, read_run, text, whole
 from mlxtune.core.runs.summary import (
     RunSummary,
@@ -24,7 +24,16 @@ from mlxtune.core.runs.summary import (
     planned_shares,
     summarize,
 )
-from mlxtune.core.text import byte_size, count, duration, join_few, loss_text, minute_of
+from mlxtune.core.text import (
+    byte_size,
+    count,
+    duration,
+    join_few,
+    loss_text,
+    minute_of,
+    signed_loss,
+)
+from mlxtune.core.training.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
 from mlxtune.core.training.run_folder import REPORT
 
 PAGE = PageType(
@@ -35,8 +44,22 @@ PAGE = PageType(
     styles=("run_page.css",),
     script="run_page.js",
 )
+# Answers on a page, and how many of them are not folded.
+_MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
+# A longer text is cut.
+_MOST_TEXT = 4000
+_STYLES = {HELPED: ("", "✓"), HURT: ("error", "✕"), CANNOT_TELL: ("warning", "!")}
 # Skipped steps, the rows of each, and epochs that are shown at most.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A sentence on a run, its style on the page, and a command or path that belongs to it."""
+
+    style: str
+    text: str
+    code: str = ""
 
 
 def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
@@ -107,7 +130,7 @@ def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
         "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
         "origin": _origin(run, summary),
         **_chart_context(charts_of(run, summary)),
-        **evaluation_context(run),
+        **_evaluation_context(run),
     }
 
 
@@ -125,6 +148,15 @@ def _settings(run: Run, summary: RunSummary) -> dict[str, str]:
         "Device": text(run.about, "device"),
         "Started": minute_of(summary.started),
     }
+
+
+def verdict_sentence(evaluation: Evaluation | None) -> Verdict | None:
+    """Return the verdict of an evaluation; None if it holds none."""
+    if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
+        return None
+    style, sign = _STYLES[evaluation.verdict]
+    line = verdict_line(evaluation)
+    return Verdict(style, f"{sign} {line[0].upper()}{line[1:]}.")
 
 
 def _verdict(run: Run, summary: RunSummary) -> Verdict:
@@ -163,6 +195,35 @@ def _totals(summary: RunSummary) -> dict[str, str]:
         prediction = f", {byte_size(predicted)} predicted" if predicted else ""
         totals[f"peak memory{prediction}"] = byte_size(summary.peak_memory)
     return totals
+
+
+def _evaluation_context(run: Run) -> dict[str, Any]:
+    """Return the variables of evaluation.html."""
+    model = text(run.config, "model_path") or "MODEL"
+    return {
+        "evaluation": run.evaluation,
+        "evaluation_figures": _figures(run.evaluation) if run.evaluation else {},
+        "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE "
+        "--generate",
+        "most_samples": _MOST_SAMPLES,
+        "open_samples": _OPEN_SAMPLES,
+        "most_text": _MOST_TEXT,
+    }
+
+
+def _figures(evaluation: Evaluation) -> dict[str, str]:
+    adapted, change = evaluation.adapted, evaluation.difference
+    figures = {"loss of the base model": loss_text(evaluation.base.loss)}
+    if adapted is not None and change is not None:
+        interval = f"{signed_loss(change.low)} to {signed_loss(change.high)}"
+        figures["loss with the adapter"] = loss_text(adapted.loss)
+        figures[f"change, {change.confidence:.0%} interval {interval}"] = signed_loss(change.loss)
+    if generated := evaluation.generated:
+        answers, match = count(generated.rows, "answer"), generated.exact_match
+        figures[f"of {answers} exact before"] = f"{match.base:,}"
+        if match.adapted is not None:
+            figures[f"of {answers} exact after"] = f"{match.adapted:,}"
+    return figures
 
 
 def _lengths(run: Run) -> dict[str, Any] | None:

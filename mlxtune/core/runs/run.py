@@ -17,6 +17,7 @@ from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.machine.files import read_json, read_own
 from mlxtune.core.machine.lock import holder_of
 from mlxtune.core.training.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
+from mlxtune.core.training.evaluation import Evaluation, parse_evaluation
 from mlxtune.core.training.metrics import SkippedStep, StepRecord
 from mlxtune.core.training.progress import Progress, parse_record
 from mlxtune.core.training.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PREVIOUS, RESULT
@@ -45,7 +46,7 @@ class Run:
     about: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
     ledgers: list[Ledger] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     checkpoints: list[str] = field(default_factory=list)
@@ -112,7 +113,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder, holder=holder_of(folder / LOCK))
     run.about = _read(run, ABOUT, read_json, {})
     run.result = _read(run, RESULT, read_json, {})
-    run.evaluation = _read(run, EVALUATION, read_json, {})
+    run.evaluation = _read(run, EVALUATION, read_evaluation, None)
     run.ledgers = _read(run, LEDGER, read_ledgers, [])
     run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
     # Their files are not checked.
@@ -136,6 +137,15 @@ def _read(run: Run, name: str, read: Callable[[Path], T], missing: T) -> T:
         # It names the file, but not its folder.
         run.problems.append(f"{name.removesuffix(path.name)}{error}")
     return missing
+
+
+def read_evaluation(path: Path) -> Evaluation | None:
+    """Read evaluation.json. Raises OSError, or ValueError if the file is invalid."""
+    values = read_json(path)
+    try:
+        return parse_evaluation(values)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not an evaluation") from error
 
 
 def read_ledgers(path: Path) -> list[Ledger]:
@@ -213,12 +223,6 @@ def mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the object under a name, or an empty one."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
-
-
-def objects(values: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the objects of the list under a name, or an empty list."""
-    value = values.get(name)
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def _at(values: Mapping[str, Any], names: Sequence[str]) -> Any:

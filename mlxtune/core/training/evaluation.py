@@ -7,10 +7,11 @@ losses, which makes the interval a paired one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from statistics import NormalDist
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,34 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """Return all as JSON-ready values."""
         return asdict(self)
+
+
+def parse_evaluation(values: Mapping[str, Any]) -> Evaluation:
+    """Return an evaluation from the JSON of `as_dict`. Raises ValueError if it is not one."""
+    try:
+        evaluation: Evaluation = _parse(Evaluation, values)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError("not an evaluation") from error
+    if evaluation.verdict not in (None, *VERDICTS):
+        raise ValueError(f"no such verdict: {evaluation.verdict!r}")
+    return evaluation
+
+
+def _parse(kind: Any, value: Any) -> Any:
+    """Return a JSON value as a dataclass, a list of one kind, an optional or a plain value."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _parse(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    of, *_ = (*get_args(kind), None)
+    if isinstance(kind, UnionType):
+        return None if value is None else _parse(of, value)
+    if of is not None:
+        if not isinstance(value, list):
+            raise TypeError(f"not a list: {value!r}")
+        return get_origin(kind)(_parse(of, each) for each in value)
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"not a {kind.__name__}: {value!r}")
+    return value
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,7 +123,10 @@ def test_page_without_an_evaluation_says_how_to_get_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "text", "style"),
-    [("hurt", "The adapter hurt", "error"), ("cannot tell", "It is unclear", "warning")],
+    [
+        ("hurt", "The adapter hurt", "error"),
+        ("cannot tell", "Cannot tell whether", "warning"),
+    ],
 )
 def test_verdict_is_said_plainly(tmp_path: Path, verdict: str, text: str, style: str) -> None:
     evaluation = EVALUATION | {"verdict": verdict}

@@ -29,7 +29,8 @@ def test_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
     assert losses == [(0, 4.0), (40, 2.0), (80, 1.0)]
     assert [epoch.epoch for epoch in run.progress.epochs] == [1, 2]
     assert [ledger.as_dict() for ledger in run.ledgers] == [LEDGER]
-    assert run.evaluation == EVALUATION
+    assert run.evaluation is not None
+    assert json.loads(json.dumps(run.evaluation.as_dict())) == EVALUATION
     assert run.config["epochs"] == 2
     assert run.checkpoints == ["epoch-1"]
     assert run.holder is None
@@ -121,6 +122,7 @@ def test_folder_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
         ("run.json", b"[]", "run.json is not a JSON object"),
         ("result.json", b"\xff", "result.json is not valid JSON"),
         ("evaluation.json", b"[" * 100_000, "evaluation.json is nested too deep"),
+        ("evaluation.json", b'{"rows": 1}', "evaluation.json is not an evaluation"),
         ("ledger.json", b"7", "ledger.json is not a list of ledgers"),
         ("epoch-1/metadata.json", b"nonsense", "epoch-1/metadata.json is not valid JSON"),
         ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: its last line is incomplete"),

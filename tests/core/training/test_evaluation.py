@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,12 @@ from mlxtune.core.reports.evaluation_text import evaluation_lines
 from mlxtune.core.training.evaluation import (
     Difference,
     Evaluation,
+    Sample,
     Sums,
     evaluation_of,
+    generated_of,
     paired_difference,
+    parse_evaluation,
     sums_of,
     verdict_line,
     verdict_of,
@@ -178,6 +183,35 @@ def test_rows_that_gained_and_lost_most_are_named_by_what_they_brought() -> None
 def test_loss_that_is_not_finite_names_its_row() -> None:
     with pytest.raises(NonFiniteLossError, match=r"^a\.jsonl:11: its loss under the adapted model"):
         evaluated([0.0, float("nan")])
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_evaluation_survives_its_json(adapted: bool) -> None:
+    found = evaluated([-1.0, -1.2] * 20)
+    samples = [Sample("a.jsonl", 1, "2 + 2?", "4", "5", "4" if adapted else None)]
+    found = replace(found, generated=generated_of(samples, adapted=adapted))
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": "40"},
+        {"rows": True},
+        {"base": None},
+        {"base": {"loss": 1.0}},
+        {"base": {"loss": "1", "perplexity": 2.0}},
+        {"gained": "chat"},
+        {"gained": [7]},
+        {"verdict": "odd"},
+        {"another": 1},
+    ],
+)
+def test_json_of_something_else_is_no_evaluation(changes: dict[str, Any]) -> None:
+    values = json.loads(json.dumps(evaluated([-1.0, -1.2] * 20).as_dict()))
+    parse_evaluation(values)
+    with pytest.raises(ValueError, match=r"not an evaluation|no such verdict"):
+        parse_evaluation(values | changes)
 
 
 # What is said
