@@ -101,6 +101,10 @@ __all__ = [
     "verify",
 ]
 
+_RECIPES = (
+    *("doctor", "evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
+    *("report", "runs", "train", "verify"),
+)
 _LAZY = {
     "Evaluation": "mlxtune.core.training.evaluation",
     "Example": "mlxtune.core.data.encode",
@@ -110,18 +114,8 @@ _LAZY = {
     "InstructTrainResult": "mlxtune.core.training.metrics",
     "InstructTrainer": "mlxtune.core.training.trainer",
     "TrainResult": "mlxtune.recipes.train",
-    "doctor": "mlxtune.recipes.doctor",
-    "evaluate": "mlxtune.recipes.evaluate",
-    "export": "mlxtune.recipes.export",
-    "fuse": "mlxtune.recipes.fuse",
-    "generate": "mlxtune.recipes.generate",
-    "import_adapter": "mlxtune.recipes.import_adapter",
-    "inspect": "mlxtune.recipes.inspect",
-    "report": "mlxtune.recipes.report",
     "resume": "mlxtune.recipes.train",
-    "runs": "mlxtune.recipes.runs",
-    "train": "mlxtune.recipes.train",
-    "verify": "mlxtune.recipes.verify",
+    **{name: f"mlxtune.recipes.{name}" for name in _RECIPES},
 }
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from mlxtune.config import as_path, load_config_file
+from mlxtune.config import as_path
 from mlxtune.config.fields import Checked, Option, field_types, flag
-from mlxtune.config.options import SECTIONS
+from mlxtune.config.options import OPTIONS, SECTIONS
 from mlxtune.errors import ConfigError
 
 Config = TypeVar("Config", bound=Checked)
@@ -122,7 +124,7 @@ def config_command(
 
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
-    options, problems = _read_options(kind, config, flags)
+    options, problems = given(kind, config, flags)
     if "init_adapter" in options:
         # Loads mlx, which --help must not.
         from mlxtune.backend.adapters.initialise import with_adapter
@@ -137,19 +139,59 @@ def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
     return checked
 
 
-def given(kind: type[Config], config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the options in a file and flags, unchecked. Raises ConfigError for unknown options."""
-    options, problems = _read_options(kind, config, flags)
-    if problems:
-        raise ConfigError(problems)
-    return options
-
-
-def _read_options(
-    kind: type[Config], config: str | None, flags: dict[str, Any]
+def given(
+    kind: type, config: str | None, flags: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    options: dict[str, Any] = {}
-    problems: list[str] = []
-    if config is not None:
-        options, problems = load_config_file(as_path(config), kind)
+    """Return the options in a file and flags, unchecked, and a problem for each unknown one."""
+    options, problems = ({}, []) if config is None else load_config_file(as_path(config), kind)
     return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems
+
+
+def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str]]:
+    """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
+
+    Returns the options of `config`, and a problem for each unknown option. Options of other
+    commands are ignored, so that one file serves all.
+
+    Raises ConfigError when the file cannot be read.
+    """
+    try:
+        content = _parse_config_text(path, path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError([f"--config {path} cannot be read: {error.strerror}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
+    if content is None:  # an empty file, or one of comments
+        return {}, []
+    if not isinstance(content, Mapping):
+        raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
+    own = {field.name for field in dataclasses.fields(config)}
+    options, problems = {}, []
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in own:
+            options[name] = value
+        elif name not in OPTIONS:
+            close = difflib.get_close_matches(name, own, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            problems.append(f"--config {path} has no option {key!r}{hint}")
+    return options, problems
+
+
+def _parse_config_text(path: Path, text: str) -> Any:
+    if path.suffix.lower() == ".toml":
+        import tomllib
+
+        try:
+            return tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError([f"--config {path} is not valid TOML: {error}"]) from error
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError([f"--config {path} is not valid YAML: {line}{error.problem}"]) from error
+    except (yaml.YAMLError, AttributeError, RecursionError, ValueError) as error:
+        raise ConfigError([f"--config {path} is not valid YAML"]) from error

@@ -8,6 +8,7 @@ import click
 
 from mlxtune.cli.options import ConfigCommand, config_option, debug_option, given, merged
 from mlxtune.config import TrainConfig
+from mlxtune.errors import ConfigError
 
 
 @click.command(
@@ -33,7 +34,10 @@ def train(config: str | None, dry_run: bool, resume: str | None, **options: Any)
     else:
         from mlxtune.setup.resuming import find_run
 
-        checked, point = find_run(resume, given(TrainConfig, config, options))
+        changes, problems = given(TrainConfig, config, options)
+        if problems:
+            raise ConfigError(problems)
+        checked, point = find_run(resume, changes)
 
     # Imported only now: the recipe loads mlx, and --help must not.
     from mlxtune.recipes.train import train as run

@@ -1,11 +1,10 @@
-"""The options of each command as frozen dataclasses, built from flags, a config file or Python.
+"""The options of each command as frozen dataclasses, for flags, config files and Python.
 
 Each field takes its help, its effect and its bounds from mlxtune.config.options.
 """
 
 from mlxtune.config.data import DataConfig, InspectConfig, user_cache
 from mlxtune.config.fields import as_path
-from mlxtune.config.file import load_config_file
 from mlxtune.config.training import (
     BenchConfig,
     InstructConfig,
@@ -45,6 +44,5 @@ __all__ = [
     "TrainConfig",
     "UseConfig",
     "as_path",
-    "load_config_file",
     "user_cache",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import DataConfig, ModelConfig
+from mlxtune.config.data import DataConfig, ModelConfig, RowsConfig
 from mlxtune.config.fields import Checked, as_path
 from mlxtune.config.options import option
 
@@ -35,7 +35,7 @@ class UseConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig(UseConfig):
+class EvalConfig(RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.recipes.evaluate`.
 
     Every row of the data is evaluated; in a folder, those of its `test` or else its `valid` file.
@@ -50,19 +50,10 @@ class EvalConfig(UseConfig):
         "Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, or a folder with test.jsonl or "
         "valid.jsonl; may be repeated.",
     )
-    max_seq_len: int = option("max_seq_len", 512)
-    format: str = option("format", "auto")
-    field: tuple[str, ...] = option("field", ())
     turns: str = option("turns", "all", "Assistant turns to score.")
-    strict: bool = option("strict", False)
-    cache_dir: str | None = option("cache_dir", None)
-    no_cache: bool = option("no_cache", False)
     generate: bool = option("generate", False)
     seed: int = option("seed", 42, "Seed of the bootstrap for the confidence interval.")
     json: bool = option("json", False, "Print JSON for programs.")
-
-    def contradictions(self) -> list[str]:
-        return super().contradictions() + self.reading().contradictions()
 
 
 @dataclasses.dataclass(frozen=True)

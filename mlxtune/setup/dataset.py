@@ -13,7 +13,7 @@ from pathlib import Path
 from mlxtune.backend.model.model_folder import read_config, vocab_size
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.config import DataConfig
+from mlxtune.config import DataConfig, as_path
 from mlxtune.config.data import parse_fields
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.data import findings
@@ -200,10 +200,10 @@ def data_files(config: DataConfig) -> DataFiles:
 
     Raises DataError if there is no training file, or a file cannot be read.
     """
-    files = find_data_files(config.data_paths)
-    if config.val_data_path is None:
+    files = find_data_files([as_path(path) for path in config.data])
+    if config.val_data is None:
         return files
-    return DataFiles(files.train, find_data_files([config.val_data_path], "--val-data").train)
+    return DataFiles(files.train, find_data_files([as_path(config.val_data)], "--val-data").train)
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:

@@ -17,9 +17,7 @@ from mlxtune.core.reports.run_text import tokens_per_second
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
-    SkippedStep,
     StepRecord,
-    ValidationRecord,
     perplexity,
 )
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -83,17 +81,9 @@ class TrackingObserver(TrainingObserver):
         self._complete = False
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Open the run; a resumed run that is new to the tracker is recorded from its start."""
+        """Open the run; one that is new to the tracker when it is resumed begins there."""
         with self._until_failure():
-            tracked = self._tracked(run)
-            self._tracker = self._open(tracked)
-            for record in run.progress if not tracked.step else ():
-                if isinstance(record, StepRecord):
-                    self.on_step(record)
-                elif isinstance(record, ValidationRecord):
-                    self.on_validation(record.step, record.val_loss)
-                elif not isinstance(record, SkippedStep):
-                    self.on_epoch(record, False)
+            self._tracker = self._open(self._tracked(run))
 
     def _tracked(self, run: RunStart) -> TrackedRun:
         folder, step = self._run.checkpoint_path, run.progress.step

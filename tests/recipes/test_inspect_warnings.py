@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config import InspectConfig, load_config_file
+from mlxtune.cli.options import load_config_file
+from mlxtune.config import InspectConfig
 from mlxtune.setup.dataset import Reader
 from tests.command import Cli
 from tests.models import CHATML, sums, write_chat, write_tokenizer

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config import TrainConfig, load_config_file
+from mlxtune.cli.options import load_config_file
+from mlxtune.config import TrainConfig
 from mlxtune.errors import ConfigError
 from tests.configs import config
 
