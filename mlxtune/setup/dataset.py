@@ -88,15 +88,21 @@ class Reader:
             known = len(tokenizer.encode_batch([end])[0].ids) == 1
             always = {} if known else {NO_END_OF_TURN: end}
             return Encoder(lambda row: render(row, config.turns), tokenizer, always)
+        chat_template = ChatTemplate(self.template_source, tokenizer.special_tokens)
         template = ModelTemplate(
-            ChatTemplate(self.template_source, tokenizer.special_tokens),
+            chat_template,
             tokenizer.end_tokens,
             "\n".join(self.template_source.values()),
             turns=config.turns,
             thinking=config.thinking,
             merge_system=config.merge_system,
         )
-        return Encoder(template, tokenizer)
+
+        def prefetch(rows: Iterable[Conversation | Document]) -> None:
+            conversations = (row for row in rows if isinstance(row, Conversation))
+            chat_template.prefetch(call for row in conversations for call in template.calls(row))
+
+        return Encoder(template, tokenizer, prefetch=prefetch)
 
     @cached_property
     def template_source(self) -> dict[str, str]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from mlxtune.backend.text.template_costs import Harmful
-from mlxtune.backend.text.template_sandbox import render
+from mlxtune.backend.text.template_process import INVALID, REFUSED, Harmful, TemplateProcess
+from mlxtune.core.data.model_template import RenderCall
 from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
+# Characters of JSON; above that, an exchange for each rendering costs little beside rendering it.
+_MAX_PREFETCHED = 2**22
 
 
 class ChatTemplate:
@@ -27,6 +29,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
         self._special_tokens = dict(special_tokens)
+        self._prefetched: dict[str, tuple[str, str]] = {}
 
     def __call__(
         self,
@@ -41,24 +44,74 @@ class ChatTemplate:
         Raises BadRow with the template's own reason if it rejects them, and ModelError if it is
         invalid or harmful.
         """
-        options: dict[str, Any] = dict(self._special_tokens)
-        options["add_generation_prompt"] = add_generation_prompt
-        if enable_thinking is not None:
-            options["enable_thinking"] = enable_thinking
-        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
-        try:
-            return render(self._sources[name], messages, tools, options)
-        except jinja2.TemplateSyntaxError as error:
+        name, request = self._request(messages, tools, add_generation_prompt, enable_thinking)
+        kind, text = self._prefetched.get(request) or self._render(name, [request])[0]
+        if kind == INVALID:
             raise ModelError(
-                f"the model's chat template cannot be read: line {error.lineno}: "
-                f"{one_line(error)}: fix it, or name a built-in --template"
-            ) from error
+                f"the model's chat template cannot be read: {one_line(Exception(text))}: "
+                "fix it, or name a built-in --template"
+            )
+        if kind == REFUSED:
+            raise BadRow("the model's template refuses it", one_line(Exception(text)))
+        return text
+
+    def prefetch(self, calls: Iterable[RenderCall]) -> None:
+        """Render what later calls will ask for, in one exchange with the process.
+
+        Raises ModelError if the template is harmful.
+        """
+        requests: dict[str, list[str]] = {}
+        size = 0
+        for call in calls:
+            try:
+                name, request = self._request(**call)
+            except BadRow:
+                continue  # calling with it raises the same
+            size += len(request)
+            if size > _MAX_PREFETCHED:
+                break
+            requests.setdefault(name, []).append(request)
+        self._prefetched = {}
+        for name, several in requests.items():
+            self._prefetched.update(zip(several, self._render(name, several), strict=True))
+
+    def _request(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        enable_thinking: bool | None,
+    ) -> tuple[str, str]:
+        """Return the name of the template to use, and the arguments for it as JSON.
+
+        Raises BadRow if they are nested too deeply.
+        """
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+        arguments: dict[str, Any] = {"conversations": [messages], "tools": tools}
+        arguments |= self._special_tokens
+        arguments["add_generation_prompt"] = add_generation_prompt
+        if enable_thinking is not None:
+            arguments["enable_thinking"] = enable_thinking
+        try:
+            # As transformers replaces what is not JSON.
+            return name, json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
+        except RecursionError as error:
+            raise BadRow("the model's template refuses it", one_line(error)) from error
+
+    def _render(self, name: str, requests: Sequence[str]) -> list[tuple[str, str]]:
+        try:
+            return _process().render(self._sources[name], requests)
         except Harmful as error:
             raise ModelError(
                 f"the model's chat template ({name}) {error}: fix it, or name a built-in --template"
             ) from error
-        except Exception as error:  # a template is a program, which may fail in any way
-            raise BadRow("the model's template refuses it", one_line(error)) from error
+
+
+@cache
+def _process() -> TemplateProcess:
+    process = TemplateProcess()
+    atexit.register(process.close)
+    return process
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:

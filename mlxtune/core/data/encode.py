@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +22,7 @@ from mlxtune.core.data.problems import CONTROL_TOKEN, DOUBLE_BOS, BadRow, RowTal
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
+_PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.
 _CACHED_TAILS = 4096
 
@@ -125,11 +126,15 @@ EncodedRows = list[list[Example]]
 
 @dataclass
 class Encoder:
-    """Turns rows into examples. `notes` are those on every conversation."""
+    """Turns rows into examples. `notes` are those on every conversation.
+
+    `prefetch` is called with some rows before they are rendered one by one.
+    """
 
     template: Template
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
+    prefetch: Callable[[Sequence[Conversation | Document]], None] = lambda rows: None
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
 
     def encode(
@@ -154,12 +159,14 @@ class Encoder:
 
     def _render(
         self,
-        rows: Iterable[Conversation | Document],
+        rows: Sequence[Conversation | Document],
         control: re.Pattern[str],
         skipped: SkippedRows,
         notes: RowTally,
     ) -> Iterator[tuple[int, Rendering]]:
-        for row in rows:
+        for i, row in enumerate(rows):
+            if i % _PREFETCHED_ROWS == 0:
+                self.prefetch(rows[i : i + _PREFETCHED_ROWS])
             try:
                 text = "\0".join(_texts(row))
                 _check_surrogates(text)

@@ -38,6 +38,10 @@ _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"
 _PROBE = "mlxtune asks whether this is shown"
 
 
+# The arguments of a RenderChat.
+RenderCall = dict[str, Any]
+
+
 class RenderChat(Protocol):
     """The template itself, as transformers renders it."""
 
@@ -90,7 +94,7 @@ class ModelTemplate:
     def _shows_system(self) -> bool:
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
         try:
-            return _PROBE in self._render(messages, asks=True)
+            return _PROBE in self.render(**_call(messages, asks=True))
         except BadRow:
             return False
 
@@ -104,7 +108,7 @@ class ModelTemplate:
         """What the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
         question = [{"role": "user", "content": _PROBE}]
         try:
-            before, prompt = (self._render(question, asks=asks) for asks in (False, True))
+            before, prompt = (self.render(**_call(question, asks=asks)) for asks in (False, True))
         except BadRow:
             return ""
         return prompt[len(before) :] if prompt.startswith(before) else ""
@@ -130,6 +134,16 @@ class ModelTemplate:
             spans = tuple(span for each in texts for span in each.spans)
             texts = (Rendered(whole, spans, add_bos=False),)
         return Rendering(texts, notes)
+
+    def calls(self, conversation: Conversation) -> Iterator[RenderCall]:
+        """Yield the arguments with which `render` will be called for a conversation's turns."""
+        try:
+            prepared = self._prepared(conversation, {})
+            for position in filter(None, supervised_turns(prepared, self.turns)):
+                _, asked, answered = self._calls_of_turn(prepared, position)
+                yield from (asked, answered)
+        except BadRow:
+            return  # rendering the conversation raises the same
 
     def _prepared(self, conversation: Conversation, notes: dict[str, str]) -> Conversation:
         """Return the conversation in the layout that the template reads."""
@@ -161,12 +175,12 @@ class ModelTemplate:
     def _turns(
         self, conversation: Conversation, notes: dict[str, str], first: int
     ) -> Iterator[_Turn]:
-        messages, thinks = conversation.messages, self._thinks(conversation)
+        messages = conversation.messages
         chosen = supervised_turns(conversation, self.turns)
         for position in chosen:
             message, where = messages[position], f"message {position + first}"
             try:
-                turn = self._turn(conversation, position, thinks, where)
+                turn = self._turn(conversation, position, where)
             except BadRow:
                 has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
                 if has_prompt or position == chosen[-1]:
@@ -191,19 +205,14 @@ class ModelTemplate:
         if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
 
-    def _turn(
-        self, conversation: Conversation, position: int, thinks: bool | None, where: str
-    ) -> _Turn:
+    def _turn(self, conversation: Conversation, position: int, where: str) -> _Turn:
         """Render a turn: its prompt and its answer, end-of-turn token included."""
         if position == 0:
             # Without a message before it, inference never generates it.
             raise BadRow("the conversation is an assistant turn without a prompt before it")
-        message, header = conversation.messages[position], self._header
-        if thinks is False and message.thinking:
-            message = _without_thinking(message)
-        before = [each.fields for each in conversation.messages[:position]]
-        prompt = self._render(before, conversation.tools, thinks, asks=True)
-        text = self._render([*before, message.fields], conversation.tools, thinks)
+        message, asked, answered = self._calls_of_turn(conversation, position)
+        header = self._header
+        prompt, text = self.render(**asked), self.render(**answered)
         if not text.startswith(prompt):
             text = _continue_thinking(prompt, text, message, header, where)
         rest = text[len(prompt) :]
@@ -246,17 +255,17 @@ class ModelTemplate:
             raise BadRow("no end-of-turn token", f"looked for {looked_for}")
         return last
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        thinks: bool | None = None,
-        *,
-        asks: bool = False,
-    ) -> str:
-        return self.render(
-            messages, tools=tools or None, add_generation_prompt=asks, enable_thinking=thinks
-        )
+    def _calls_of_turn(
+        self, conversation: Conversation, position: int
+    ) -> tuple[Message, RenderCall, RenderCall]:
+        """Return a turn's message as it is rendered, and the calls for its prompt and its text."""
+        thinks = self._thinks(conversation)
+        message, tools = conversation.messages[position], conversation.tools
+        if thinks is False and message.thinking:
+            message = _without_thinking(message)
+        before = [each.fields for each in conversation.messages[:position]]
+        asked = _call(before, tools, thinks, asks=True)
+        return message, asked, _call([*before, message.fields], tools, thinks)
 
     def _thinks(self, conversation: Conversation) -> bool | None:
         """Return `enable_thinking` for the template; None if it does not use it."""
@@ -265,6 +274,21 @@ class ModelTemplate:
         if self.thinking != "auto":
             return self.thinking == "on"
         return any(message.thinking for message in conversation.messages)
+
+
+def _call(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    thinks: bool | None = None,
+    *,
+    asks: bool = False,
+) -> RenderCall:
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "add_generation_prompt": asks,
+        "enable_thinking": thinks,
+    }
 
 
 def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:

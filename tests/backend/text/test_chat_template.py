@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mlxtune.backend.text import chat_template
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
 from mlxtune.core.data import problems
 from mlxtune.core.data.problems import BadRow
@@ -240,6 +241,27 @@ def test_turns_follow_the_prompts_that_transformers_gives(
         # It rewrites its last turn once another follows.
         if template.file == "qwen3.jinja":
             assert counts["examples"] == counts["turns"]
+
+
+@every_template
+def test_rows_are_rendered_many_in_one_exchange_with_the_process(
+    folders: dict[str, Folder],
+    some_chat: Path,
+    template: Template,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    process = chat_template._process()
+
+    def counted(source: str, requests: list[str], original: Any = process.render) -> Any:
+        asked.append(len(requests))
+        return original(source, requests)
+
+    monkeypatch.setattr(process, "render", counted)
+    (ledger,) = folders[template.file].encode(some_chat).ledgers
+    # Two questions are asked of each template, whether it shows a system message, and its header.
+    assert len(asked) <= ledger.rows_read / 32 + 1 + 3
+    assert sum(asked) > ledger.rows_read
 
 
 @every_template

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Message
+from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
 from tests.core.data.encoding import (
     ByteTokenizer,
@@ -287,3 +290,23 @@ def test_tools_nested_to_the_parsers_limit_are_kept_or_skipped_but_never_a_crash
     assert len(examples) + skipped.total == ledger.rows_read == len(depths)
     assert set(skipped.counts) == {"JSON nested too deeply"}
     assert [example.row for example in examples[:3]] == [1, 2, 3]
+
+
+def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
+    seen: list[list[int]] = []
+
+    def template(conversation: Conversation) -> Rendering:
+        assert conversation.row in seen[-1]
+        return render_qwen3(conversation)
+
+    rows = [converse(("assistant", "a"), row=i) for i in range(1, 601)]
+    encoder = Encoder(
+        template,
+        ByteTokenizer(narrow=False),
+        prefetch=lambda rows: seen.append([row.row for row in rows]),
+    )
+    chunks = encoder.encode(rows, SkippedRows(Path()), RowTally())
+    encoded = [example.row for chunk in chunks for row in chunk for example in row]
+
+    assert encoded == [row for rows in seen for row in rows] == list(range(1, 601))
+    assert max(map(len, seen)) == 32

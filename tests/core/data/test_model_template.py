@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.model_template import RenderChat
+from mlxtune.core.data.model_template import ModelTemplate, RenderCall, RenderChat
 from mlxtune.core.data.problems import BadRow
 from tests.core.data.renderers import (
     END,
     REFUSED,
+    RENDERERS,
     TWO_TURNS,
     Messages,
     answers,
@@ -276,3 +278,39 @@ def test_system_message_without_a_user_turn_to_merge_it_into_is_a_bad_row() -> N
 
     with pytest.raises(BadRow, match="no user turn to merge it into"):
         render(refuses_system, conversation, merge_system=True)
+
+
+# Calls, known before they are made
+
+
+@pytest.mark.parametrize("name", sorted(RENDERERS))
+@pytest.mark.parametrize("thinking", ["auto", "on", "off"])
+def test_calls_are_those_that_rendering_makes(name: str, thinking: str) -> None:
+    template, source = RENDERERS[name]
+    made: list[RenderCall] = []
+
+    def recorded(messages: Messages, **options: Any) -> str:
+        made.append({"messages": messages, **options})
+        return template(messages, **options)
+
+    model = ModelTemplate(recorded, (END, "[end]"), source, thinking=thinking, merge_system=True)
+    for conversation in (
+        TWO_TURNS,
+        converse(("system", "Be brief."), ("user", "a"), assistant("b", reasoning_content="c")),
+        converse(("user", "a"), ("assistant", "<think>\nb\n</think>\n\nc"), tools=[TOOL]),
+    ):
+        # What a template has a place for is asked once.
+        _ = model._shows_system, model._header
+        made.clear()
+        foretold = list(model.calls(conversation))
+        assert not made
+        with suppress(BadRow):
+            model(conversation)
+        assert made == foretold[: len(made)]
+        assert made
+
+
+def test_conversation_whose_last_turn_is_not_trained_has_no_calls() -> None:
+    last = {"role": "assistant", "content": "d", "weight": 0}
+    conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), last)
+    assert list(ModelTemplate(chatml, (END,), turns="last").calls(conversation)) == []

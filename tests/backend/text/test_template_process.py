@@ -1,0 +1,515 @@
+"""Templates that would hang or fill the memory are ended; all others render as transformers has it.
+
+Each of ATTACKS was seen to hang, or to take gigabytes, in a process without limits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mlxtune.backend.text import chat_template
+from mlxtune.backend.text.chat_template import ChatTemplate
+from mlxtune.backend.text.template_process import (
+    INVALID,
+    REFUSED,
+    TEXT,
+    Harmful,
+    Reply,
+    TemplateProcess,
+    resident_memory,
+)
+from mlxtune.core.data.problems import BadRow
+from mlxtune.errors import ModelError
+from tests.slow import slow_except
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": " Be <kind> & brief. "},
+    {"role": "user", "content": "What is 1 + 1?\nAnd 'ß'?"},
+    {
+        "role": "assistant",
+        "content": "Two.",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"b": [1, 2.5], "a": "ü"}}}],
+    },
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}]
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def quick() -> Iterator[TemplateProcess]:
+    process = TemplateProcess(seconds=0.3)
+    yield process
+    process.close()
+
+
+def render(process: TemplateProcess, source: str, messages: Any = MESSAGES, **more: Any) -> Reply:
+    (reply,) = process.render(source, [json.dumps({"conversations": [messages], **more})])
+    return reply
+
+
+def doubled(step: str, then: str = "", start: str = "[1]") -> str:
+    """A template that does a step to x and y 99 times, and then something with them."""
+    return (
+        f"{{% set ns = namespace(x={start}, y={start}) %}}{{% for i in range(99) %}}"
+        f"{{% set ns.x = {step} %}}{{% set ns.y = {step.replace('ns.x', 'ns.y')} %}}"
+        f"{{% endfor %}}{then}"
+    )
+
+
+def nested(then: str, start: str = "[1]", around: str = "[ns.x, ns.x]") -> str:
+    """A template that does something with lists in lists of 2^99 items, which take no memory."""
+    return doubled(around, then, start)
+
+
+def in_tuples(then: str) -> str:
+    """A template that does something with tuples in tuples, whose hash is never kept."""
+    return nested(then, "(1, 2)", "(ns.x, ns.x)")
+
+
+BIG = "{% set b = 'a' * 1000000 %}"
+ATTACKS = {
+    # Time.
+    "loops": LOOP,
+    "loops over constants": "{% for i in [1,2,3,4,5,6,7,8] %}" * 9 + "{% endfor %}" * 9,
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n-1) ~ m(n-1) }}{% endif %}{% endmacro %}{{m(99)}}",
+    "searches": BIG + "{% for i in range(100000) %}{% if 'x' in b %}{% endif %}{% endfor %}",
+    "strip": "{{ ('a' * 10000000).strip('b' * 5000000 ~ 'a') }}",
+    # Text.
+    "times": "{{ ('a' * 10**10) | length }}",
+    "times while compiling": "{{ 'a' * 10000000000 }}",
+    "doubled by +": doubled("ns.x + ns.x", start="'a'"),
+    "doubled by ~": doubled("ns.x ~ ns.x", start="'a'"),
+    "doubled in blocks": "{% set x0 %}aaaaaaaaaa{% endset %}"
+    + "".join(f"{{% set x{i + 1} %}}{{{{ x{i} ~ x{i} }}}}{{% endset %}}" for i in range(40)),
+    "doubled by callers": "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call m() %}" * 30
+    + "aaaaaaaaaaaaaaaa"
+    + "{% endcall %}" * 30,
+    "shown often": BIG + "{% for i in range(100000) %}{{ b }}{% endfor %}",
+    "kept often": BIG + "".join(f"{{% set v{i} = b[1:] %}}" for i in range(999)),
+    "ljust": "{{ 'a'.ljust(10000000000) }}",
+    "center": "{{ 'a'.center(10000000000) }}",
+    "zfill": "{{ '1'.zfill(10000000000) }}",
+    "join": BIG + "{{ b.join(['b'] * 100000) }}",
+    "join over a text": BIG + "{{ b.join(b) }}",
+    "replace": BIG + "{{ b.replace('a', b) }}",
+    "replace nothing": BIG + "{{ b.replace('', b) }}",
+    "translate": BIG + "{{ b.translate({97: b}) }}",
+    "a width": "{{ '{:999999999999}'.format(1) }}",
+    "a width that is a value": "{{ '{:{w}}'.format(1, w=9999999999) }}",
+    "many fields": "{{ ('{0}' * 100000).format('a' * 100000) }}",
+    "many named fields": "{{ ('{a}' * 100000).format_map({'a': 'a' * 100000}) }}",
+    "% and a width": "{{ '%999999999d' % 1 }}",
+    "% and a width that is a value": "{{ '%*d' % (999999999, 1) }}",
+    "% and many fields": "{{ ('%(a)s' * 100000) % {'a': 'a' * 100000} }}",
+    "filter center": "{{ 'a' | center(10000000000) }}",
+    "filter indent": "{{ ('a\n' * 100000) | indent(first=true, width=10000000) }}",
+    "filter indent by text": "{{ ('a\n' * 100000) | indent('x' * 100000) }}",
+    "filter join": "{{ (['a' * 1000] * 100000) | join('b' * 1000) }}",
+    "filter join of what is mapped": BIG
+    + "{{ ([{'a': b}] * 99999) | map(attribute='a') | join | length }}",
+    "filter replace": BIG + "{{ b | replace('a', b) }}",
+    "filter replace by name": BIG + "{{ b | replace(old='a', new=b) }}",
+    "filter tojson and indent": "{{ [[1, 2]] | tojson(indent=1000000000) }}",
+    "filter tojson and text": "{{ ([[1]] * 1000) | tojson(indent='x' * 1000000) }}",
+    "filter tojson and separators": BIG + "{{ ([1] * 100000) | tojson(separators=(b, ':')) }}",
+    "filter tojson again": "{{ '\"'" + " | tojson" * 60 + " }}",
+    "filter format": "{{ '%999999999d' | format(1) }}",
+    "filter wordwrap": BIG + "{{ b | wordwrap(1, wrapstring=b) }}",
+    "filter map center": "{{ ['a'] | map('center', 10000000000) | list }}",
+    "lipsum": "{{ lipsum(n=1000000000) }}",
+    "a method by another name": "{% set f = 'a'.center %}{{ f(10000000000) }}",
+    "a method in a namespace": "{% set n = namespace(get='a'.center) %}{{ n.get(10000000000) }}",
+    "a method by attr": "{{ ('a' | attr('center'))(10000000000) }}",
+    # Lists.
+    "list doubled": doubled("ns.x + ns.x"),
+    "list times": "{{ ([1] * 10**10) | length }}",
+    "nested, shown": nested("{{ ns.x }}"),
+    "nested, joined": nested("{{ 'a' ~ ns.x }}"),
+    "nested, as JSON": nested("{{ ns.x | tojson }}"),
+    "nested, compared": nested("{{ ns.x == ns.y }}"),
+    "nested, compared twice": nested("{{ ns.x == ns.y == 'a' }}"),
+    "nested, tested": nested("{{ ns.x is eq(ns.y) }}"),
+    "nested, looked for": nested("{{ ns.x in [ns.y] }}"),
+    "nested, found": nested("{{ [ns.y].index(ns.x) }}"),
+    "nested, sorted": nested("{{ [ns.y, ns.x] | sort }}"),
+    "nested, the largest": nested("{{ [ns.y, ns.x] | map('default') | max }}"),
+    "nested, selected": nested("{{ [{'a': ns.y}] | selectattr('a', '==', ns.x) | list }}"),
+    "nested, changed": nested("{% for i in [ns.x, ns.y] %}{{ loop.changed(i) }}{% endfor %}"),
+    "tuples, a key": in_tuples("{% set d = {ns.x: 1} %}"),
+    "tuples, looked up": in_tuples("{{ {'a': 1}[ns.x] }}"),
+    "tuples, got": in_tuples("{{ {'a': 1}.get(ns.x) }}"),
+    "tuples, unique": in_tuples("{{ [ns.x] | unique | list }}"),
+    "tuples, in a dict": in_tuples("{{ dict([(ns.x, 1)]) }}"),
+    "tuples, from arguments": "{% macro m(n) %}{% if n %}{{ m(n - 1, varargs, varargs) }}{% else %}"
+    "{% set d = {varargs: 1} %}{% endif %}{% endmacro %}{{ m(60, 1) }}",
+    "sum": "{{ ([[1] * 100] * 100000) | sum(start=[]) }}",
+    "batch": "{{ 'a' | batch(1000000000, 'x') | list }}",
+    "slice": "{{ 'a' | slice(1000000000) | list }}",
+    "split": "{{ ('bb,' * 5000000).split(',') | length }}",
+    "a list of characters": "{{ ('你' * 20000000) | list | length }}",
+    # Numbers.
+    "power": "{{ 2 ** 999999999 }}",
+    "squared": doubled("ns.x * ns.x", start="7"),
+    "long numbers": doubled("ns.x + ns.x", "{{ ns.x | string | length }}", "[10 ** 4200]"),
+    "round": "{{ 5 | round(-999999999) }}",
+    "to_bytes": "{{ (5).to_bytes(10000000000, 'big') }}",
+    # Source.
+    "a long source": "{{ a }}" * 100_000,
+}
+# One of each kind: long loops, one long operation, one large value, many values, a long result,
+# and time and memory while compiling.
+QUICK = (
+    *("loops", "strip", "ljust", "kept often", "doubled in blocks", "times while compiling"),
+    *("shown often", "nested, as JSON", "tuples, a key", "squared", "a long source", "lipsum"),
+)
+
+
+@pytest.mark.parametrize("name", slow_except(ATTACKS, *QUICK))
+def test_template_that_would_take_all_time_or_memory_is_ended_soon(
+    quick: TemplateProcess, name: str
+) -> None:
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with pytest.raises(Harmful, match=r"^(takes more than 0\.3 s|produces more text or values) "):
+        render(quick, ATTACKS[name])
+    # So long on a busy machine.
+    assert time.perf_counter() - started < 20
+    # Kilobytes on Linux, bytes on macOS.
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < (400 << 10 if after < 1 << 30 else 400 << 20)
+    # It is started again.
+    assert render(quick, "a") == (TEXT, "a")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
+        "{% if a %}" * 5000 + "{% endif %}" * 5000,
+        "{% for a in b %}" * 50 + "{% endfor %}" * 50,
+    ],
+    ids=["unfinished", "deep in parentheses", "deep in blocks", "deep in loops"],
+)
+def test_template_that_cannot_be_compiled_is_invalid(process: TemplateProcess, source: str) -> None:
+    kind, reason = render(process, source)
+    assert kind == INVALID
+    assert any(word in reason for word in ("line 1: ", "recursion", "nested blocks"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''['__class__'].mro() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ (raise_exception | attr('__globals__'))['json'] }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ cycler.__init__.__globals__.os.popen('true') }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_template_does_not_reach_what_is_outside_it(process: TemplateProcess, source: str) -> None:
+    kind, text = render(process, source)
+    if kind == TEXT:
+        assert text == ""
+    else:
+        assert any(word in text for word in ("unsafe", "undefined", "loader"))
+
+
+# Each is rendered by transformers too, and has to be equal.
+HARMLESS = [
+    "{% for m in messages %}{{ loop.index }} {{ loop.revindex }} {{ loop.length }} {{ loop.last }}"
+    "{{ loop.previtem is defined }} {{ loop.nextitem }} {{ loop.cycle('a', 'b') }}"
+    "{{ loop.changed(m.role) }}{% else %}none{% endfor %}",
+    "{% for m in messages[1:] if m.role != 'tool' %}{{ m['content'] ~ 1 ~ none ~ x }}{% endfor %}",
+    "{% for m in missing %}a{% else %}nothing{% endfor %}{% for k, v in messages[0].items() %}"
+    "{{ k + '=' + v }}{% endfor %}{% for c in 'abc' %}{{ loop.length }}{{ c }}{% endfor %}",
+    "{% for t in [[1, [2]]] recursive %}{% if t is iterable %}[{{ loop(t) }}]{% else %}{{ t }}"
+    "{% endif %}{% endfor %}",
+    "{{ messages }} {{ messages[0] }} {{ [1, (2, 'a'), {'k': none}] }} {{ true }} {{ 1.5 ~ x }}",
+    "{{ tools | tojson }} {{ tools | tojson(indent=2) }} {{ messages[2].tool_calls | tojson }}"
+    "{{ messages[2].tool_calls[0].function.arguments | dictsort }}",
+    "{{ messages | map(attribute='role') | join(', ') }} {{ messages | map('length') | sum }}"
+    "{{ messages | selectattr('role', 'eq', 'user') | map(attribute='content') | list }}"
+    "{{ messages | rejectattr('role', 'in', ['user']) | list | length }} {{ [3, 1] | sort }}",
+    "{{ messages[0].content | trim | upper | replace('KIND', 'x') | e | title | capitalize }}"
+    "{{ messages[1].content | indent(3, true) | center(60) }} {{ 'ß' | upper }} {{ 'a' | list }}",
+    "{{ 'a,b'.split(',')[-1].strip('b').ljust(5) + '|'.join(['a', 'b']) + 'x'.replace('x', 'yz') }}"
+    "{{ 'a'.startswith(('a', 'b')) }} {{ 'b' in 'abc' }} {{ 'z' not in ['a'] }} {{ 3 in [1, 3] }}",
+    "{{ '%s is %05.1f' % ('it', 2) }} {{ '{} {x!r:>6}'.format(1, x='a') }} {{ '%d' | format(3) }}",
+    "{{ 7 // 2 }} {{ 7 % 2 }} {{ 2 ** 10 }} {{ 2 * 'ab' }} {{ [1] * 2 + [3] }} {{ -3 | abs }}",
+    "{% set ns = namespace(n=0, seen=[]) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.n }} {{ ns.seen }} {{ dict(a=1).a }}",
+    "{% macro show(m, tag='b') %}<{{ tag }}>{{ m.content }}{{ varargs }}{{ caller() if caller }}"
+    "</{{ tag }}>{% endmacro %}{{ show(messages[0]) }}{% call show(messages[1], 'i') %}!"
+    "{% endcall %}{{ show(messages[2], 'u', 1, 2) }}",
+    "{% set x %}a{{ messages | length }}{% endset %}{{ x }}{% filter upper %}b{% endfilter %}",
+    "{% generation %}{{ messages[2].content }}{% endgeneration %}{% for i in range(3) %}"
+    "{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}{{ bos ~ add_generation_prompt }}",
+    "{{ ('<' | safe) ~ '<' | e }} {{ '<b>' | forceescape }} {{ x is defined }} {{ x | d('d') }}",
+    "{{ messages | groupby('role') | length }} {{ [1, 1, 2] | unique | list }} {{ [1, 2] | max }}"
+    "{{ [1, 2, 3] | batch(2, 0) | list }} {{ [1, 2, 3] | slice(2) | map('list') | list }}",
+    "{{ '3' | int + 1.5 | float }} {{ 2.567 | round(1) }} {{ 'a b' | wordcount }}",
+    "{% block a %}{{ messages[0].role | urlencode }}{% endblock %}{{ self.a() }}"
+    "{% set j = joiner() %}{{ j() }}{{ j() }}",
+]
+REFUSALS = [
+    "{{ raise_exception('no') }}",
+    "{{ missing.key }}",
+    "{{ 1 / 0 }}",
+    "{{ messages[0].content() }}",
+    "{{ missing() }}",
+    "{{ none + 1 }}",
+    "{% for i in 3 %}{% endfor %}",
+    "{{ messages[0].pop('role') }}",
+    "{{ messages | map('nonsense') | list }}",
+    "{{ {}[[]] }}{{ {[]: 1} }}",
+    "{{ 'a' | tojson(nonsense=1) }}",
+]
+
+
+def test_harmless_templates_render_as_transformers_renders_them(process: TemplateProcess) -> None:
+    more = {"tools": TOOLS, "add_generation_prompt": True, "bos": "<s>"}
+    for source in HARMLESS:
+        (expected,), _ = render_jinja_template([MESSAGES], chat_template=source, **more)
+        assert expected
+        assert render(process, source, **more) == (TEXT, expected)
+
+
+def test_templates_that_fail_do_so_with_the_error_that_transformers_gives(
+    process: TemplateProcess,
+) -> None:
+    for source in REFUSALS:
+        with pytest.raises(Exception) as raised:
+            render_jinja_template([MESSAGES], TOOLS, chat_template=source)
+        assert render(process, source, tools=TOOLS) == (REFUSED, str(raised.value))
+
+
+def test_date_is_todays(process: TemplateProcess) -> None:
+    today = time.strftime("%Y")
+    assert render(process, "{{ strftime_now('%Y') }}") in (
+        (TEXT, today),
+        (TEXT, time.strftime("%Y")),
+    )
+
+
+def test_text_that_is_no_unicode_comes_back_as_it_is(process: TemplateProcess) -> None:
+    messages = [{"role": "user", "content": "\ud800 \n\r\u2028 😀"}]
+    assert render(process, "{{ messages[0].content }}", messages) == (TEXT, messages[0]["content"])
+
+
+def test_long_conversation_has_more_time_and_a_longer_result(process: TemplateProcess) -> None:
+    # 60 million characters on the way, of which 39 million are the result.
+    source = "{% for m in messages %}" + "{{ m.content ~ '!' }}" * 13 + "{% endfor %}"
+    messages = [{"role": "user", "content": "a" * 1_000_000} for _ in range(3)]
+    assert render(process, source, messages) == (TEXT, ("a" * 1_000_000 + "!") * 39)
+
+
+def test_time_is_measured_for_each_rendering_anew(quick: TemplateProcess) -> None:
+    source = "{% for i in range(100) %}{% for j in range(1000) %}{% endfor %}{% endfor %}done"
+    request = json.dumps({"conversations": [MESSAGES]})
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert quick.render(source, [request] * 100) == [(TEXT, "done")] * 100
+    quick.close()
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before > 0.3
+
+
+def test_time_in_which_the_process_is_stopped_does_not_count(quick: TemplateProcess) -> None:
+    assert render(quick, "a") == (TEXT, "a")
+    pid = _pid(quick)
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1, os.kill, (pid, signal.SIGCONT)).start()
+    assert render(quick, "b") == (TEXT, "b")
+
+
+def test_memory_is_watched_where_the_system_does_not_limit_it(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        assert resident_memory(os.getpid()) > 10 * 2**20
+    except FileNotFoundError:
+        pytest.skip("needs ps, which every Mac has")
+    assert render(process, "a") == (TEXT, "a")
+    # From here on the child may use less than it does.
+    monkeypatch.setattr(process, "_memory", 2**20)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(Harmful, match="produces more text or values"):
+        render(process, LOOP)
+
+
+# The process
+
+PARENT = """
+import os, sys
+from mlxtune.backend.text.template_process import TemplateProcess
+process = TemplateProcess()
+process.render("a", ["{\\"conversations\\": [[]]}"])
+print(process._child.pid, flush=True)
+"""
+
+
+def _pid(process: TemplateProcess) -> int:
+    assert process._child is not None
+    return process._child.pid
+
+
+def _wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there")
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("pass", 0), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
+)
+def test_process_ends_with_the_one_that_started_it(end: str, status: int) -> None:
+    parent = subprocess.run([sys.executable, "-c", PARENT + end], capture_output=True, text=True)
+    assert (parent.returncode, parent.stderr) == (status, "")
+    _wait_until_gone(int(parent.stdout))
+
+
+def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> None:
+    code = PARENT + f"process.render({LOOP!r}, ['{{\"conversations\": [[]]}}'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(0.5)
+        # As a terminal does it.
+        os.killpg(parent.pid, signal.SIGINT)
+        started = time.perf_counter()
+        _, errors = parent.communicate()
+    assert time.perf_counter() - started < 5
+    assert errors.count("Traceback") == 1
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    _wait_until_gone(pid)
+
+
+def test_process_is_started_again_after_an_interruption(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("select.select", interrupt)
+        render(process, "a")
+    # Not the reply to what was asked before.
+    assert render(process, "b") == (TEXT, "b")
+
+
+def test_process_that_ends_in_another_way_is_an_error(process: TemplateProcess) -> None:
+    assert render(process, "a") == (TEXT, "a")
+    os.kill(_pid(process), signal.SIGKILL)
+    with pytest.raises(Harmful, match=r"ends the process that renders it \(exit status -9\)"):
+        render(process, "a")
+
+
+# What core sees of it
+
+
+def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:
+    template = ChatTemplate({"default": "{{ 'a' * 10**10 }}", "tool_use": "{% for %}"}, {})
+    for render in (template, lambda messages: template.prefetch([_call(messages)])):
+        with pytest.raises(ModelError) as raised:
+            render(MESSAGES)
+        assert str(raised.value) == (
+            "the model's chat template (default) produces more text or values than any "
+            "conversation needs: fix it, or name a built-in --template"
+        )
+    with pytest.raises(ModelError, match=r"template cannot be read: line 1: .*: fix it, or name a"):
+        template(MESSAGES, tools=TOOLS)
+
+
+def _call(messages: Any, **more: Any) -> dict[str, Any]:
+    options = {"tools": None, "add_generation_prompt": True, "enable_thinking": None}
+    return {"messages": messages, **options, **more}
+
+
+def test_what_is_prefetched_is_rendered_in_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    process = chat_template._process()
+
+    def counted(source: str, requests: list[str], original: Any = process.render) -> list[Reply]:
+        asked.append((source, len(requests)))
+        return list(original(source, requests))
+
+    monkeypatch.setattr(process, "render", counted)
+    sources = {
+        "default": "{{ messages[0].content }}{{ x.y }}",
+        "tool_use": "{{ messages | length }}",
+    }
+    template = ChatTemplate(sources, {})
+    calls = [_call([{"role": "user", "content": str(i)}] * (i + 1)) for i in range(5)]
+    calls += [call | {"tools": TOOLS} for call in calls]
+    template.prefetch(iter(calls))
+    assert asked == [(sources["default"], 5), (sources["tool_use"], 5)]
+
+    for i, call in enumerate(calls):
+        if i < 5:
+            with pytest.raises(BadRow, match="'x' is undefined"):
+                template(**call)
+        else:
+            assert template(**call) == str(i - 4)
+    assert len(asked) == 2
+    assert template(**_call(MESSAGES, tools=TOOLS)) == "3"
+    assert len(asked) == 3
+
+
+def test_long_conversations_are_not_prefetched_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_PREFETCHED", 5000)
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    calls = [_call([{"role": "user", "content": str(i) * 1000}]) for i in range(9)]
+    template.prefetch(calls)
+    assert len(template._prefetched) == 4
+    assert [template(**call) for call in calls] == [str(i) * 1000 for i in range(9)]
+
+
+@pytest.mark.parametrize("depth", [900, 5000])
+def test_value_that_is_nested_too_deeply_refuses_the_row(depth: int) -> None:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    call = _call([{"role": "user", "content": value}])
+    template = ChatTemplate({"default": "{{ messages }}"}, {})
+    template.prefetch([call])
+    with pytest.raises(BadRow, match="recursion"):
+        template(**call)
+
+
+def test_value_that_is_not_json_becomes_the_placeholder_of_transformers() -> None:
+    messages = [{"role": "user", "content": b"a", "at": object}]
+    source = "{{ messages }}"
+    (expected,), _ = render_jinja_template([messages], chat_template=source)
+    assert ChatTemplate({"default": source}, {})(messages) == expected
