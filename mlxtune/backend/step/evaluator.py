@@ -49,9 +49,11 @@ class Evaluator:
         Raises MemoryLimitError where even one example at a time takes too much memory.
         """
         losses = np.zeros(len(examples))
-        for attempt in self._micro_batches.attempts(examples):
-            with attempt:
-                for group, batch in self._micro_batches.of(examples):
-                    losses[list(group.examples)] = self.forward.losses(batch)
-                    memory.relieve_pressure()
-        return losses
+
+        def compute() -> npt.NDArray[np.float64]:
+            for group, batch in self._micro_batches.of(examples):
+                losses[list(group.examples)] = self.forward.losses(batch)
+                memory.relieve_pressure()
+            return losses
+
+        return self._micro_batches.run(examples, compute)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.packed import Layout, PackedCache, laid_out
 from mlxtune.backend.step.head import SplitModel
-from mlxtune.backend.step.loss import cross_entropies, cross_entropy_sum, head_loss_sum, head_losses
+from mlxtune.backend.step.loss import cross_entropies, head_loss_sum, head_losses
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.recompute import Layerwise
 from mlxtune.core.steps.batch import MicroBatch
@@ -85,8 +85,7 @@ class Forward:
         """
         arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
         if isinstance(batch, Pack):
-            return {
-                **arrays,
+            return arrays | {
                 "layout": Layout(batch.segments),
                 "keys": None if keys is None else keys[mx.array(batch.owners)][None],
                 "positions": mx.array(batch.places),
@@ -98,7 +97,7 @@ class Forward:
         if batch.prefix.size:
             arrays["prefix"] = mx.array(batch.prefix[None])
         if not self.execution.split_head:
-            return {**arrays, "targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
+            return arrays | {"targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
         positions = np.flatnonzero(batch.mask)
         targets = batch.targets.reshape(-1)[positions]
         weights = np.ones(len(positions), dtype=np.float32)
@@ -107,8 +106,7 @@ class Forward:
             padding = (0, -len(positions) % _POSITIONS_MULTIPLE)
             positions, targets = np.pad(positions, padding), np.pad(targets, padding)
             weights = np.pad(weights, padding)
-        return {
-            **arrays,
+        return arrays | {
             "positions": mx.array(positions.astype(np.int32)),
             "targets": mx.array(targets),
             "weights": mx.array(weights),
@@ -136,7 +134,7 @@ class Forward:
                 loss = head(rows) if self._around_head is None else self._around_head(head, rows)
             else:
                 inputs, targets = arrays["inputs"], arrays["targets"]
-                loss = cross_entropy_sum(self.model, inputs, targets, arrays["mask"])
+                loss = (cross_entropies(self.model, inputs, targets) * arrays["mask"]).sum()
         return loss * scale
 
     def losses(self, batch: MicroBatch | Pack) -> npt.NDArray[np.float64]:

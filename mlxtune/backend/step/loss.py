@@ -11,19 +11,12 @@ import mlx.nn as nn
 from mlxtune.backend.model.autograd import differentiable
 
 
-def cross_entropy_sum(
-    model: nn.Module, inputs: mx.array, targets: mx.array, mask: mx.array
-) -> mx.array:
-    """Return the summed cross-entropy of supervised targets, in nats, as a float32 scalar.
-
-    `inputs` and `targets` are int32 (B, T), `mask` float32 (B, T). The logits are those of one
-    forward pass without a KV cache, taken to float32: logsumexp(z) - z[target] where mask is 1.
-    """
-    return (cross_entropies(model, inputs, targets) * mask).sum()
-
-
 def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
-    """Return each target's cross-entropy, in nats, float32 (B, T); see `cross_entropy_sum`."""
+    """Return each target's cross-entropy, in nats, float32 (B, T).
+
+    `inputs` and `targets` are int32 (B, T). The logits are those of one forward pass without a KV
+    cache, taken to float32: logsumexp(z) - z[target].
+    """
     return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -14,26 +14,9 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, collate
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
-from mlxtune.errors import MemoryLimitError, MlxTuneError
+from mlxtune.errors import MemoryLimitError
 
-
-class Attempt:
-    """A context in which memory may run out: the error is suppressed and sets `ran_out`."""
-
-    ran_out = False
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> bool:
-        if isinstance(error, RuntimeError | MemoryError) and not isinstance(error, MlxTuneError):
-            self.ran_out = memory.is_out_of_memory(error)
-        return self.ran_out
+Result = TypeVar("Result")
 
 
 class MicroBatches:
@@ -79,18 +62,19 @@ class MicroBatches:
         """Return the most bytes that MLX has held since `start_peak`."""
         return max(self._peak, memory.last_peak_bytes())
 
-    def attempts(self, examples: Sequence[Example]) -> Iterator[Attempt]:
-        """Yield attempts at running examples, in smaller micro-batches while memory runs out.
+    def run(self, examples: Sequence[Example], compute: Callable[[], Result]) -> Result:
+        """Return what `compute` gives, which runs `of(examples)`.
 
-            for attempt in micro_batches.attempts(examples):
-                with attempt:
-                    result = run(micro_batches.of(examples))
-
-        Raises MemoryLimitError when it runs out in micro-batches of one example.
+        It is called again, for smaller micro-batches, while memory runs out. Raises
+        MemoryLimitError when that happens in micro-batches of one example.
         """
-        attempt = Attempt()
-        yield attempt
-        while attempt.ran_out:
+        while True:
+            try:
+                result = compute()
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not memory.is_out_of_memory(error):
+                    raise
             mx.clear_cache()
             if not self._halve(examples, "memory ran out"):
                 tokens = max(map(len, examples))
@@ -98,8 +82,6 @@ class MicroBatches:
                     f"memory ran out with one example of up to {tokens:,} tokens at a time: "
                     f"{self._remedy}"
                 )
-            attempt = Attempt()
-            yield attempt
         if memory.over_limit():
             over = f"{memory.last_peak_gb():.2f} GB were in use"
             self._peak = self.peak()
@@ -110,6 +92,7 @@ class MicroBatches:
                     f"{over} with one example at a time, more than the memory limit: "
                     "this continues, but may be slow or fail"
                 )
+        return result
 
     def _halve(self, examples: Sequence[Example], why: str) -> bool:
         """Halve the bound from the largest micro-batch of several; return whether there is one."""

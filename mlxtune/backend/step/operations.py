@@ -81,11 +81,6 @@ class MlxOperations:
 MLX = MlxOperations()
 
 
-def plain_execution() -> Execution:
-    """Return the reference: the model as mlx-lm runs it, with all logits."""
-    return Execution(MLX, split_head=False, share_prefixes=False)
-
-
 def best_execution(parameters: int, dtype: str = "float32") -> Execution:
     """Return what measured best on the device in use, for a base of this size and dtype."""
     if not on_cpu():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,47 +10,43 @@ import mlx.core as mx
 from mlxtune.backend.step.forward import Forward
 from mlxtune.core.training.profile import PhaseTimer
 
-# Takes parameters, the arrays of a micro-batch and a scale; returns the loss and its gradients.
-Gradients = Callable[..., tuple[mx.array, dict[str, Any]]]
+Gradients = tuple[mx.array, dict[str, Any]]
 
 
 class Phases:
-    """The borders between the phases of a step, which nobody measures."""
+    """The borders between the phases of a step.
+
+    A `timer` has each phase evaluated at its end, where a lap ends, too. Without one, nothing is
+    measured.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.timer: PhaseTimer | None = None
+        self._forward = forward
 
     def end(self, name: str, *arrays: Any) -> None:
         """End a phase that computed these arrays, or what was evaluated already."""
+        if self.timer is not None:
+            if arrays:
+                mx.eval(*arrays)
+            self.timer.end(name)
 
-    def gradients(self, forward: Forward) -> Gradients:
-        """Return what computes loss and gradients of a micro-batch."""
-        return forward.gradients
+    def gradients(self, *args: Any) -> Gradients:
+        """Return what `Forward.gradients` gives; end the phases within.
 
-
-class MeasuredPhases(Phases):
-    """Evaluates at each border, and ends a lap there."""
-
-    def __init__(self, timer: PhaseTimer) -> None:
-        self._timer = timer
-
-    def end(self, name: str, *arrays: Any) -> None:
-        """Wait for what the phase computed."""
-        if arrays:
-            mx.eval(*arrays)
-        self._timer.end(name)
-
-    def gradients(self, forward: Forward) -> Gradients:
-        """Return what also ends the phases within: forward, loss (the head) and backward.
-
-        A compiled graph shows no border before the head: its forward phase includes the loss.
+        These are forward, loss (the head) and backward. A compiled graph shows no border before the
+        head: its forward phase includes the loss.
         """
-        return partial(self._compiled if forward.execution.compile else self._traced, forward)
-
-    def _compiled(self, forward: Forward, *args: Any) -> tuple[mx.array, dict[str, Any]]:
-        loss, gradients = forward.gradients(*args)
+        if self.timer is None:
+            return self._forward.gradients(*args)
+        if not self._forward.execution.compile:
+            return self._traced(*args)
+        loss, gradients = self._forward.gradients(*args)
         self.end("forward", loss)
         self.end("backward", gradients)
         return loss, gradients
 
-    def _traced(self, forward: Forward, *args: Any) -> tuple[mx.array, dict[str, Any]]:
+    def _traced(self, *args: Any) -> Gradients:
         rows_seen: list[mx.array] = []
 
         def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
@@ -61,11 +56,11 @@ class MeasuredPhases(Phases):
             return head(rows)
 
         def loss_and_rows(*args: Any) -> tuple[mx.array, list[mx.array]]:
-            loss = forward.scaled_loss(*args)
+            loss = self._forward.scaled_loss(*args)
             self.end("loss" if rows_seen else "forward")
             return loss, rows_seen
 
-        with forward.watched(around):
+        with self._forward.watched(around):
             (loss, rows), gradients = mx.value_and_grad(loss_and_rows)(*args)
         self.end("backward")
         if rows:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,6 @@ from mlxtune.core.steps.pack import Pack
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.core.training.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.errors import ModelError, NonFiniteLossError
-
-
-def warn_python(message: str) -> None:
-    """Warn as Python does."""
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class InstructPipeline:
         base_quantization: Mapping[str, Any] | None = None,
         fresh: bool = True,
         provenance: Callable[[], Mapping[str, Any]] = dict,
-        warn: Callable[[str], None] = warn_python,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.model = model
         self.config = config
@@ -99,7 +95,7 @@ class InstructPipeline:
         self.initial_hash = initialise.initialise(model, self.lora, config.seed) if fresh else None
         self._optimizer = make_optimizer(config)
         self._optimizer.init(model.trainable_parameters())
-        self.phases = Phases()
+        self.phases = Phases(self.forward)
         self._steps = 0
 
     @property
@@ -140,7 +136,9 @@ class InstructPipeline:
         step = self._steps + 1 if step is None else step
         rate = self.learning_rate if learning_rate is None else learning_rate
         result = self.loss_and_gradients(examples, step)
-        grads, norm = _clip(result.gradients, self.config.gradient_clip_norm)
+        max_norm = self.config.gradient_clip_norm
+        clipped, norm = optim.clip_grad_norm(result.gradients, max_norm or math.inf)
+        grads = clipped if max_norm else result.gradients
         mx.eval(grads, norm)
         self.phases.end("clip")
         loss, grad_norm = result.loss, float(norm)
@@ -168,10 +166,7 @@ class InstructPipeline:
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return loss and gradients of a step; `step` keys the dropout, nothing is updated."""
-        for attempt in self._micro_batches.attempts(examples):
-            with attempt:
-                result = self._accumulate(examples, step)
-        return result
+        return self._micro_batches.run(examples, partial(self._accumulate, examples, step))
 
     def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:
         self.model.train()
@@ -179,14 +174,13 @@ class InstructPipeline:
         tokens = _count_tokens(examples)
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
-        compute = self.phases.gradients(self.forward)
         try:
             for group, batch in self.micro_batches(examples):
                 arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
                 self.phases.end("data", arrays)
                 # A loss that is not finite is reported as such.
                 with np.errstate(all="ignore"):
-                    part, part_grads = compute(parameters, arrays, scale)
+                    part, part_grads = self.phases.gradients(parameters, arrays, scale)
                 loss = loss + part
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
                 # The device works on it while the next micro-batch is prepared.
@@ -207,13 +201,15 @@ class InstructPipeline:
         """Return the loss over all supervised tokens of the examples."""
         self.model.eval()
         tokens = _count_tokens(examples)
-        for attempt in self._micro_batches.attempts(examples):
-            with attempt:
-                total = 0.0
-                for _, batch in self.micro_batches(examples):
-                    total += float(self.forward.losses(batch).sum())
-                    memory.relieve_pressure()
-        loss = total / tokens
+
+        def compute() -> float:
+            total = 0.0
+            for _, batch in self.micro_batches(examples):
+                total += float(self.forward.losses(batch).sum())
+                memory.relieve_pressure()
+            return total
+
+        loss = self._micro_batches.run(examples, compute) / tokens
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
         )
@@ -300,12 +296,6 @@ class InstructPipeline:
     ) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of a step: which examples, and their arrays."""
         return self._micro_batches.of(examples)
-
-
-def _clip(grads: dict[str, Any], max_norm: float) -> tuple[dict[str, Any], mx.array]:
-    """Return gradients scaled to the norm, where they are above it, and their norm before."""
-    clipped, norm = optim.clip_grad_norm(grads, max_norm if max_norm else math.inf)
-    return (clipped if max_norm else grads), norm
 
 
 def _count_tokens(examples: Sequence[Example]) -> int:

@@ -8,8 +8,7 @@ while it is cut takes more memory), hence the layers run once more, after the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -19,14 +18,10 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.model import memory
-from mlxtune.backend.step.micro_batches import Attempt
-from mlxtune.backend.step.phases import MeasuredPhases, Phases
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.recompute import LayerCall, first_trained, intercept, put_in_place
 from mlxtune.core.data.encode import Example
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer
-
-_HEAD = "head"
 
 
 @dataclass
@@ -56,7 +51,7 @@ class PipelineMeter:
 
     def attach(self, timer: PhaseTimer | None) -> None:
         """Measure the phases of the pipeline's next steps; None stops that."""
-        self._pipeline.phases = Phases() if timer is None else MeasuredPhases(timer)
+        self._pipeline.phases.timer = timer
 
     def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
         """Run the micro-batches of a step once more, layer by layer; change nothing.
@@ -71,20 +66,20 @@ class PipelineMeter:
         model.train()
         with memory.untracked():
             try:
-                with Attempt() as attempt:
-                    for _, batch in self._pipeline.micro_batches(examples):
-                        for call in self._calls(self._pipeline.arrays(batch, step)):
-                            measured = self._measure(call)
-                            before = profiles.get(call.name)
-                            profiles[call.name] = before.plus(measured) if before else measured
-                        memory.relieve_pressure()
+                for _, batch in self._pipeline.micro_batches(examples):
+                    for call in self._calls(self._pipeline.arrays(batch, step)):
+                        measured = self._measure(call)
+                        before = profiles.get(call.name)
+                        profiles[call.name] = before.plus(measured) if before else measured
+                    memory.relieve_pressure()
+            except (RuntimeError, MemoryError) as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                profiles = {}
             finally:
                 model.update(parameters)
-            if attempt.ran_out:
                 mx.clear_cache()
-                return []
-        order = [*(_name(i) for i in range(len(list(model.layers)))), _HEAD]
-        return [profiles[name] for name in order if name in profiles]
+        return list(profiles.values())
 
     def _calls(self, arrays: dict[str, Any]) -> list[_Call]:
         """Run the model forward, and return the calls of its layers, the head's last."""
@@ -103,17 +98,22 @@ class PipelineMeter:
             # Step by step: the arrays of one layer are freed before the next.
             mx.eval(inputs, outputs)
             shapes = [(each.shape, each.dtype) for each in outputs]
-            calls.append(_Call(_name(number), call.run, inputs, shapes, wanted))
+            calls.append(_Call(f"layers.{number}", call.run, inputs, shapes, wanted))
             return call.result(outputs)
 
         def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
-            calls.append(_Call(_HEAD, lambda rows: [head(rows)], [rows], [((), mx.float32)], [0]))
+            calls.append(_Call("head", lambda rows: [head(rows)], [rows], [((), mx.float32)], [0]))
             return mx.array(0.0)
 
         model, forward = self._pipeline.model, self._pipeline.forward
-        with _intercepted(model, layers, at), forward.watched(around), np.errstate(all="ignore"):
-            given = (model.trainable_parameters(), arrays, mx.array(1.0))
-            mx.eval(forward.scaled_loss(*given, backward=False), [call.inputs for call in calls])
+        intercept(model, layers, [at] * len(layers))
+        try:
+            with forward.watched(around), np.errstate(all="ignore"):
+                given = (model.trainable_parameters(), arrays, mx.array(1.0))
+                loss = forward.scaled_loss(*given, backward=False)
+                mx.eval(loss, [call.inputs for call in calls])
+        finally:
+            put_in_place(model, list(model.layers), layers)
         return calls
 
     def _measure(self, call: _Call) -> LayerProfile:
@@ -151,19 +151,3 @@ class PipelineMeter:
             max(kept, 0),
             max(int(mx.get_peak_memory()) - before, 0),
         )
-
-
-def _name(number: int) -> str:
-    return f"layers.{number}"
-
-
-@contextmanager
-def _intercepted(
-    model: nn.Module, layers: Sequence[nn.Module], call: Callable[..., Any]
-) -> Iterator[None]:
-    """Run `call` in the place of these layers' own calls."""
-    intercept(model, layers, [call] * len(layers))
-    try:
-        yield
-    finally:
-        put_in_place(model, list(model.layers), layers)

@@ -143,9 +143,8 @@ def _matrix(module: nn.Module, dtype: mx.Dtype, memory: MemoryUse, *, updated: b
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     text = getattr(base.model, "language_model", base.model)
-    head = getattr(text, "lm_head", None)
-    if head is None:
-        head = getattr(getattr(text, "model", None), "embed_tokens", None)
+    trunk = getattr(text, "model", None)
+    head = getattr(text, "lm_head", None) or getattr(trunk, "embed_tokens", None)
     if head is None:
         return 0
     entries = base.vocab_size * base.hidden_size

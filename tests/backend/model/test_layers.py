@@ -17,18 +17,18 @@ from mlxtune.backend.model import layers
 from mlxtune.backend.model.layers import DequantizedLinear, PackedRows
 from mlxtune.backend.model.loading import load_base, slow_products
 from mlxtune.backend.model.quantize import FORMATS
-from mlxtune.backend.step.operations import MLX, plain_execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.conftest import fill_lora_b
-from tests.backend.step.executions import model_folder
+from tests.backend.step.executions import PLAIN, model_folder
 from tests.models import write_model
 
 WAYS = {
-    "plain": plain_execution(),
+    "plain": PLAIN,
     "recompute": Execution(MLX, recompute=True),
     "cpu kernels": Execution(CPU, packs_up_to=ANY_LENGTH),
 }
@@ -86,10 +86,10 @@ def test_lora_learns_what_it_learns_on_the_dequantised_weights(
 
     plain = loaded()
     on_plain_weights(plain)
-    loss, gradients = step(plain, plain_execution())
+    loss, gradients = step(plain, PLAIN)
     runs = {way: (loaded(), how) for way, how in WAYS.items()}
     if name != "nf4":
-        runs["native"] = (loaded("quantized"), plain_execution())
+        runs["native"] = (loaded("quantized"), PLAIN)
         runs["native, cpu kernels"] = (loaded("quantized"), WAYS["cpu kernels"])
     for way, (model, how) in runs.items():
         found, theirs = step(model, how)

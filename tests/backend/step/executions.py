@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.operations import plain_execution
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
@@ -26,7 +26,8 @@ from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 
-PLAIN = plain_execution()
+# The reference: the model as mlx-lm runs it, with all logits.
+PLAIN = Execution(MLX, split_head=False, share_prefixes=False)
 SPLIT = replace(PLAIN, split_head=True)
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,

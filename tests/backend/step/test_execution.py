@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.backend.step.operations import plain_execution
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import StepCost
 from tests.backend.step.executions import (
     EAGER,
+    PLAIN,
     WAYS,
     assert_same,
     computed,
@@ -114,7 +114,7 @@ def test_whatever_is_trained(way: str, trained: dict[str, Any]) -> None:
     assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
 
 
-NAMED = {"shared": WAYS["shared prefixes"], "all": ALL, "plain": plain_execution()}
+NAMED = {"shared": WAYS["shared prefixes"], "all": ALL, "plain": PLAIN}
 
 
 @pytest.mark.parametrize("how", NAMED.values(), ids=NAMED)
