@@ -200,7 +200,7 @@ class Forward:
         keys, prefix, layout = (arrays.get(name) for name in ("keys", "prefix", "layout"))
         if layout is not None:
             self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
-            return [PackedCache() for _ in self._split.layers]
+            return [PackedCache() for _ in self.model.layers]
         caches, start = None, 0
         if prefix is not None:
             # Examples that share a prefix under dropout are of one row, with one key.

@@ -30,31 +30,28 @@ _LINE = Layout(
 _LINE_TOKENS, _PLACES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0], [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
 
 
-class _TrunkSlot(nn.Module):
+class _TrunkSlot:
     """Stands in the trunk's place for one call of the model, to split it.
 
     Without `given`, it runs the trunk, keeps its `hidden` states and hands on as many of the
-    positions as the head shall run on; with it, it hands that on in the trunk's stead. The trunk is
-    no child of it, so that the model's parameters stay as they are.
+    positions as the head shall run on; with it, it hands that on in the trunk's stead.
     """
 
     def __init__(
         self, trunk: nn.Module, given: mx.array | None = None, positions: int | None = None
     ) -> None:
-        super().__init__()
-        for name, value in {"_trunk": trunk, "_given": given, "_positions": positions}.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "hidden", None)
+        self._trunk, self._given, self._positions = trunk, given, positions
+        self.hidden: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._given is not None:
             return self._given
-        object.__setattr__(self, "hidden", self._trunk(*args, **options))
+        self.hidden = self._trunk(*args, **options)
         return self.hidden if self._positions is None else self.hidden[:, : self._positions]
 
     def __getattr__(self, name: str) -> Any:
         # Tied heads take the embeddings from the trunk.
-        return getattr(object.__getattribute__(self, "_trunk"), name)
+        return getattr(self._trunk, name)
 
 
 class SplitModel:
@@ -91,14 +88,9 @@ class SplitModel:
         slot = _TrunkSlot(self._trunk, hidden[None])
         return self._call(slot, mx.zeros((1, hidden.shape[0]), dtype=mx.int32))[0]
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The layers, each of which takes one cache."""
-        return list(self.model.layers)
-
     def run_prefix(self, tokens: mx.array) -> list[PrefixCache]:
         """Run a prefix int32 (1, P); return what the layers take to continue it."""
-        recorders = [PrefixCache() for _ in self.layers]
+        recorders = [PrefixCache() for _ in self.model.layers]
         self.hidden(tokens, recorders)
         return [PrefixCache(recorder.recorded) for recorder in recorders]
 
@@ -117,7 +109,7 @@ class SplitModel:
 
         Runs some that way, by operations that pack, and compares them with each by itself.
         """
-        caches = [PackedCache() for _ in self.layers]
+        caches = [PackedCache() for _ in self.model.layers]
         try:
             with laid_out(_LINE):
                 packed = self.hidden(mx.array([_LINE_TOKENS]), caches)[0]

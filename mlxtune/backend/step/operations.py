@@ -99,10 +99,11 @@ def load_ahead(folder: Path) -> None:
     The choice is guessed from the size of its files.
     """
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
-    threading.Thread(target=_load, args=[best_execution(size)], daemon=True).start()
+    execution = best_execution(size)
 
+    def load() -> None:
+        # Errors surface at first real use.
+        with suppress(Exception):
+            execution.operations.load()
 
-def _load(execution: Execution) -> None:
-    # Errors surface at first real use.
-    with suppress(Exception):
-        execution.operations.load()
+    threading.Thread(target=load, daemon=True).start()

@@ -126,10 +126,10 @@ class MlxLm:
 
     def _run(self, examples: Sequence[Example], beyond: int = 0) -> float:
         batches = [self._batch(batch, beyond) for batch in self._batches(examples)]
-        counts = [self._supervised(supervised) for _, supervised in batches]
+        total = sum(count for _, _, count in batches)
         loss, gradients = mx.array(0.0), None
-        for i, ((tokens, supervised), count) in enumerate(zip(batches, counts, strict=True), 1):
-            share, last = mx.array(count / sum(counts)), i == len(batches)
+        for i, (tokens, supervised, count) in enumerate(batches, 1):
+            share, last = mx.array(count / total), i == len(batches)
             part, gradients = self._step(tokens, supervised, share, gradients, last)
             loss = loss + part
             mx.eval(self._state, loss, gradients)
@@ -138,18 +138,13 @@ class MlxLm:
                 mx.clear_cache()
         return float(loss)
 
-    def _supervised(self, supervised: mx.array) -> int:
-        """Return how many tokens a batch supervises."""
-        if self.loss_function == "default":
-            return int((supervised[:, 1] - supervised[:, 0] + 1).sum())
-        return int(supervised.sum())
-
-    def _batch(self, examples: Sequence[Example], beyond: int = 0) -> tuple[mx.array, mx.array]:
-        """Return tokens (B, L) and what of them is supervised, as the loss takes it."""
+    def _batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
+        """Return tokens (B, L), what of them is supervised, as the loss takes it, and its count."""
         tokens, mask = padded(examples, self._lora.max_seq_len)
-        if self.loss_function == "default":
-            return mx.array(tokens), mx.array(spans(examples, beyond))
-        return mx.array(tokens), mx.array(mask[:, 1:])
+        if self.loss_function == "masked":
+            return mx.array(tokens), mx.array(mask[:, 1:]), int(mask[:, 1:].sum())
+        ends = spans(examples, beyond)
+        return mx.array(tokens), mx.array(ends), int((ends[:, 1] - ends[:, 0] + 1).sum())
 
 
 def padded(

@@ -32,13 +32,11 @@ class Phases:
             self.timer.end(name)
 
     def gradients(self, *args: Any) -> Gradients:
-        """Return what `Forward.gradients` gives; end the phases within.
+        """Return what `Forward.gradients` gives, and end the phases within.
 
         These are forward, loss (the head) and backward. A compiled graph shows no border before the
         head: its forward phase includes the loss.
         """
-        if self.timer is None:
-            return self._forward.gradients(*args)
         if not self._forward.execution.compile:
             return self._traced(*args)
         loss, gradients = self._forward.gradients(*args)

@@ -174,13 +174,14 @@ class InstructPipeline:
         tokens = _count_tokens(examples)
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
+        compute = self.phases.gradients if self.phases.timer else self.forward.gradients
         try:
             for group, batch in self.micro_batches(examples):
                 arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
                 self.phases.end("data", arrays)
                 # A loss that is not finite is reported as such.
                 with np.errstate(all="ignore"):
-                    part, part_grads = self.phases.gradients(parameters, arrays, scale)
+                    part, part_grads = compute(parameters, arrays, scale)
                 loss = loss + part
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
                 # The device works on it while the next micro-batch is prepared.
