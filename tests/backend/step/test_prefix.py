@@ -77,7 +77,7 @@ def test_rest_behind_a_prefix_gives_what_the_whole_gives(architecture: str, pref
     tokens = mx.array(np.random.default_rng(0).integers(0, 320, (3, prefix + 6)))
     tokens[:, :prefix] = tokens[0, :prefix]
     whole = split.hidden(tokens)
-    recorders = [PrefixCache() for _ in split.layers]
+    recorders = [PrefixCache() for _ in split.model.layers]
     first = split.hidden(tokens[:1, :prefix], recorders)
     rest = split.hidden(tokens[:, prefix:], [PrefixCache(r.recorded) for r in recorders])
     assert_close(first, whole[:1, :prefix], 1e-5)
