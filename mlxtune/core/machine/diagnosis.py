@@ -117,16 +117,11 @@ def _packages(m: Machine) -> Iterator[Check]:
         replaced = name in MLX_LIBRARIES and package.installed is None and m.libraries
         if package.serves or replaced:
             continue
-        if name in _FOR_SPEED:
-            found, remedy = (
-                f"missing or too old: {_FOR_SPEED[name]}",
-                f"pip install --upgrade {name}",
-            )
-            yield Check(PROBLEM, name, found, remedy)
-            continue
-        found = f"{package.installed or 'is missing'}, needed: {name}{package.needs}"
-        remedy = f"pip install --upgrade '{name}{package.needs}'"
-        yield Check(PROBLEM, name, found, remedy, stops=package.installed is None)
+        requirement, effect = f"{name}{package.needs}", _FOR_SPEED.get(name)
+        found = f"{package.installed or 'is missing'}, needed: {requirement}"
+        found += f": {effect}" if effect else ""
+        stops = package.installed is None and not effect
+        yield Check(PROBLEM, name, found, f"pip install --upgrade '{requirement}'", stops)
     if len(m.libraries) > 1:
         # The last one installed is in use, perhaps of a different version than mlx.
         found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
@@ -213,7 +208,7 @@ def _speed(m: Machine) -> Iterator[Check]:
     if device is None or device.gflops is None:
         return
     found, remedy = f"{device.gflops:,.0f} GFLOP/s in float32", ""
-    if device.blas:
+    if device.kind == "CPU" and device.blas:
         found += f", {device.blas}"
     elif device.kind == "CPU" and m.system == "Linux":
         found += ", MLX's own reference BLAS"

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -150,7 +151,7 @@ def read_system() -> dict[str, Any]:
     with suppress(OSError):
         name = platform.freedesktop_os_release().get("PRETTY_NAME", name)
     limits = (_whole(_text(path).strip()) for path in _CGROUP_LIMITS)
-    limit = next((limit for limit in limits if limit is not None), None)
+    limit = next((limit for limit in limits if limit is not None), sys.maxsize)
     memory = parse_meminfo(_text("/proc/meminfo"), limit)
     return {"name": name, "release": platform.release(), "memory": memory}
 
@@ -174,14 +175,12 @@ def parse_vm_stat(text: str) -> int | None:
     return int(size[1]) * sum(available) if size and available else None
 
 
-def parse_meminfo(text: str, limit: int | None = None) -> Memory:
-    """Parse Linux's /proc/meminfo; a container's `limit` is in bytes."""
+def parse_meminfo(text: str, limit: int = sys.maxsize) -> Memory:
+    """Parse Linux's /proc/meminfo; `limit` is a container's, in bytes."""
     sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"(?m)^(\w+):\s+(\d+) kB", text)}
-    if not sizes:
-        return Memory()
-    total, available = sizes["MemTotal"], sizes["MemAvailable"]
-    limit = total if limit is None else min(limit, total)
-    return Memory(limit, min(available, limit), sizes["SwapTotal"] - sizes["SwapFree"])
+    within = {name: min(size, limit) for name, size in sizes.items()}
+    swap = sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0) if sizes else None
+    return Memory(within.get("MemTotal"), within.get("MemAvailable"), swap)
 
 
 def parse_pmset(battery: str, settings: str) -> Power:

@@ -129,6 +129,14 @@ def test_reference_blas_is_a_problem_with_both_remedies() -> None:
     assert "6 GFLOP/s" in check.found
 
 
+def test_speed_of_a_gpu_has_nothing_to_do_with_the_blas() -> None:
+    assert LINUX.device is not None
+    for blas in (None, "libopenblas.so.0"):
+        gpu = replace(LINUX.device, kind="CUDA", blas=blas, gflops=9e4, numpy_gflops=None)
+        found = {check.name: check for check in diagnose(replace(LINUX, device=gpu)).checks}
+        assert (found["speed"].level, found["speed"].found) == ("ok", "90,000 GFLOP/s in float32")
+
+
 def test_mlx_imported_first_is_a_problem() -> None:
     assert "import mlxtune before mlx" in only(replace(LINUX, mlx_first=True), "imports").remedy
 
