@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection, Piece
 from mlxtune.core.reports import visible
 from mlxtune.core.reports.page import PageType, percent
@@ -21,13 +20,7 @@ from mlxtune.core.text import count
 # A long example shows this many pieces at its start and end; the others are folded.
 _HEAD, _TAIL = 400, 120
 
-PAGE = PageType(
-    command="inspect",
-    start="rows",
-    icon="<g fill='#1f8a5b'><path d='M1 2h14v3H1z' opacity='.35'/><path d='M1 6.5h9v3H1z'/>"
-    "<path d='M1 11h12v3H1z'/></g>",
-    script="inspect_page.js",
-)
+PAGE = PageType(command="inspect", script="inspect_page.js")
 
 
 def render_page(inspection: Inspection) -> str:
@@ -49,8 +42,6 @@ def render_page(inspection: Inspection) -> str:
         verdict=_verdict(inspection),
         totals=_totals(inspection),
         findings=list(_findings(inspection)),
-        cost=_cost(inspection),
-        shown_note=_shown_note(inspection),
         examples=list(_examples(inspection)),
     )
 
@@ -84,16 +75,6 @@ def _totals(inspection: Inspection) -> dict[str, str]:
     }
 
 
-def _cost(inspection: Inspection) -> dict[str, str]:
-    cost = inspection.cost
-    return {
-        f"optimizer steps of {count(inspection.batch_size, 'row')}": f"{cost.steps:,}",
-        "tokens through the model, without padding": f"{cost.tokens:,}",
-        f"of them supervised ({percent(cost.supervised, cost.tokens)})": f"{cost.supervised:,}",
-        "tokens in one validation": f"{cost.validation_tokens:,}",
-    }
-
-
 def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
     """Yield the findings, errors first, with links to those of their rows that are shown."""
     numbers: dict[tuple[str, int], int] = {}
@@ -106,19 +87,10 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
             "finding": finding,
             "places": places,
             "more": max(0, finding.rows - len({(p.path, p.row) for p in finding.places})),
-            "search": _search(finding) if finding.kind in shown_kinds else "",
+            "search": quote(visible.escape(finding.kind), safe="")
+            if finding.kind in shown_kinds
+            else "",
         }
-
-
-def _search(finding: Finding) -> str:
-    return quote(visible.escape(finding.kind), safe="")
-
-
-def _shown_note(inspection: Inspection) -> str:
-    shown, total = len(inspection.shown), inspection.examples
-    if shown >= total:
-        return f"All {count(total, 'example')}, token by token."
-    return f"{shown:,} of {count(total, 'example')}, token by token."
 
 
 def _examples(inspection: Inspection) -> Iterator[dict[str, Any]]:

@@ -28,14 +28,12 @@ _START = 4096
 
 @dataclass(frozen=True)
 class PageType:
-    """The pages of one command. `start` is the section to skip to, `icon` 16 by 16 SVG shapes.
+    """The pages of one command.
 
     `styles` and `script` are files of `templates/`, added to those of all pages.
     """
 
     command: str
-    start: str
-    icon: str
     script: str
     styles: tuple[str, ...] = ()
 
@@ -49,7 +47,6 @@ class PageType:
         page = render(
             template,
             page=self,
-            icon=self.icon.replace("<", "%3C").replace(">", "%3E").replace("#", "%23"),
             style=Markup(style),
             style_hash=_hash(style),
             script=Markup(script),

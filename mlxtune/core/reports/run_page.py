@@ -38,9 +38,6 @@ from mlxtune.core.training.run_folder import REPORT
 
 PAGE = PageType(
     command="report",
-    start="loss",
-    icon="<path d='M1.5 2.5C4 11 8 12.5 14.5 13' fill='none' stroke='#1f8a5b' "
-    "stroke-width='2.5' stroke-linecap='round'/>",
     styles=("run_page.css",),
     script="run_page.js",
 )
