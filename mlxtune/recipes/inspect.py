@@ -68,14 +68,14 @@ def show(config: InspectConfig) -> None:
 
 def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection.Inspection:
     """Make the inspection of a data set."""
-    held_out: list[int] = []
     if dataset.validation is None:
         identities = dataset.corpus.identities
         _, held_out = order.split_rows(identities, config.val_split, config.seed, config.val_rows)
         dataset.hold_out(held_out)
-    examples = inspection.InspectedExamples(
-        dataset.files, dataset.corpus, dataset.validation, held_out
-    )
+    else:
+        trained = dataset.corpus.num_rows
+        held_out = list(range(trained, trained + dataset.validation.num_rows))
+    examples = inspection.InspectedExamples(dataset.files, config.max_seq_len, held_out)
     every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)

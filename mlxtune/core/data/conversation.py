@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,22 +81,9 @@ def _parse_message(position: int, message: Any) -> Message:
     where = f"message {position}"
     if not isinstance(message, dict):
         raise BadRow("a message is not an object", f"{where} is {json_type(message)}")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
     if not isinstance(role, str):
         raise BadRow("a message has no role", where)
-    fields = message
-    if role not in ROLES or not isinstance(content, str) or len(message) > 2:
-        fields = _plain_fields(message, role, where)
-        role, content = fields["role"], fields.get("content")
-    if role == "assistant":
-        return _parse_answer(message, fields, where)
-    if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where} is {json_type(content)}")
-    return Message(role, content, fields=fields)
-
-
-def _plain_fields(message: dict[str, Any], role: str, where: str) -> dict[str, Any]:
-    """Return a copy without nulls and `weight`, its content one text, its role one of ROLES."""
     # OpenAI's newer name for "system", which few templates know.
     role = "system" if role == "developer" else role
     if role not in ROLES:
@@ -104,37 +92,41 @@ def _plain_fields(message: dict[str, Any], role: str, where: str) -> dict[str, A
     fields["role"] = role
     if isinstance(content := fields.get("content"), list):
         # mlx_lm.server joins them the same way.
-        fields["content"] = "".join([_part(part, where) for part in content])
-    return fields
+        content = fields["content"] = "".join([_part(part, where) for part in content])
+    if role == "assistant":
+        return _parse_answer(fields, _trained(message, where), where)
+    if not isinstance(content, str):
+        raise BadRow("content is not text", f"{where} is {json_type(content)}")
+    return Message(role, content, fields=fields)
 
 
 def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict):
-        kind, part = part.get("type"), part.get("text")
-        if kind not in (None, "text"):
-            shown = shorten(kind)[1:-1] if isinstance(kind, str) else json_type(kind)
-            raise BadRow("content has a part that is not text", f"{where}: {shown}")
+    if isinstance(part, dict) and part.get("type") in (None, "text"):
+        part = part.get("text")
     if not isinstance(part, str):
         raise BadRow("content has a part that is not text", f"{where}: {json_type(part)}")
     return part
 
 
-def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -> Message:
-    """Convert an assistant's message; `fields` is the message or its plain copy."""
-    content, thinking, trained = fields.get("content"), "", True
-    calls: tuple[dict[str, Any], ...] = ()
-    if fields is not message:
-        trained = _trained(message, where)
-        thinking = _thinking_field(fields, where)
-        calls = tuple(map(_plain_call, objects(fields, "tool_calls")))
-        # Some templates treat an empty list as calls.
-        fields.pop("tool_calls", None)
-        if calls:
-            fields["tool_calls"] = list(calls)
-        if content is None and (calls or thinking):
-            content = fields["content"] = ""
-        if content is None:
-            raise BadRow("empty answer", f"{where} has no content")
+def _trained(message: Mapping[str, Any], where: str) -> bool:
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise BadRow("'weight' is neither 0 nor 1", where)
+    return weight != 0
+
+
+def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
+    thinking = _thinking_field(fields, where)
+    calls = tuple(map(_plain_call, objects(fields, "tool_calls")))
+    # Some templates treat an empty list as calls.
+    fields.pop("tool_calls", None)
+    if calls:
+        fields["tool_calls"] = list(calls)
+    if calls or thinking:
+        fields.setdefault("content", "")
+    content = fields.get("content")
+    if content is None:
+        raise BadRow("empty answer", f"{where} has no content")
     if not isinstance(content, str):
         raise BadRow("content is not text", f"{where} is {json_type(content)}")
     answer = content
@@ -146,19 +138,12 @@ def _parse_answer(message: dict[str, Any], fields: dict[str, Any], where: str) -
     return Message("assistant", content, calls, thinking, trained, fields)
 
 
-def _trained(message: Mapping[str, Any], where: str) -> bool:
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise BadRow("'weight' is neither 0 nor 1", where)
-    return weight != 0
-
-
 def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
     for name in THINKING_FIELDS:
-        thought = fields.get(name)
-        if thought is not None and not isinstance(thought, str):
+        thought = fields.get(name, "")
+        if not isinstance(thought, str):
             raise BadRow("thinking is not text", f"{where} is {json_type(thought)}")
-        if thought and (thought := thought.strip()):
+        if thought := thought.strip():
             return thought
     return ""
 
@@ -179,22 +164,14 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
     OpenAI's files have the text; templates expect the object, which mlx_lm.server gives them too.
     """
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return _plain_arguments(call)
-    plain = _plain_arguments(function)
-    return call if plain is function else call | {"function": plain}
-
-
-def _plain_arguments(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return function
-    try:
-        parsed = parse_json(arguments)
-    except BadRow:
-        return function
-    return function | {"arguments": parsed} if isinstance(parsed, dict) else function
+    nested = isinstance(call.get("function"), dict)
+    function = call["function"] if nested else call
+    if not isinstance(arguments := function.get("arguments"), str):
+        return call
+    with suppress(BadRow):
+        if isinstance(parsed := parse_json(arguments), dict):
+            function = function | {"arguments": parsed}
+    return call | {"function": function} if nested else function
 
 
 def function_name(call: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ The first bytes decide what a file is, not its name.
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import stat
 import zlib
@@ -169,13 +170,6 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def _line_rows(path: Path) -> Iterator[NumberedRow]:
-    for number, line in _lines(path):
-        content = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
-        if content and not content.startswith(b"#"):
-            yield number, _parse(content)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     with _reading(path), _open(path) as file:
         while line := file.readline(_MAX_LINE_BYTES):
@@ -185,7 +179,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: write one JSON "
                     "object per line"
                 )
-            yield number, line
+            content = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
+            if content and not content.startswith(b"#"):
+                yield number, _parse(content)
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow:
@@ -257,18 +253,18 @@ def _batch_rows(batch: Any) -> list[dict[str, Any] | BadRow]:
         return [BadRow("not UTF-8" if utf8 else "a value cannot be read", one_line(error))]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON would hold it, without the keys that are null.
+def _plain(row: Any) -> dict[str, Any]:
+    """Return a row as JSON would hold it, without the keys that are null.
 
     All rows of a parquet file have the same keys, so null means absent there.
     """
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        # Bytes that are not text become halves of surrogate pairs, which are rejected when used.
-        return value.decode("utf-8", errors="surrogateescape")
-    return str(value)
+    content: dict[str, Any] = json.loads(
+        json.dumps(row, default=_text, skipkeys=True),
+        object_hook=lambda value: {k: item for k, item in value.items() if item is not None},
+    )
+    return content
+
+
+def _text(value: Any) -> str:
+    # Bytes that are not text become halves of surrogate pairs, which are rejected when used.
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)

@@ -70,7 +70,7 @@ class Encoding(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What encoding needs of a tokenizer.
+    """What encoding, and showing tokens, needs of a tokenizer.
 
     `bos_id` starts every sequence and `eos_id` ends a text, if the model has them. `control_tokens`
     are the texts of the special tokens and `control_ids` their ids.
@@ -87,6 +87,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
         """Encode texts, parsing control tokens and adding none."""
+
+    def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
+        """Return the bytes of each token."""
 
 
 @dataclass(frozen=True, slots=True)

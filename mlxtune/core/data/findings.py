@@ -71,9 +71,6 @@ def template_findings(source: str, thinking: str) -> Iterator[Finding]:
 
 
 def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
-    ordered = np.sort(corpus.identities)
-    if not (ordered[1:] == ordered[:-1]).any():
-        return
     _, first, which = np.unique(corpus.identities, return_index=True, return_inverse=True)
     original = first[which.reshape(-1)]
     for index in np.flatnonzero(original != np.arange(corpus.num_rows)):

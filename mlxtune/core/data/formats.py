@@ -59,10 +59,9 @@ def read_rows(
     file_format = None if format == "auto" else FORMATS[format]
     name, since = format, 0
     for row, content in read_objects(path):
-        if isinstance(content, BadRow):
-            skipped.add(row, content)
-            continue
         try:
+            if isinstance(content, BadRow):
+                raise content
             renamed = _rename_row(content, fields) if fields else content
             if file_format is None or not file_format.fits(renamed):
                 recognised = recognise(renamed) if format == "auto" else None
@@ -84,7 +83,7 @@ def read_rows(
 
 def recognise(content: JsonObject) -> str | None:
     """Return the name of the format whose keys the row has, or None."""
-    return next((name for name in _PRECEDENCE if FORMATS[name].fits(content)), None)
+    return next((name for name, each in FORMATS.items() if each.fits(content)), None)
 
 
 def _missing_keys(
@@ -99,7 +98,7 @@ def _missing_keys(
     if file_format is not None:
         missing = next(key for key in file_format.keys if renamed.get(key) is None)
         return BadRow(f"no '{fields.get(missing, missing)}'", keys)
-    known = (" + ".join(fields.get(k, k) for k in FORMATS[name].keys) for name in _PRECEDENCE)
+    known = (" + ".join(fields.get(k, k) for k in each.keys) for each in FORMATS.values())
     return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
 
 
@@ -126,11 +125,6 @@ def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
 # Conversions
 
 
-def _conversation(row: int, content: JsonObject, messages: list[Any]) -> Conversation:
-    rest = {name: content.get(name) for name in ("tools", "system")}
-    return parse_conversation(row, {"messages": messages} | rest)
-
-
 def _from_prompt(row: int, content: JsonObject) -> Conversation:
     """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
     prompt = _turns(content, "prompt", "user")
@@ -139,7 +133,7 @@ def _from_prompt(row: int, content: JsonObject) -> Conversation:
         raise BadRow("no assistant turn", "in 'completion'")
     # All of the prompt is context, its assistant turns included.
     context = [one | {"weight": 0} if _is_answer(one) else one for one in prompt]
-    return _conversation(row, content, context + completion)
+    return parse_conversation(row, {**content, "messages": context + completion})
 
 
 def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
@@ -172,7 +166,7 @@ def _from_alpaca(row: int, content: JsonObject) -> Conversation:
         for pair in pairs
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    return _conversation(row, content, messages)
+    return parse_conversation(row, {**content, "messages": messages})
 
 
 _SHAREGPT_ROLES = {
@@ -200,7 +194,7 @@ def _from_sharegpt(row: int, content: JsonObject) -> Conversation:
         {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool
         for tool in parse_tools(content.get("tools"))
     ]
-    return _conversation(row, {**content, "tools": tools}, messages)
+    return parse_conversation(row, {**content, "tools": tools, "messages": messages})
 
 
 def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
@@ -238,12 +232,11 @@ def _from_text(row: int, content: JsonObject) -> Document:
     return Document(row, text)
 
 
+# In the order that decides the format of a row with the keys of several.
 FORMATS: Mapping[str, Format] = {
     "chat": Format(("messages",), parse_conversation),
+    "sharegpt": Format(("conversations",), _from_sharegpt),
     "prompt": Format(("prompt", "completion"), _from_prompt),
     "alpaca": Format(("instruction", "output"), _from_alpaca),
-    "sharegpt": Format(("conversations",), _from_sharegpt),
     "text": Format(("text",), _from_text),
 }
-# The order that decides the format of a row with the keys of several.
-_PRECEDENCE = ("chat", "sharegpt", "prompt", "alpaca", "text")

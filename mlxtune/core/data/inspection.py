@@ -9,28 +9,18 @@ import codecs
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, Tokenizer
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import EncodedFile
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
-
-
-class SpellingTokenizer(Protocol):
-    """What showing tokens needs of a tokenizer."""
-
-    @property
-    def control_ids(self) -> frozenset[int]: ...
-
-    def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,71 +129,52 @@ class Inspection:
 class InspectedExamples:
     """Every example that trains or validates, in order.
 
-    `files` are those of the corpus, then those of the validation corpus; `held_out` are the rows
-    of the corpus, by index, that validate.
+    `validates` are the rows that validate, by their index among the rows of all files.
     """
 
     def __init__(
-        self,
-        files: Sequence[EncodedFile],
-        corpus: Corpus,
-        validation: Corpus | None,
-        held_out: Sequence[int],
+        self, files: Sequence[EncodedFile], max_seq_len: int | None, validates: Sequence[int]
     ) -> None:
-        self._files = files
-        self._corpora = [corpus, validation] if validation else [corpus]
-        validates = np.isin(corpus.row_of_example, np.asarray(held_out, dtype=np.int64))
-        others = [np.ones(len(each), dtype=bool) for each in self._corpora[1:]]
-        self._validates = np.concatenate([validates, *others])
-        # Before truncation, examples that it drops included.
         arrays = [file.arrays for file in files]
+        self._corpus = Corpus(arrays, max_seq_len, [str(file.skipped.path) for file in files])
+        held_out = np.asarray(validates, dtype=np.int64)
+        self._validates = np.isin(self._corpus.row_of_example, held_out)
+        # Before truncation, examples that it drops included.
         self.lengths = np.concatenate([each.lengths for each in arrays])
         self.supervised = np.concatenate([each.supervised_within(None) for each in arrays])
 
     def __len__(self) -> int:
-        return len(self._validates)
+        return len(self._corpus)
 
     def cost(self, batch_size: int) -> Cost:
         """Return the cost of an epoch."""
-        kept = np.concatenate([each.lengths for each in self._corpora])
-        supervised = np.concatenate([each.supervised for each in self._corpora])
-        trains = ~self._validates
-        corpus = self._corpora[0]
-        train_rows = np.unique(corpus.row_of_example[trains[: len(corpus)]])
+        corpus, trains = self._corpus, ~self._validates
         return Cost(
-            steps=math.ceil(len(train_rows) / batch_size),
-            tokens=int(kept[trains].sum()),
-            supervised=int(supervised[trains].sum()),
-            validation_tokens=int(kept[self._validates].sum()),
+            steps=math.ceil(len(np.unique(corpus.row_of_example[trains])) / batch_size),
+            tokens=int(corpus.lengths[trains].sum()),
+            supervised=int(corpus.supervised[trains].sum()),
+            validation_tokens=int(corpus.lengths[self._validates].sum()),
         )
 
     def of_row(self, row: int) -> list[int]:
         """Return the examples of the rows with this number, one row in each file."""
-        numbers = np.concatenate([each.row_numbers for each in self._corpora])
-        return [int(i) for i in np.flatnonzero(numbers == row)]
+        return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
         """Return examples to show: those of the rows that findings name, and evenly spaced ones."""
         named = {(place.path, place.row) for finding in findings for place in finding.places}
         rows = {row for _, row in named}
-        chosen = [i for row in rows for i in self.of_row(row) if (self._locate(i)[2], row) in named]
+        chosen = [i for row in rows for i in self.of_row(row) if (self._path_of(i), row) in named]
         others = max(min(count - len(chosen), len(self)), 0)
         return sorted({*chosen, *np.linspace(0, len(self) - 1, others).astype(int).tolist()})
 
-    def _locate(self, index: int) -> tuple[Corpus, int, str]:
-        """Return an example's corpus, its index there, and the path of its file."""
-        corpus, own, first_file = self._corpora[0], index, 0
-        if index >= len(corpus):
-            corpus, own, first_file = self._corpora[1], index - len(corpus), len(corpus.files)
-        return corpus, own, str(self._files[first_file + corpus[own].file].skipped.path)
+    def _path_of(self, index: int) -> str:
+        return self._corpus.paths[self._corpus[index].file]
 
-    def show(
-        self, index: int, tokenizer: SpellingTokenizer, findings: Sequence[Finding]
-    ) -> ShownExample:
+    def show(self, index: int, tokenizer: Tokenizer, findings: Sequence[Finding]) -> ShownExample:
         """Return an example as the model sees it."""
-        corpus, own, path = self._locate(index)
-        example = corpus[own]
-        part, parts, full_length = corpus.part_of_row(own)
+        example, path = self._corpus[index], self._path_of(index)
+        part, parts, full_length = self._corpus.part_of_row(index)
         return ShownExample(
             path=path,
             row=example.row,
@@ -222,7 +193,7 @@ class InspectedExamples:
         )
 
 
-def pieces(example: Example, tokenizer: SpellingTokenizer) -> Iterator[Piece]:
+def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Yield an example's text piece by piece; bytes that are not UTF-8 become U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     ids = example.tokens.tolist()

@@ -59,11 +59,6 @@ def test_messages_tools_and_tool_calls_are_kept_as_they_stand() -> None:
     assert json.dumps(fields) == before
 
 
-def test_plain_message_is_its_own_fields() -> None:
-    assert parse(USER).fields is USER
-    assert parse_messages([ANSWER])[0].fields is ANSWER
-
-
 # Content
 
 
@@ -87,11 +82,11 @@ def test_parts_of_a_content_are_joined_without_anything_between(content: Any, te
 @pytest.mark.parametrize(
     ("part", "named"),
     [
-        ({"type": "image_url", "image_url": {"url": "x"}}, "message 2: image_url"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "message 2: an object"),
         ({"type": "text", "text": 5}, "message 2: a number"),
         ({"type": "text"}, "message 2: null"),
-        ({"type": []}, "message 2: a list"),
-        ({"type": "x\n\x1b" * 100}, r"message 2: x\n\x1b"),
+        ({"type": []}, "message 2: an object"),
+        ({"type": "x\n\x1b" * 100}, "message 2: an object"),
         (None, "message 2: null"),
         ([], "message 2: a list"),
     ],
