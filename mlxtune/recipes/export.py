@@ -9,8 +9,8 @@ from typing import Any
 
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, names, peft
-from mlxtune.backend.adapters.formats.adapter import Adapter, completed
-from mlxtune.backend.model.loading import BaseModel, open_base
+from mlxtune.backend.adapters.formats.adapter import completed
+from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ExportConfig
 from mlxtune.setup.proof import (
     ExportResult,
@@ -68,17 +68,13 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
         return load_adapted(base, str(folder)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)
-    with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:
-        modules = names.projections_of(base.model)
-        adapter = completed(_read_back(config, base, folder), modules)
-        mlx_lm.write_mlx_lm(adapter, Path(scratch))
-        return load_adapted(base, scratch).model
-
-
-def _read_back(config: ExportConfig, base: BaseModel, folder: Path) -> Adapter:
     modules, layers = names.projections_of(base.model), base.num_layers
     if config.format == "peft":
-        return peft.read_peft(folder, modules, layers)
-    if config.format == "flat":
-        return flat.read_flat(folder, modules, layers)
-    return gguf.read_gguf(folder, modules, base.model_type, base.text_config, layers)
+        adapter = peft.read_peft(folder, modules, layers)
+    elif config.format == "flat":
+        adapter = flat.read_flat(folder, modules, layers)
+    else:
+        adapter = gguf.read_gguf(folder, modules, base.model_type, base.text_config, layers)
+    with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:
+        mlx_lm.write_mlx_lm(completed(adapter, modules), Path(scratch))
+        return load_adapted(base, scratch).model

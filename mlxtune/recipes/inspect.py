@@ -111,10 +111,10 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
 
 def dump_lines(dataset: Dataset) -> Iterator[bytes]:
     """Yield every example as a JSON line: exactly what `train` with the same options uses."""
-    for corpus, first in ((dataset.corpus, 0), (dataset.validation, len(dataset.corpus.files))):
-        for example in corpus or ():
+    for corpus in filter(None, (dataset.corpus, dataset.validation)):
+        for example in corpus:
             line = {
-                "path": str(dataset.files[first + example.file].skipped.path),
+                "path": corpus.paths[example.file],
                 "row": example.row,
                 "tokens": example.tokens.tolist(),
                 "assistant_mask": example.assistant_mask.tolist(),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config import as_path
 from mlxtune.core.machine.files import check_outputs, make_folder, write_file
 from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs, verdict_sentence
 from mlxtune.core.runs.run import Run, read_run, run_folder_at
@@ -34,7 +34,7 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary
     """
     found = _read_runs(runs)
     if html is not None:
-        _write(found, _path(html))
+        _write(found, as_path(str(html)))
     return [summarize(run) for run in found]
 
 
@@ -49,7 +49,7 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     found = _read_runs(runs)
     target = found[0].folder / REPORT if len(found) == 1 else Path(COMPARISON)
     if html is not None:
-        target = _path(html)
+        target = as_path(str(html))
     if html is not None or not as_json:
         _write(found, target)
     if as_json:
@@ -60,7 +60,7 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
 
 
 def _read_runs(runs: Sequence[str | Path]) -> list[Run]:
-    return [read_run(run_folder_at(_path(run))) for run in runs]
+    return [read_run(run_folder_at(as_path(str(run)))) for run in runs]
 
 
 def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
@@ -102,10 +102,6 @@ def _lines(runs: Sequence[Run]) -> list[str]:
         for option, values in differing_options(runs).items():
             lines.append(f"{option}: {' | '.join(values)}")
     return lines
-
-
-def _path(name: str | Path) -> Path:
-    return Path(os.path.expanduser(name))  # noqa: PTH111
 
 
 def _write(runs: Sequence[Run], target: Path) -> None:

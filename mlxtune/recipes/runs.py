@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlxtune.config import as_path
 from mlxtune.core.runs.run import find_runs, read_run
 from mlxtune.core.runs.summary import SORTS, RunSummary, summarize
 from mlxtune.errors import OutputError
@@ -21,7 +21,7 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
     """
     found: dict[Path, RunSummary] = {}
     for name in folders or ("",):
-        folder = Path(os.path.expanduser(name))  # noqa: PTH111
+        folder = as_path(str(name))
         if not folder.is_dir():
             raise OutputError(f"{folder}: no such folder: name one that holds runs")
         for run in find_runs(folder):

@@ -18,7 +18,6 @@ from mlxtune.backend.step import operations
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.profile import PipelineMeter
 from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
-from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.machine.files import check_outputs, check_writable, write_json
 from mlxtune.core.machine.hashing import hash_in_background
@@ -121,7 +120,11 @@ def train(
             # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
-            evaluation = conclude(parts, folder, rows, console)
+            try:
+                evaluation = judge(parts, folder, rows, console) if rows else None
+            finally:  # also after Ctrl-C during the evaluation
+                if (page := write_page(run.checkpoint_path, console.warn)) is not None:
+                    console.say("Report", str(page))
             usage = run_text.usage_line(result, run, parts.data.model_path)
             console.say("Try it", usage, copyable=True)
     return TrainResult(
@@ -286,14 +289,3 @@ def finish(
         console.say("Done", line)
     for line in run_text.quantized_base_lines(parts.step):
         console.say("Base", line)
-
-
-def conclude(
-    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole
-) -> Evaluation | None:
-    """Judge the adapter on the validation rows, and write the run's page."""
-    try:
-        return judge(parts, folder, rows, console) if rows else None
-    finally:  # also after Ctrl-C during the evaluation
-        if (page := write_page(parts.run.checkpoint_path, console.warn)) is not None:
-            console.say("Report", str(page))

@@ -10,16 +10,17 @@ from pathlib import Path
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import loading, model_folder
-from mlxtune.config import StepConfig, TrainConfig, user_cache
+from mlxtune.config import StepConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.machine.files import file_hash
 from mlxtune.core.machine.hashing import model_hash
+from mlxtune.core.runs.run import run_folder_at
 from mlxtune.core.runs.verification import Verification, verify_files
 from mlxtune.core.training.checkpoint import ADAPTER, METRICS, Checkpoint
 from mlxtune.core.training.progress import Progress, same_except_measurements
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
 from mlxtune.recipes.train import train
-from mlxtune.setup.resuming import check_initial, options_of, run_folder_of
+from mlxtune.setup.resuming import check_initial, options_of
 from mlxtune.terminal.output import print_json
 
 
@@ -31,7 +32,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
 
     Raises OutputError if there is no such folder. Problems of the run itself are not raised.
     """
-    folder = run_folder_of(str(run))
+    folder = run_folder_at(as_path(str(run)))
     found, good = verify_files(folder)
     if not good:
         return found

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
 from mlxtune.errors import TrainingInterrupted
@@ -15,28 +14,18 @@ from mlxtune.errors import TrainingInterrupted
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass
-class Stop:
-    """The signal that asked the run to stop, if any; called, it returns whether one did."""
-
-    signal: int | None = None
-
-    def __call__(self) -> bool:
-        return self.signal is not None
-
-
 @contextmanager
 def stop_on_interrupt(
     notify: Callable[[], None] = lambda: None, signals: Sequence[signal.Signals] = _SIGNALS
-) -> Iterator[Stop]:
+) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after a first signal, which also calls `notify`.
 
     A second signal ends the process as usual, SIGINT with KeyboardInterrupt. Outside the main
     thread, where Python cannot handle signals, nothing changes.
     """
-    stop = Stop()
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield lambda: False
         return
     # getsignal returns None for a handler that Python did not install.
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in signals}
@@ -45,7 +34,7 @@ def stop_on_interrupt(
     notifier = threading.Thread(target=notify, daemon=True)
 
     def handle(number: int, _: FrameType | None) -> None:
-        stop.signal = number
+        received.append(number)
         for other in signals:
             # A process started in the background ignores SIGINT, but a second one is meant.
             default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
@@ -61,12 +50,13 @@ def stop_on_interrupt(
         if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
             signal.signal(number, handle)
     try:
-        yield stop
+        yield lambda: bool(received)
     except TrainingInterrupted as interrupt:
-        interrupt.signal = stop.signal or interrupt.signal
+        if received:
+            interrupt.signal = received[0]
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if stop() and notifier.ident is not None:
+        if received and notifier.ident is not None:
             notifier.join()

@@ -52,7 +52,7 @@ def compare_losses(
         loaded.use_adapter(with_adapter)
         return sums_of(rows, evaluator.losses, _show(console, "evaluating", with_adapter))
 
-    with closing(Evaluator(loaded.model, loaded.base.parameters, console.warn)) as evaluator:
+    with closing(Evaluator(loaded.base.model, loaded.base.parameters, console.warn)) as evaluator:
         base = sums(False)
         adapted = None if loaded.adapted is None else sums(True)
     console.close()
@@ -77,7 +77,9 @@ def answer_rows(
     def generate(with_adapter: bool) -> list[str]:
         loaded.use_adapter(with_adapter)
         show = _show(console, "answering", with_adapter)
-        return answers(loaded.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show)
+        return answers(
+            loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show
+        )
 
     base = generate(False)
     adapted = None if loaded.adapted is None else generate(True)

@@ -78,11 +78,6 @@ class LoadedModel:
     base: BaseModel
     adapted: Adapted | None
 
-    @property
-    def model(self) -> Any:
-        """The model as it stands, with or without the adapter."""
-        return self.base.model
-
     def use_adapter(self, on: bool) -> None:
         """Run the model with its adapter or as the base model."""
         if self.adapted is not None:
@@ -159,4 +154,4 @@ def start_generator(
     """Return a generator of answers, with the sampling seeded."""
     if config.seed is not None:
         seed(config.seed)
-    return Generator(loaded.model, reader.tokenizer, loaded.base.vocab_size)
+    return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)

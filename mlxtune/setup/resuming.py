@@ -12,8 +12,8 @@ from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.machine.files import file_hash
-from mlxtune.core.runs.run import mapping
-from mlxtune.core.training.checkpoint import MANIFEST, Checkpoint, checkpoint_folders
+from mlxtune.core.runs.run import mapping, run_folder_at
+from mlxtune.core.training.checkpoint import Checkpoint
 from mlxtune.core.training.run_folder import ResumePoint, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError
@@ -57,7 +57,7 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
     Raises ConfigError or OutputError.
     """
     if folder:
-        run = run_folder_of(folder)
+        run = run_folder_at(as_path(folder))
     else:
         places = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
         run = TrainConfig(model_path="any", data=("any",), **places).checkpoint_path
@@ -67,23 +67,6 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
             f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume"
         )
     return options_of(run, found.checkpoint, given), found
-
-
-def run_folder_of(folder: str) -> Path:
-    """Return a folder of checkpoints, or `checkpoints` inside a folder that has them there.
-
-    Raises OutputError if there is no such folder.
-    """
-    run = as_path(folder)
-    if not run.is_dir():
-        raise OutputError(f"{run}: no such folder: name the folder of a run")
-    if (run / MANIFEST).exists():
-        raise OutputError(f"{run}: is one checkpoint of a run: name the folder above it")
-    return (
-        run
-        if checkpoint_folders(run) or not (run / "checkpoints").is_dir()
-        else (run / "checkpoints")
-    )
 
 
 def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:

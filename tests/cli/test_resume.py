@@ -173,7 +173,7 @@ def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("place", "problem"),
-    [("none", "no such folder"), ("empty", "holds no checkpoint"), ("run/best", "name the folder")],
+    [("none", "no such folder"), ("empty", "holds no run"), ("run/best", "can be used: best")],
 )
 def test_folder_without_a_run_is_an_error(
     cli: Cli, tmp_path: Path, place: str, problem: str

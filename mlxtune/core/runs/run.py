@@ -85,7 +85,7 @@ def run_folder_at(path: Path) -> Path:
     if (folder / MANIFEST).exists():
         folder = folder.parent
     for place in (folder, folder / CHECKPOINTS):
-        if any((place / name).is_file() for name in _OWN):
+        if any((place / name).is_file() for name in _OWN) or checkpoint_folders(place):
             return place
     raise OutputError(f"{path}: holds no run: name the folder of a run, or of its adapter")
 
