@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from mlxtune.backend.model import device, memory
+from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of
 from mlxtune.errors import MemoryLimitError, MlxTuneError
@@ -85,16 +86,6 @@ class Answer:
     tokens_per_second: float
 
 
-class TokenSpeller(Protocol):
-    """What answers need of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for."""
-
-
 class _Stopped(Exception):
     """Stops reading a long prompt: mlx-lm's progress callback has no other way to stop."""
 
@@ -106,7 +97,7 @@ class Generator:
     the model has changed.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: TokenSpeller, vocab_size: int) -> None:
+    def __init__(self, model: nn.Module, tokenizer: ModelTokenizer, vocab_size: int) -> None:
         model.eval()
         self._model = model
         self._tokenizer = tokenizer
@@ -238,7 +229,7 @@ def _memory_as_error() -> Iterator[None]:
 class _BatchTokenizer:
     """The part of a tokenizer that mlx-lm's batch_generate uses if prompts are tokens."""
 
-    tokenizer: TokenSpeller
+    tokenizer: ModelTokenizer
     eos_token_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -247,7 +238,7 @@ class _BatchTokenizer:
 
 def answers(
     model: nn.Module,
-    tokenizer: TokenSpeller,
+    tokenizer: ModelTokenizer,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     vocab_size: int = 0,
@@ -259,35 +250,26 @@ def answers(
     are ignored. Raises MemoryLimitError if memory runs out.
     """
     model.eval()
-    texts = [""] * len(prompts)
+    sampler = sampling.sampler(vocab_size)
+    texts: dict[int, str] = {}
     # Sorted by length, batches have the least padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     for start in range(0, len(order), _AT_ONCE):
         chosen = order[start : start + _AT_ONCE]
-        batch = _together(model, tokenizer, [prompts[i] for i in chosen], sampling, vocab_size)
-        for i, text in zip(chosen, batch, strict=True):
-            texts[i] = text
-        on_progress(start + len(chosen), len(order))
-    return texts
-
-
-def _together(
-    model: nn.Module,
-    tokenizer: TokenSpeller,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    vocab_size: int,
-) -> list[str]:
-    ends = tokenizer.eos_ids | {prompt.end for prompt in prompts if prompt.end is not None}
-    try:
-        with _memory_as_error():
-            return batch_generate(
-                model,
-                _BatchTokenizer(tokenizer, ends),
-                [list(prompt.ids) for prompt in prompts],
-                max_tokens=sampling.max_new_tokens,
-                sampler=sampling.sampler(vocab_size),
-            ).texts
-    except ValueError:  # an architecture whose cache mlx-lm cannot batch
-        generator = Generator(model, tokenizer, vocab_size)
-        return [generator.answer(prompt, sampling).text for prompt in prompts]
+        batch = [prompts[i] for i in chosen]
+        ends = tokenizer.eos_ids | {each.end for each in batch if each.end is not None}
+        try:
+            with _memory_as_error():
+                answered = batch_generate(
+                    model,
+                    _BatchTokenizer(tokenizer, ends),
+                    [list(each.ids) for each in batch],
+                    max_tokens=sampling.max_new_tokens,
+                    sampler=sampler,
+                ).texts
+        except ValueError:  # an architecture whose cache mlx-lm cannot batch
+            generator = Generator(model, tokenizer, vocab_size)
+            answered = [generator.answer(each, sampling).text for each in batch]
+        texts.update(zip(chosen, answered, strict=True))
+        on_progress(len(texts), len(order))
+    return [texts[i] for i in range(len(prompts))]
