@@ -113,12 +113,11 @@ def _report_work(
     """Report what will be measured; warn if the data has fewer steps than asked for."""
     rows = sum(map(len, steps))
     each = [example for step in steps for row in step for example in row]
-    several = f" in {len(each):,} examples" if len(each) > rows else ""
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
         "Steps",
-        f"{count(len(steps), 'step')} of {count(config.batch_size, 'row')}: {rows:,} rows{several}"
-        f", {tokens:,} tokens, {supervised:,} supervised",
+        f"{count(len(steps), 'step')} of {count(config.batch_size, 'row')}: {rows:,} rows, "
+        f"{tokens:,} tokens, {supervised:,} supervised",
     )
     if len(steps) < config.steps:
         console.warn(

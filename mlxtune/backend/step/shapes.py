@@ -19,18 +19,22 @@ from mlxtune.core.steps.shapes import ModelShapes
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A linear layer: its widths, its entries, and whether these are cast for each use.
+    """A linear layer, or one of `copies` experts, with LoRA of this rank, 0 for none.
 
-    `updated` tells whether LoRA is on it, `unpacked` whether it is made for each product alone.
+    `cast` tells whether it is cast for each use, `unpacked` whether it is made for each product
+    alone.
     """
 
     inputs: int
     outputs: int
     copies: int
-    entries: int
+    rank: int
     cast: bool
-    updated: bool
     unpacked: bool
+
+    @property
+    def entries(self) -> int:
+        return self.inputs * self.outputs * self.copies
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
@@ -39,20 +43,16 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     Raises ModelError when a target matches nothing.
     """
     dtype = getattr(mx, base.dtype)
-    layers = list(base.model.layers)
     used = int(base.text_config.get("num_experts_per_tok") or 1)
-    trained, first, keys = _trained(base.model, config)
-    sizes = [
-        [
-            _matrix(module, dtype, memory, updated=key in keys)
-            for key, module in targets.projections(layer).items()
-        ]
-        for layer in layers[first:]
-    ]
+    sizes = _matrices(base, config, memory)
+    every = [matrix for layer in sizes for matrix in layer]
+    updated = [m for m in every if m.rank]
+    trained = sum(m.rank * m.copies * (m.inputs + m.outputs) for m in updated)
+    if config.dora:
+        trained += sum(m.outputs for m in updated)
     # Of the experts, each token goes through some.
     products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
     casts = [sum(m.entries for m in layer if m.cast) for layer in sizes]
-    every = [matrix for layer in sizes for matrix in layer]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
         # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
@@ -68,11 +68,9 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         layers=len(sizes),
         products=sum(products),
         layer_products=max(products),
-        updated=max(sum(m.outputs for m in layer if m.updated) for layer in sizes),
-        read=sum(
-            m.inputs for m in every if m.updated and m.outputs == base.hidden_size != m.inputs
-        ),
-        scaled=sum(m.outputs for m in every if m.updated) if config.dora else 0,
+        updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
+        read=sum(m.inputs for m in updated if m.outputs == base.hidden_size != m.inputs),
+        scaled=sum(m.outputs for m in updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_matrix=max(m.entries for m in every),
         cast=sum(casts),
@@ -104,41 +102,34 @@ def _packs_up_to(base: BaseModel) -> int:
     return ANY_LENGTH
 
 
-def _trained(model: nn.Module, config: InstructConfig) -> tuple[int, int, set[str]]:
-    """Return the number of LoRA parameters, the first layer with some, and their paths in layers.
+def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:
+    """Return the matrices of each layer from the first with LoRA on.
 
     Raises ModelError when a target matches nothing.
     """
-    layers, chosen = list(model.layers), targets.chosen_layers(model, config)
+    layers, chosen = list(base.model.layers), targets.chosen_layers(base.model, config)
     keys = targets.match_targets(chosen, config.targets)
-    names = {id(module): name for name, module in model.named_modules()}
-    total, first = 0, len(layers)
-    for i, layer in enumerate(chosen, len(layers) - len(chosen)):
+    names = {id(module): name for name, module in base.model.named_modules()}
+    sizes: list[list[_Matrix]] = []
+    # The chosen layers are the last ones, and numbered from 0.
+    for i, layer in enumerate(layers, len(chosen) - len(layers)):
+        sizes.append([])
         for key, module in targets.projections(layer).items():
-            if key in keys:
-                inputs, outputs, copies = _widths(module)
-                rank = targets.rank_of(names[id(module)], config)
-                total += rank * copies * (inputs + outputs)
-                total += outputs if config.dora else 0
-                first = min(first, i)
-    return total, first, keys
+            has_lora = i >= 0 and key in keys
+            rank = targets.rank_of(names[id(module)], config) if has_lora else 0
+            sizes[-1].append(_matrix(module, rank, getattr(mx, base.dtype), memory))
+    first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
+    return sizes[first:]
 
 
-def _widths(module: nn.Module) -> tuple[int, int, int]:
-    """Return inputs and outputs of a linear layer, and of how many experts."""
+def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) -> _Matrix:
     *experts, outputs, inputs = module.weight.shape
-    if "scales" in module:
+    quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
+    if quantized:
         inputs = inputs * 32 // module.bits
-    return inputs, outputs, experts[0] if experts else 1
-
-
-def _matrix(module: nn.Module, dtype: mx.Dtype, memory: MemoryUse, *, updated: bool) -> _Matrix:
-    inputs, outputs, copies = _widths(module)
-    unpacked = hasattr(module, "unpacked")
-    casts = memory.casts_quantized
-    cast = unpacked and casts if "scales" in module else module.weight.dtype != dtype
-    entries = inputs * outputs * copies
-    return _Matrix(inputs, outputs, copies, entries, cast, updated, unpacked and not casts)
+    copies, casts = experts[0] if experts else 1, memory.casts_quantized
+    cast = unpacked and casts if quantized else module.weight.dtype != dtype
+    return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts)
 
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
