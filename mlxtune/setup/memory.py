@@ -19,9 +19,8 @@ from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import reservation
 from mlxtune.core.steps import memory_plan, order
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, Load, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
-from mlxtune.core.steps.shapes import Load, ModelShapes
 from mlxtune.core.training.metrics import StepRecord
 from mlxtune.core.training.speed import save_speed, speed_of
 from mlxtune.errors import MemoryLimitError, MlxTuneError

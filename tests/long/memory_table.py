@@ -30,9 +30,8 @@ from mlx_lm import utils
 from mlxtune.backend.model import loading
 from mlxtune.backend.step import operations, shapes
 from mlxtune.config import PlanConfig
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, Load
 from mlxtune.core.steps.memory_plan import least
-from mlxtune.core.steps.shapes import Load
 from tests.paths import DOCS
 
 GUIDE = DOCS / "guide.md"

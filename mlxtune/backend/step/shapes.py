@@ -12,9 +12,8 @@ from mlxtune.backend.lora import targets
 from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.config import InstructConfig
-from mlxtune.core.steps.execution import Execution, MemoryUse
+from mlxtune.core.steps.execution import Execution, MemoryUse, ModelShapes
 from mlxtune.core.steps.pack import ANY_LENGTH
-from mlxtune.core.steps.shapes import ModelShapes
 
 
 @dataclass(frozen=True)

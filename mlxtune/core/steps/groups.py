@@ -235,21 +235,18 @@ class _Planner:
         """
         places = sorted(range(len(self._runs)), key=lambda place: -self._runs[place])
         yield places
-        saved = {}
+        candidates = []
         for shared in set(self._neighbours) - {0}:
-            families = self._families(shared)
-            saved[shared] = -shared * (len(places) - 1 - families[-1])
-        for shared in sorted(saved, key=lambda shared: (saved[shared], shared))[:_FAMILIES_TRIED]:
-            families = self._families(shared)
+            # The family of each place, by number; its members share this many tokens.
+            families = [0, *accumulate(int(common < shared) for common in self._neighbours)]
+            saved = shared * (len(places) - 1 - families[-1])
+            candidates.append((-saved, shared, families))
+        for _, _, families in sorted(candidates)[:_FAMILIES_TRIED]:
             members = Counter(families)
             yield sorted(
                 places,
                 key=lambda place: families[place] if members[families[place]] > 1 else len(places),
             )
-
-    def _families(self, shared: int) -> list[int]:
-        """Return the family of each place, by number; its members share this many tokens."""
-        return [0, *accumulate(int(common < shared) for common in self._neighbours)]
 
     def _cut(self, order: Sequence[int]) -> tuple[float, list[list[int]]]:
         """Cut an order into groups of neighbours at the least cost; return that, and the groups."""

@@ -9,8 +9,7 @@ from itertools import product
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.execution import Execution, Prediction, predict
-from mlxtune.core.steps.shapes import Load, ModelShapes, load_of
+from mlxtune.core.steps.execution import Execution, Load, ModelShapes, Prediction, load_of, predict
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.
 MARGIN = 0.15

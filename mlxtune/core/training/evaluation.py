@@ -24,6 +24,7 @@ from mlxtune.errors import NonFiniteLossError
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
+_TAIL = (1 - CONFIDENCE) / 2
 # With fewer rows, even a change of the same sign in all is not significant: 2 * (1/2)^5 > 0.05.
 FEWEST_ROWS = 6
 # How many of the most improved and most worsened rows to report.
@@ -234,7 +235,6 @@ def paired_difference(
     seed: int,
     *,
     resamples: int = RESAMPLES,
-    confidence: float = CONFIDENCE,
 ) -> Difference:
     """Return the difference of two losses over the same rows, with its bootstrap interval.
 
@@ -248,10 +248,21 @@ def paired_difference(
     """
     change = adapted - base
     observed = float(change.sum() / tokens.sum())
-    drawn = np.sort(_resampled(change, tokens, seed, resamples))
-    edges = _bca_levels(observed, drawn, change, tokens, confidence)
-    low, high = (float(value) for value in np.quantile(drawn, edges))
-    return Difference(observed, low, high, confidence, resamples, seed)
+    drawn = _resampled(change, tokens, seed, resamples)
+    normal = NormalDist()
+    # Equal values count half, so that many of them cause no bias.
+    below = float((drawn < observed).mean() + (drawn == observed).mean() / 2)
+    least = 1 / (2 * resamples)
+    bias = normal.inv_cdf(min(max(below, least), 1 - least))
+    acceleration = _acceleration(change, tokens)
+    levels = []
+    for share in (_TAIL, 1 - _TAIL):
+        z = bias + normal.inv_cdf(share)
+        divisor = 1 - acceleration * z
+        # The correction diverges if, for example, a single row differs; then it is skipped.
+        levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else share)
+    low, high = np.quantile(drawn, levels).tolist()
+    return Difference(observed, low, high, CONFIDENCE, resamples, seed)
 
 
 def _resampled(
@@ -265,30 +276,6 @@ def _resampled(
         chosen = generator.integers(0, rows, (min(at_once, resamples - start), rows))
         parts.append(change[chosen].sum(axis=1) / tokens[chosen].sum(axis=1))
     return np.concatenate(parts)
-
-
-def _bca_levels(
-    observed: float,
-    drawn: _Floats,
-    change: _Floats,
-    tokens: npt.NDArray[np.int64],
-    confidence: float,
-) -> tuple[float, float]:
-    """Return the quantiles of the resamples that bound the interval."""
-    normal = NormalDist()
-    half = (1 - confidence) / 2
-    # Equal values count half, so that many of them cause no bias.
-    below = float((drawn < observed).mean() + (drawn == observed).mean() / 2)
-    least = 1 / (2 * len(drawn))
-    bias = normal.inv_cdf(min(max(below, least), 1 - least))
-    acceleration = _acceleration(change, tokens)
-    levels = []
-    for share in (half, 1 - half):
-        z = bias + normal.inv_cdf(share)
-        divisor = 1 - acceleration * z
-        # The correction diverges if, for example, a single row differs; then it is skipped.
-        levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else share)
-    return levels[0], levels[1]
 
 
 def _acceleration(change: _Floats, tokens: npt.NDArray[np.int64]) -> float:

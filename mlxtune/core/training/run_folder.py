@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +46,14 @@ _OF_TRACKERS = (TENSORBOARD, "wandb", TRACKING)
 class ResumePoint:
     """A checkpoint to resume from.
 
-    `good` are all valid checkpoints, the newest first; `skipped` says why newer ones are unusable.
+    `kept` are the numbered checkpoints up to this one, the oldest first; `skipped` says why newer
+    ones are unusable.
     """
 
     checkpoint: Checkpoint
     progress: Progress
-    good: list[Checkpoint]
+    kept: Sequence[Path]
     skipped: Mapping[Path, str]
-
-    @property
-    def kept(self) -> list[Path]:
-        """The numbered checkpoints up to this one, the oldest first."""
-        step = self.checkpoint.step
-        folders = [each.folder for each in reversed(self.good) if each.step <= step]
-        return [folder for folder in folders if folder.name != BEST]
 
 
 def find_resume_point(run: Path) -> ResumePoint | None:
@@ -80,7 +74,9 @@ def find_resume_point(run: Path) -> ResumePoint | None:
         except (OSError, ValueError) as problem:
             skipped[checkpoint.folder] = str(problem)
         else:
-            return ResumePoint(checkpoint, progress, good, skipped)
+            numbered = [each for each in reversed(good) if each.folder.name != BEST]
+            kept = [each.folder for each in numbered if each.step <= checkpoint.step]
+            return ResumePoint(checkpoint, progress, kept, skipped)
     if skipped:
         why = "; ".join(f"{folder.name}: {reason}" for folder, reason in sorted(skipped.items()))
         raise OutputError(

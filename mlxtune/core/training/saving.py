@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class CheckpointSaver:
         # The best epoch's snapshot, until it can be written.
         self._pending_best: CheckpointContent | None = None
 
-    def resume(self, kept: list[Path], step: int) -> None:
+    def resume(self, kept: Sequence[Path], step: int) -> None:
         """Continue after `step` steps, with the checkpoints kept so far, the oldest first."""
         self._kept, self._saved_step = list(kept), step
         self.latest = kept[-1] if kept else None

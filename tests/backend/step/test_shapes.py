@@ -23,10 +23,16 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, GraphMemory, KernelMemory, predict
+from mlxtune.core.steps.execution import (
+    Execution,
+    GraphMemory,
+    KernelMemory,
+    Load,
+    load_of,
+    predict,
+)
 from mlxtune.core.steps.memory_plan import least, remedies
 from mlxtune.core.steps.pack import ANY_LENGTH
-from mlxtune.core.steps.shapes import Load, load_of
 from mlxtune.errors import ModelError
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import slow, slow_except

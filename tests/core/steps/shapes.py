@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mlxtune.core.steps.execution import GraphMemory, KernelMemory
-from mlxtune.core.steps.shapes import ModelShapes
+from mlxtune.core.steps.execution import GraphMemory, KernelMemory, ModelShapes
 
 # All that core asks of operations. They stand for those of a backend, which needs mlx.
 GRAPH_OPERATIONS: Any = SimpleNamespace(memory=GraphMemory())

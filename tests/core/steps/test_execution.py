@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, predict
+from mlxtune.core.steps.execution import Execution, Load, load_of, predict
 from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.shapes import Load, load_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
 KERNELS, GRAPH = Execution(KERNEL_OPERATIONS, 64), Execution(GRAPH_OPERATIONS, 64)

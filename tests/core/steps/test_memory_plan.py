@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, Load, ModelShapes
 from mlxtune.core.steps.groups import StepCost
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Work, choose, planned, why_not
-from mlxtune.core.steps.shapes import Load, ModelShapes
 from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
 AMPLE = 10**12
