@@ -110,9 +110,7 @@ def train(
                 about = about_run(
                     parts, setup.base, setup.pipeline, setup.plan, trainer, dataset, resume
                 )
-                result = trainer.train(
-                    {LEDGER: ledgers}, folder_records={ABOUT: about}, resume=resume
-                )
+                result = trainer.train({LEDGER: ledgers, ABOUT: about}, resume=resume)
         peak_gb = memory.peak_gb()
         if result is not None:
             finish(parts, setup, trainer, result, console)

@@ -19,7 +19,7 @@ ROWS, EPOCHS = 20, 3
 ADAPTER = "adapters.safetensors"
 CHECKPOINT = {
     *(ADAPTER, "adapter_config.json", "optimizer.safetensors"),
-    *("metadata.json", "metrics.jsonl", "ledger.json", "manifest.json"),
+    *("metadata.json", "metrics.jsonl", "manifest.json"),
 }
 RUN = {"run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
 VALIDATED = {*RUN, "evaluation.json"}

@@ -28,7 +28,6 @@ RUN_FILES: dict[str, str] = {
     f"{_CHECKPOINT}/parameters.safetensors": "the trained parameters, for --resume, if the adapter "
     "stores an equivalent LoRA: with --init pissa, or with several ranks",
     f"{_CHECKPOINT}/metrics.jsonl": "the records up to that step",
-    f"{_CHECKPOINT}/ledger.json": "the same as above",
     f"{_CHECKPOINT}/metadata.json": "every option, seeds, versions, hashes of the data and base "
     "model",
     f"{_CHECKPOINT}/manifest.json": "size and SHA-256 of each file of the checkpoint, written last",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import write_json
 from mlxtune.core.training import checkpoint
 from mlxtune.errors import OutputError
 
@@ -32,8 +31,7 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     A checkpoint within an epoch is due every `every_steps` or `every_minutes`, whichever comes
-    first. The last `keep` remain, in addition to `best/`. `records` are JSON values, by file name,
-    that each checkpoint holds.
+    first. The last `keep` remain, in addition to `best/`.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class CheckpointSaver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
-        self.records: Mapping[str, Any] = {}
         self.latest: Path | None = None
         self._every_steps = every_steps
         self._every_seconds = every_minutes * 60
@@ -109,13 +106,8 @@ class CheckpointSaver:
             self._pending_best = None
 
     def _write(self, name: str, content: CheckpointContent) -> Path:
-        def fill(folder: Path) -> None:
-            content.snapshot(folder)
-            for file, record in self.records.items():
-                write_json(folder / file, record)
-
         target = self.folder / name
-        checkpoint.write_checkpoint(target, fill, content.metadata, content.metrics())
+        checkpoint.write_checkpoint(target, content.snapshot, content.metadata, content.metrics())
         self.latest, self._failing = target, False
         self._on_saved(target)
         return target

@@ -130,13 +130,11 @@ class InstructTrainer:
         self,
         records: Mapping[str, Any] | None = None,
         *,
-        folder_records: Mapping[str, Any] | None = None,
         resume: ResumePoint | None = None,
     ) -> InstructTrainResult:
         """Run all epochs, or those after the checkpoint to resume from.
 
-        `records` are JSON values by file name, written to the run's folder and into each
-        checkpoint; those in `folder_records` only to the run's folder.
+        `records` are JSON values by file name, written to the run's folder.
 
         Raises NonFiniteLossError, OutputError if the best or last checkpoint cannot be written,
         ModelError if the checkpoint does not fit, and TrainingInterrupted, with the state saved,
@@ -144,8 +142,7 @@ class InstructTrainer:
         """
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
-        self._saver.records = dict(records or {})
-        for name, record in {**self._saver.records, **(folder_records or {})}.items():
+        for name, record in (records or {}).items():
             write_json(self._folder / name, record)
         self._start(resume)
         start = RunStart(

@@ -69,12 +69,11 @@ def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
 def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("of an earlier run")
     trainer = InstructTrainer(FakePipeline(), CORPUS, options(tmp_path))
-    trainer.train({"ledger.json": [1]}, folder_records={"run.json": {"a": 1}})
+    trainer.train({"run.json": {"a": 1}})
 
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
     assert (tmp_path / "previous" / "run.json").read_text() == "of an earlier run"
     assert not (tmp_path / "epoch-1" / "run.json").exists()
-    assert (tmp_path / "epoch-1" / "ledger.json").exists()
 
 
 class Listener(TrainingObserver):
