@@ -31,12 +31,12 @@ def packages() -> tuple[Package, ...]:
 
 def mlx_libraries() -> tuple[str, ...]:
     """Return the installed packages that contain MLX's own library."""
-    return tuple(name for name in MLX_LIBRARIES if _has_library(name))
-
-
-def _has_library(name: str) -> bool:
-    files = metadata.files(name) or [] if _installed(name) else []
-    return any(str(file).startswith("mlx/lib/libmlx.") for file in files)
+    files = {name: metadata.files(name) or [] for name in MLX_LIBRARIES if _installed(name)}
+    return tuple(
+        name
+        for name, every in files.items()
+        if any(str(file).startswith("mlx/lib/libmlx.") for file in every)
+    )
 
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:

@@ -201,10 +201,8 @@ def _add_record(progress: Progress, line: bytes) -> bool:
 def number(values: Mapping[str, Any], *names: str) -> float | None:
     """Return the finite number under a path of names; None if there is none."""
     value = _at(values, names)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
     # Rejects NaN and infinity too.
-    return float(value) if abs(value) < _LARGEST else None
+    return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
 
 
 def whole(values: Mapping[str, Any], *names: str) -> int | None:

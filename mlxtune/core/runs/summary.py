@@ -236,13 +236,10 @@ def option_text(value: Any) -> str:
 
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the options whose values differ between runs, with the value in each run."""
-    names = {str(name): None for run in runs for name in run.config if _is_compared(name)}
+    places = {name for name, option in OPTIONS.items() if option.affects is Affects.PLACES}
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in places)
     values = {name: [option_text(run.config.get(name)) for run in runs] for name in names}
     return {flag(name): each for name, each in values.items() if len(set(each)) > 1}
-
-
-def _is_compared(name: str) -> bool:
-    return name not in OPTIONS or OPTIONS[name].affects is not Affects.PLACES
 
 
 def planned_shares(run: Run) -> dict[str, float | None]:
