@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_QUOTED = 60
-
 
 class MlxTuneError(Exception):
     """Base of all errors that a user can cause and fix."""
@@ -78,7 +76,7 @@ def printable(text: str) -> str:
 
 def shorten(text: str) -> str:
     """Quote text from a file for a message: bounded, and with control characters escaped."""
-    return repr(text if len(text) <= _QUOTED else text[:_QUOTED] + "…")
+    return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
 def one_line(error: BaseException) -> str:

@@ -97,20 +97,10 @@ class InspectConfig(DataConfig):
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
-        html, dump = self.html_path, self.dump_path
-        if html is not None and dump is not None and html.resolve() == dump.resolve():
+        files = [as_path(path).resolve() for path in (self.html, self.dump) if path is not None]
+        if len(files) > len(set(files)):
             problems += ["--html and --dump name the same file: choose another for one of them"]
         return problems
-
-    @property
-    def html_path(self) -> Path | None:
-        """The page to write, or None."""
-        return None if self.html is None else as_path(self.html)
-
-    @property
-    def dump_path(self) -> Path | None:
-        """The file of examples to write, or None."""
-        return None if self.dump is None else as_path(self.dump)
 
 
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:

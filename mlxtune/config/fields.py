@@ -190,9 +190,17 @@ class Checked:
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
         """Return the options that `kind` shares with this config, with `changes`.
 
-        Where this config has None, `kind` keeps its default.
+        Its fields may have other names. Where this config has None, `kind` keeps its default.
         """
-        names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        shared = {name: value for name, value in given.items() if name in names}
+        own = {name: getattr(self, field) for field, name in _options(type(self)).items()}
+        shared = {
+            field: own[name] for field, name in _options(kind).items() if own.get(name) is not None
+        }
         return kind(**shared | changes)
+
+
+def _options(config: type) -> dict[str, str]:
+    """Return the option of each field, which has its name unless it says otherwise."""
+    return {
+        field.name: field.metadata.get("name", field.name) for field in dataclasses.fields(config)
+    }

@@ -219,13 +219,7 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
 
     def lora(self) -> InstructConfig:
         """Return the pipeline's part of these options."""
-        return self.part(
-            InstructConfig,
-            lora_rank=self.rank,
-            lora_alpha=self.alpha,
-            learning_rate=self.lr,
-            gradient_clip_norm=self.max_grad_norm,
-        )
+        return self.part(InstructConfig)
 
     def training(self) -> InstructTrainingConfig:
         """Return the trainer's part of these options."""
@@ -233,10 +227,7 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
             InstructTrainingConfig,
             # The trainer's own split is above 0; a run without validation gives it an empty set.
             val_split=self.val_split or InstructTrainingConfig.val_split,
-            early_stopping_patience=self.patience,
             checkpoint_dir=str(self.checkpoint_path),
-            learning_rate=self.lr,
-            log_interval=self.log_every,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from mlxtune.backend.model import model_folder
-from mlxtune.config import InspectConfig
+from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.machine.files import check_outputs, make_folder, write_file
 from mlxtune.core.reports import run_text
@@ -32,20 +32,22 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
     Raises DataError, ModelError or OutputError.
     """
     folder = model_folder.find_folder(config.model_path, weights=False)
-    written = [path for path in (config.html_path, config.dump_path) if path is not None]
+    html = None if config.html is None else as_path(config.html)
+    dump = None if config.dump is None else as_path(config.dump)
+    written = [path for path in (html, dump) if path is not None]
     check_outputs(written, [*data_files(config).all, *folder.iterdir()], "--html or --dump")
-    if config.html_path is not None:
-        PAGE.check_replaceable(config.html_path, "--html")
+    if html is not None:
+        PAGE.check_replaceable(html, "--html")
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config, folder, console.on_encoding)
         dataset = load_dataset(config, reader)
     found = build(config, reader, dataset)
     for path in written:
         make_folder(path.parent)
-    if config.html_path is not None:
-        write_file(config.html_path, [render_page(found).encode()])
-    if config.dump_path is not None:
-        write_file(config.dump_path, dump_lines(dataset))
+    if html is not None:
+        write_file(html, [render_page(found).encode()])
+    if dump is not None:
+        write_file(dump, dump_lines(dataset))
     return found
 
 

@@ -21,7 +21,8 @@ class Trackio:
 
     def __init__(self, run: TrackedRun) -> None:
         project, name = os.environ.get("TRACKIO_PROJECT") or PROJECT, f"{run.name}-{run.identity}"
-        with _no_stdout():
+        # What Trackio prints stays off stdout, which is for results.
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run: Any = trackio.init(
                 project=project,
                 name=name,
@@ -49,10 +50,5 @@ class Trackio:
         if result:
             values = {f"result/{name}": value for name, value in result.items()}
             self._run.log(values, step=int(result["steps"]))
-        with _no_stdout():
+        with contextlib.redirect_stdout(io.StringIO()):
             trackio.finish()
-
-
-def _no_stdout() -> contextlib.redirect_stdout[io.StringIO]:
-    """Keep what Trackio prints off stdout, which is for results."""
-    return contextlib.redirect_stdout(io.StringIO())
