@@ -15,7 +15,6 @@ STEP = StepProfile(
         "other": Phase(0.1, 0, 1_000_000),
     },
     [LayerProfile("layers.0", 0.25, 0.5, 700, 900), LayerProfile("head", 0.1, 0.2, 10, 20)],
-    1.5,
 )
 
 

@@ -17,10 +17,11 @@ from mlxtune.core.reports.evaluation_text import evaluation_lines
 from mlxtune.core.training.evaluation import (
     Difference,
     Evaluation,
+    ExactMatch,
+    Generated,
     Sample,
     Sums,
     evaluation_of,
-    generated_of,
     paired_difference,
     parse_evaluation,
     sums_of,
@@ -189,7 +190,7 @@ def test_loss_that_is_not_finite_names_its_row() -> None:
 def test_evaluation_survives_its_json(adapted: bool) -> None:
     found = evaluated([-1.0, -1.2] * 20)
     samples = [Sample("a.jsonl", 1, "2 + 2?", "4", "5", "4" if adapted else None)]
-    found = replace(found, generated=generated_of(samples, adapted=adapted))
+    found = replace(found, generated=Generated(1, ExactMatch(0, int(adapted)), samples))
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
 
 
