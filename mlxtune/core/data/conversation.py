@@ -117,7 +117,7 @@ def _trained(message: Mapping[str, Any], where: str) -> bool:
 
 def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
     thinking = _thinking_field(fields, where)
-    calls = tuple(map(_plain_call, objects(fields, "tool_calls")))
+    calls = tuple(map(_plain_call, _objects(fields.get("tool_calls"), "tool_calls")))
     # Some templates treat an empty list as calls.
     fields.pop("tool_calls", None)
     if calls:
@@ -197,7 +197,7 @@ def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Check and convert `tools`: a list of objects or its JSON text. Raises BadRow."""
     if isinstance(tools, str):
         tools = parse_json(tools, "'tools' is text that is not JSON") if tools.strip() else None
-    return objects({"tools": tools}, "tools")
+    return _objects(tools, "tools")
 
 
 def to_json(value: Any) -> str:
@@ -208,9 +208,7 @@ def to_json(value: Any) -> str:
         raise BadRow("JSON nested too deeply") from error
 
 
-def objects(container: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
-    """Return the list of objects under `key`, empty if absent. Raises BadRow for other values."""
-    value = container.get(key)
+def _objects(value: Any, key: str) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

@@ -108,7 +108,6 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
 
 @contextmanager
 def _reading(path: Path, option: str = "--data") -> Iterator[None]:
-    """Turn the errors of reading a file or folder into DataError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -134,7 +133,6 @@ def _stat(path: Path, option: str) -> os.stat_result:
 
 
 def _file_named(stem: str, folder: Path) -> list[Path]:
-    """Return the folder's file with this stem, if it has one."""
     with _reading(folder):
         present = {path.name for path in folder.iterdir()}
     matches = [name for ending in _ENDINGS if (name := stem + ending) in present]

@@ -92,7 +92,6 @@ def _missing_keys(
     file_format: Format | None,
     fields: Mapping[str, str],
 ) -> BadRow:
-    """Return the reason for a row that lacks the keys of its file's format, or of any format."""
     shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
     if file_format is not None:
@@ -103,7 +102,6 @@ def _missing_keys(
 
 
 def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
-    """Return the row with its keys, and those of its messages, renamed to field names."""
     row = {name: key for name, key in fields.items() if name in ROW_NAMES}
     message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
     renamed = _rename(content, row)

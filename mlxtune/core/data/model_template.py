@@ -189,16 +189,10 @@ class ModelTemplate:
                 continue
             content = _content_after_thinking(message)
             # The content comes last; look for the thinking outside it, as it may be quoted there.
-            before, shown, after = (
-                turn.answer.rpartition(content) if content else (turn.answer, "", "")
-            )
-            if message.tool_calls and content and not shown:
+            parts = turn.answer.rpartition(content) if content else (turn.answer, "", "")
+            if message.tool_calls and content and not parts[1]:
                 notes[DROPPED_CONTENT] = where
-            if (
-                message.thinking
-                and message.thinking not in before
-                and message.thinking not in after
-            ):
+            if message.thinking and not any(message.thinking in part for part in parts[::2]):
                 notes[DROPPED_THINKING] = where
             yield turn
         tool = function_name(conversation.tools[0]) if conversation.tools else None
@@ -206,7 +200,6 @@ class ModelTemplate:
             notes[DROPPED_TOOLS] = ""
 
     def _turn(self, conversation: Conversation, position: int, where: str) -> _Turn:
-        """Render a turn: its prompt and its answer, end-of-turn token included."""
         if position == 0:
             # Without a message before it, inference never generates it.
             raise BadRow("the conversation is an assistant turn without a prompt before it")
@@ -292,7 +285,6 @@ def _call(
 
 
 def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Fold the system message into the first user turn, unless it is empty."""
     system, *others = messages
     if not system.content.strip():
         return tuple(others)

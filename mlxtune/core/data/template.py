@@ -129,7 +129,6 @@ def _qwen3_answer(message: Message) -> str:
 
 
 def _holds_thinking(message: Message) -> bool:
-    """Return whether the content has the thinking, between tags."""
     thought, closed, _ = message.content.partition("</think>")
     return bool(closed) and message.thinking in thought
 
