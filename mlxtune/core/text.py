@@ -12,20 +12,19 @@ def count(number: int, noun: str) -> str:
 
 def short_number(number: int) -> str:
     """Return 596M for 596,049,920, in three digits."""
-    return _in_thousands(number, ("B", "M", "k")) or str(number)
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # Rounded first: 999,999 is 1M and not 1000k.
+        if (rounded := float(f"{number / size:.3g}")) >= 1:
+            return f"{rounded:g}{suffix}"
+    return str(number)
 
 
 def byte_size(number: float) -> str:
     """Return `12 kB`, `3.4 MB` or `24 GB`, in three digits."""
-    return _in_thousands(number, (" GB", " MB", " kB")) or f"{max(number, 0):.0f} B"
-
-
-def _in_thousands(number: float, units: tuple[str, str, str]) -> str | None:
-    for size, unit in zip((1e9, 1e6, 1e3), units, strict=True):
-        # Rounded first: 999,999 is 1M and not 1000k.
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if (rounded := float(f"{number / size:.3g}")) >= 1:
-            return f"{rounded:g}{unit}"
-    return None
+            return f"{rounded:g} {unit}"
+    return f"{max(number, 0):.0f} B"
 
 
 def loss_text(loss: float | None) -> str:
