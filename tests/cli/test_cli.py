@@ -347,7 +347,7 @@ def test_bug_keeps_its_traceback(train: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("mlxtune.recipes.train.read_weights", fail)
+    monkeypatch.setattr("mlxtune.backend.model.loading.read_weights", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         train()
 

@@ -65,7 +65,8 @@ def step_products(
     ran apart: an example, or the prefix of several, or what of an example follows it. Of these,
     `supervised` carry loss. Counted, for T tokens:
     - projections: (T, in, out) forward, and for the gradient of the inputs (T, out, in) in the
-      layers above the first with LoRA. Frozen weights need no gradient.
+      layers above the first with LoRA. Frozen weights need no gradient. In that first layer only
+      what comes after the attention is counted, if LoRA is on the attention, else nothing.
     - LoRA: its two products forward, two for its own gradients, two for those of the inputs.
     - attention, by stretch and head: scores and values forward, and four products backward; of
       each what causal attention needs, n (n + 1) / 2 pairs of n², less in a sliding window.
@@ -79,7 +80,7 @@ def step_products(
     window = getattr(getattr(model, "args", None), "sliding_window", None)
     size, share = _rounded(sum(tokens for tokens, _ in stretches))
     for i, layer in enumerate(layers):
-        for product in _projections(layer, size, above=i > first):
+        for product in _projections(layer, size, above=i > first, first=i == first):
             counts[product] += share
         for product, count in _attention(layer, stretches, window):
             counts[product] += count * (3 if i > first else 1)
@@ -89,16 +90,20 @@ def step_products(
     return counts
 
 
-def _projections(layer: nn.Module, size: int, *, above: bool) -> Iterator[Product]:
-    for module in projections(layer).values():
+def _projections(layer: nn.Module, size: int, *, above: bool, first: bool) -> Iterator[Product]:
+    adapted = {
+        name: module
+        for name, module in layer.named_modules()
+        if "lora_a" in module and module.lora_a.ndim == 2
+    }
+    attention = tuple({name.rpartition(".")[0] for name in adapted if "att" in name})
+    for name, module in projections(layer).items():
         if module.weight.ndim == 2:
             inner, outer = _dims(module)
             yield Product("projections", size, inner, outer)
-            if above:
+            if above or (first and attention and not name.startswith(attention)):
                 yield Product("projections", size, outer, inner)
-    for _, module in layer.named_modules():
-        if "lora_a" not in module or module.lora_a.ndim != 2:
-            continue
+    for module in adapted.values():
         inner, rank = module.lora_a.shape
         outer = module.lora_b.shape[1]
         yield Product("LoRA", size, inner, rank)

@@ -51,16 +51,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("products") / "m", "qwen3", num_hidden_layers=4)
 
 
-def test_projections_run_forward_and_backward_but_for_the_first_layer(folder: Path) -> None:
+def test_projections_run_forward_and_backward_but_for_the_first_attention(folder: Path) -> None:
     whole = 2 * T * (ATTENTION + MLP)
-    assert flops(folder)["projections"] == pytest.approx(7 * whole)
+    assert flops(folder)["projections"] == pytest.approx(7 * whole + 2 * T * MLP)
 
 
 def test_layers_below_lora_run_forward_only(folder: Path) -> None:
     whole = 2 * T * (ATTENTION + MLP)
     found = flops(folder, num_layers=2)
-    assert found["projections"] == pytest.approx(4 * whole + whole)
+    assert found["projections"] == pytest.approx(4 * whole + whole + 2 * T * MLP)
     assert found["attention"] == pytest.approx((4 + 2) * 2 * (2 * HEADS * WIDTH * PAIRS))
+
+
+def test_first_layer_with_lora_on_the_mlp_counts_no_gradient_of_inputs(folder: Path) -> None:
+    found = flops(folder, targets=("down_proj",))
+    assert found["projections"] == pytest.approx(7 * 2 * T * (ATTENTION + MLP))
 
 
 def test_lora_has_six_products_and_five_in_the_first_layer(folder: Path) -> None:
