@@ -112,10 +112,12 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ),
         ({"r": 4}, "gives rank 4"),
         ({"lora_alpha": None}, "has no valid r and lora_alpha"),
-        ({"lora_alpha": float("inf")}, "has no valid r and lora_alpha"),
+        ({"lora_alpha": 10**400}, "has no valid r and lora_alpha"),
+        ({"lora_alpha": float("inf")}, "adapter_config.json is not valid JSON"),
         ({"lora_alpha": 0}, "lora_alpha 0.0 is out of range"),
         ({"lora_dropout": "much"}, "lora_dropout must be from 0 to below 1"),
-        ({"lora_dropout": float("nan")}, "lora_dropout must be from 0 to below 1"),
+        ({"lora_dropout": 1}, "lora_dropout must be from 0 to below 1"),
+        ({"lora_dropout": float("nan")}, "adapter_config.json is not valid JSON"),
         ({"rank_pattern": ["q_proj"]}, "its patterns are not an object"),
         ({"rank_pattern": {"[": 2}}, "the pattern [ is invalid"),
         ({"rank_pattern": {"(" * 900: 2}}, "has no valid r and lora_alpha"),
@@ -197,7 +199,9 @@ def test_what_cannot_be_written_again_of_an_adapters_config_is_left_out(
 ) -> None:
     mlx_lm_made(model, tmp_path / "theirs")
     path = tmp_path / "theirs" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"mlxtune": own}))
+    text = json.dumps(json.loads(path.read_text()) | {"mlxtune": own})
+    # JSON for a number that is too large.
+    path.write_text(text.replace("Infinity", "1e999"))
     assert cli("import", tmp_path / "theirs", "--output", tmp_path / "ours").code == 0
     written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     assert written.get("mlxtune") == (own if "rank" in own else None)

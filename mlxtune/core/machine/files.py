@@ -91,8 +91,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file that we wrote. Raises ValueError or OSError."""
     content = read_own(path)
     try:
-        # NaN and Infinity, which JSON lacks, count as missing.
-        value = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
+        # `int` refuses NaN and Infinity, which JSON lacks.
+        value = json.loads(content.decode("utf-8"), parse_constant=int)
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deep") from error
     except ValueError as error:
