@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +9,19 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.utils import get_total_parameters
 
 from mlxtune.backend.adapters.checkpoints import trained_tensors
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
-    check_rank,
     check_shapes,
     find_adapter,
     module_names,
+    options_of,
     read_info,
     read_tensors,
     split_layer,
 )
-from mlxtune.backend.lora.apply import LayerSettings, LoRASummary, lora_layer, summarise
+from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.model.loading import BaseModel, base_quantization
@@ -37,7 +35,6 @@ from mlxtune.backend.model.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
-from mlxtune.config.ranks import alpha_of
 from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, ModelError, one_line
 
@@ -70,62 +67,36 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     """
     weights = find_adapter(adapter)
     info, tensors = read_info(weights), read_tensors(weights)
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    check_rank(weights, shapes, info)
-    names = module_names(weights, tensors, info.kind)
-    total, dropout_keys = get_total_parameters(base.model), DropoutKeys()
-    modules = _lora_layers(weights, base.model, names, info, dropout_keys)
-    base.model.freeze()
-    base.model.update_modules(tree_unflatten(list(modules.items())))
-    check_shapes(weights, shapes, trained_tensors(base.model))
-    base.model.update(tree_unflatten(list(tensors.items())))
-    for module in modules.values():
-        if isinstance(module, DoRALinear):
-            module.compute_magnitudes()
-    base.model.eval()
-    places = [place for name in names if (place := split_layer(name))]
-    keys = sorted({path for _, path in places} or names)
-    counts = Counter(layer for layer, _ in places)
-    matches = [counts[i] for i in range(min(counts, default=0), base.num_layers)]
-    config = _config_of(weights, info, keys)
-    lora = summarise(base.model, config, keys, matches, total, dropout_keys)
-    return Adapted(base, weights, lora, modules)
-
-
-def _lora_layers(
-    weights: Path, model: nn.Module, names: list[str], info: AdapterInfo, dropout_keys: DropoutKeys
-) -> dict[str, nn.Module]:
-    """Return LoRA layers for the modules of these names."""
-    modules = dict(model.named_modules())
-    settings = LayerSettings(rank=info.rank, scale=info.scale, kind=info.kind)
-    layers = {}
+    names, dropout_keys = module_names(weights, tensors, info), DropoutKeys()
+    config = _config_of(weights, info, names)
+    bases, modules = dict(base.model.named_modules()), {}
     for name in names:
-        module = modules.get(name)
-        if module is None:
+        if (module := bases.get(name)) is None:
             raise ModelError(f"{weights}: does not fit the model, which has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
                 f"{weights}: has LoRA on {name}, which is not a projection: "
                 "mlxtune supports LoRA on projections only"
             )
-        layers[name] = lora_layer(module, name, settings, dropout_keys)
-    return layers
+        modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
+    base.model.freeze()
+    base.model.update_modules(tree_unflatten(list(modules.items())))
+    check_shapes(weights, tensors, trained_tensors(base.model))
+    base.model.update(tree_unflatten(list(tensors.items())))
+    for module in modules.values():
+        if isinstance(module, DoRALinear):
+            module.compute_magnitudes()
+    base.model.eval()
+    return Adapted(base, weights, summarise(base.model, config, dropout_keys), modules)
 
 
-def _config_of(weights: Path, info: AdapterInfo, targets: list[str]) -> InstructConfig:
-    """Return the options that describe an adapter."""
-    # A PiSSA adapter has twice the rank of its options: they do not describe the file.
-    saved = info.mlxtune if info.mlxtune.get("init", "lora") == "lora" else {}
-    rslora = saved.get("rslora") is True
+def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructConfig:
+    options = options_of(info)
+    rank, alpha = options.pop("rank"), options.pop("alpha")
+    places = [place for name in names if (place := split_layer(name))]
+    targets = tuple(sorted({path for _, path in places} or names))
     try:
-        return InstructConfig(
-            lora_rank=saved.get("rank", info.rank),
-            lora_alpha=saved.get("alpha", alpha_of(info.scale, info.rank, rslora=rslora)),
-            targets=tuple(targets),
-            dora=info.kind == "dora",
-            rslora=rslora,
-            target_rank=saved.get("target_ranks", {}),
-        )
+        return InstructConfig(lora_rank=rank, lora_alpha=alpha, targets=targets, **options)
     except ConfigError as error:
         raise ModelError(f"{weights.with_name(ADAPTER_CONFIG)}: {one_line(error)}") from error
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import safetensors
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.adapters.files import check_shapes, read_shapes, write_tensors
+from mlxtune.backend.adapters.files import check_shapes, load_tensors, write_tensors
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
 from mlxtune.config.ranks import target_ranks
@@ -186,11 +185,6 @@ def _read(
     path: Path, expected: Mapping[str, mx.array]
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return a file's tensors, of the expected shapes, and its metadata. Raises ModelError."""
-    shapes = read_shapes(path)
-    check_shapes(path, shapes, expected)
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            tensors = {name: mx.array(file.get_tensor(name)) for name in shapes}
-            return tensors, dict(file.metadata() or {})
-    except (OSError, safetensors.SafetensorError, TypeError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    tensors, metadata = load_tensors(path)
+    check_shapes(path, tensors, expected)
+    return tensors, metadata

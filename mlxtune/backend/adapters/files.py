@@ -15,7 +15,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from mlxtune.config.ranks import alpha_of
 from mlxtune.core.machine.files import read_json, write_file
+from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.errors import ModelError, one_line
 
@@ -102,27 +104,25 @@ def read_info(weights: Path) -> AdapterInfo:
     )
 
 
-def read_shapes(weights: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors by their names. Raises ModelError."""
+def load_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return a safetensors file's tensors and its metadata. Raises ModelError."""
     try:
-        with safetensors.safe_open(weights, framework="numpy") as file:
+        # Unlike MLX, this checks the header; unlike numpy, MLX knows bfloat16.
+        with safetensors.safe_open(path, framework="numpy") as file:
             if long := [name for name in file.keys() if len(name) > _LONGEST_NAME]:  # noqa: SIM118
                 raise ValueError(f"a tensor's name has {len(long[0]):,} characters")
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+        mx.eval(loaded[0])
     except _UNREADABLE as error:
-        raise ModelError(f"{weights}: cannot be read: {one_line(error)}") from error
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return loaded
 
 
 def read_tensors(weights: Path) -> dict[str, mx.array]:
-    """Return a safetensors file's tensors in float32, whatever their dtype. Raises ModelError."""
-    # Unlike MLX, this checks the header; unlike numpy, MLX knows bfloat16.
-    read_shapes(weights)
-    try:
-        loaded: Any = mx.load(str(weights), format="safetensors")
-        tensors = {name: value.astype(mx.float32) for name, value in loaded.items()}
-        mx.eval(tensors)
-    except _UNREADABLE as error:
-        raise ModelError(f"{weights}: cannot be read: {one_line(error)}") from error
+    """Return an adapter's tensors in float32, whatever their dtype. Raises ModelError."""
+    tensors = {name: value.astype(mx.float32) for name, value in load_tensors(weights)[0].items()}
+    if broken := [name for name, value in tensors.items() if not mx.isfinite(value).all()]:
+        raise ModelError(f"{weights}: has NaN or infinite values in {join_few(broken)}")
     return tensors
 
 
@@ -152,10 +152,12 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def check_shapes(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, mx.array]
+    path: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, mx.array]
 ) -> None:
     """Raise ModelError, naming every tensor whose shape is not the expected one."""
-    needed = {name: tuple(value.shape) for name, value in expected.items()}
+    shapes, needed = (
+        {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)
+    )
     problems = [
         f"{name} is {shapes.get(name, 'missing')}, the model needs {needed.get(name, 'none')}"
         for name in sorted(needed.keys() | shapes.keys())
@@ -165,34 +167,51 @@ def check_shapes(
         raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")
 
 
-def check_rank(weights: Path, shapes: Mapping[str, tuple[int, ...]], info: AdapterInfo) -> None:
-    """Raise ModelError if the tensors' rank differs from the config's.
-
-    Called before anything of that size is allocated.
-    """
-    for name, shape in shapes.items():
-        if not name.endswith(".lora_a") or len(shape) not in (2, 3):
-            continue
-        # (in, rank), or (experts, rank, in).
-        rank = shape[1]
-        if rank != info.rank:
-            raise ModelError(
-                f"{weights.with_name(ADAPTER_CONFIG)}: gives rank {info.rank}, but {name:.200} has "
-                f"{rank:,}: the two files do not belong together"
-            )
-
-
-def module_names(weights: Path, names: Mapping[str, Any], kind: str) -> list[str]:
+def module_names(weights: Path, tensors: Mapping[str, mx.array], info: AdapterInfo) -> list[str]:
     """Return the modules that an adapter's tensors belong to, sorted.
 
-    Raises ModelError for a tensor that such an adapter does not have.
+    Raises ModelError for a tensor too many or too few, and for a rank that is not the config's,
+    before anything of that size is allocated.
     """
-    leaves = LEAVES[kind]
-    unexpected = sorted(name for name in names if name.rpartition(".")[2] not in leaves)
-    if unexpected or not names:
-        contents = ", ".join(unexpected[:3]) or "no tensors"
-        raise ModelError(f"{weights}: is not a {kind} adapter: it has {contents:.200}")
-    return sorted({name.rpartition(".")[0] for name in names})
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    needed = {f"{module}.{leaf}" for module in modules for leaf in LEAVES[info.kind]}
+    if extra := sorted(tensors.keys() - needed):
+        problem = f"has {join_few(extra, 3)}"
+    else:
+        problem = f"lacks {join_few(sorted(needed - tensors.keys()), 3)}"
+    if not tensors or needed != tensors.keys():
+        raise ModelError(f"{weights}: is not a {info.kind} adapter: it {problem:.200}")
+    for module in modules:
+        # (in, rank), or (experts, rank, in).
+        shape = tensors[f"{module}.lora_a"].shape
+        if len(shape) in (2, 3) and shape[1] != info.rank:
+            raise ModelError(
+                f"{weights.with_name(ADAPTER_CONFIG)}: gives rank {info.rank}, but {module:.200} "
+                f"has {shape[1]:,}: the two files do not belong together"
+            )
+    return modules
+
+
+def options_of(info: AdapterInfo, rslora: bool | None = None) -> dict[str, Any]:
+    """Return the rank, alpha, target_rank, rslora and dora that describe an adapter.
+
+    With `rslora` given, alpha is the one that gives the adapter's scale with it.
+    """
+    saved = info.mlxtune
+    rslora = saved.get("rslora") is True if rslora is None else rslora
+    options = {
+        "rank": info.rank,
+        "alpha": alpha_of(info.scale, info.rank, rslora=rslora),
+        "target_rank": {},
+        "rslora": rslora,
+        "dora": info.kind == "dora",
+    }
+    # A PiSSA adapter has twice the rank of its options, and continues as plain LoRA of that rank.
+    same = saved.get("init", "lora") == "lora" and rslora == saved.get("rslora", False)
+    if same and {"rank", "alpha"} <= saved.keys():
+        ranks = saved.get("target_ranks", {})
+        options |= {"rank": saved["rank"], "alpha": saved["alpha"], "target_rank": ranks}
+    return options
 
 
 def split_layer(name: str) -> tuple[int, str] | None:

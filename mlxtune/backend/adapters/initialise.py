@@ -14,19 +14,17 @@ from mlx.utils import tree_unflatten
 from mlxtune.backend.adapters.checkpoints import adapter_tensors, unpad_rank
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
-    check_rank,
     check_shapes,
     find_adapter,
     module_names,
+    options_of,
     read_info,
-    read_shapes,
     read_tensors,
     split_layer,
 )
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules, trained_rank
 from mlxtune.backend.lora.layers import DoRALinear
 from mlxtune.backend.lora.pissa import init_pissa
-from mlxtune.config.ranks import alpha_of
 from mlxtune.core.machine.files import file_hash
 from mlxtune.errors import ModelError
 
@@ -59,8 +57,7 @@ def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
             "the adapter's"
         )
     tensors = read_tensors(weights)
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    check_shapes(weights, shapes, adapter_tensors(model, lora))
+    check_shapes(weights, tensors, adapter_tensors(model, lora))
     for name, module in adapted_modules(model).items():
         a, b, rank = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"], trained_rank(module)
         try:
@@ -75,7 +72,6 @@ def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
 
 
 def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
-    """Return how an adapter and the options contradict each other."""
     problems, alpha = [], lora.config.lora_alpha
     if info.kind != lora.kind:
         dora = "on" if lora.config.dora else "off"
@@ -100,10 +96,8 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(adapter, str) or not adapter.strip() or given.get("init", "lora") != "lora":
         return dict(given)
     weights = find_adapter(adapter, "--init-adapter")
-    info, shapes = read_info(weights), read_shapes(weights)
-    check_rank(weights, shapes, info)
-    places = []
-    for name in module_names(weights, shapes, info.kind):
+    info, places = read_info(weights), []
+    for name in module_names(weights, read_tensors(weights), info):
         if (place := split_layer(name)) is None:
             raise ModelError(
                 f"{weights}: has LoRA on {name:.200}, outside the layers, where mlxtune cannot "
@@ -111,19 +105,11 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         places.append(place)
     last = 1 + max(layer for layer, _ in places)
-    saved = info.mlxtune
-    rslora = bool(given.get("rslora", saved.get("rslora", False)))
-    # A PiSSA adapter has twice the rank of its options, and continues as plain LoRA of that rank.
-    exact = saved.get("init", "lora") == "lora" and {"rank", "alpha"} <= saved.keys()
-    exact = exact and rslora == saved.get("rslora", False)
-    alpha = alpha_of(info.scale, info.rank, rslora=rslora)
+    rslora = bool(given["rslora"]) if "rslora" in given else None
     return {
-        "rank": saved["rank"] if exact else info.rank,
-        "alpha": saved["alpha"] if exact else alpha,
-        "target_rank": saved.get("target_ranks", {}) if exact else {},
+        **options_of(info, rslora),
         "targets": sorted({path for _, path in places}),
         # mlx-lm reads a num_layers beyond the model's as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
-        "rslora": rslora,
-        "dora": info.kind == "dora",
-    } | dict(given)
+        **given,
+    }

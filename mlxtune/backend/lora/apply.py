@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -23,18 +22,6 @@ from mlxtune.backend.lora.targets import EXPERTS, chosen_layers, match_targets, 
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import pattern_of, scale_of, target_ranks
 from mlxtune.errors import ModelError
-
-
-@dataclass(frozen=True)
-class LayerSettings:
-    """The LoRA of one projection. `kind` is mlx-lm's fine_tune_type, "lora" or "dora"."""
-
-    rank: int
-    scale: float
-    kind: str = "lora"
-    dropout: float = 0.0
-    pissa: bool = False
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,58 +83,42 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     """
     layers = chosen_layers(model, config)
     keys = match_targets(layers, config.targets)
-    total = get_total_parameters(model)
     names = {id(module): name for name, module in model.named_modules()}
-    ranks = target_ranks(config.target_rank)
-    dropout_keys, used = DropoutKeys(), set()
+    dropout_keys = DropoutKeys()
     model.freeze()
-    matches = []
     for layer in layers:
         adapted = []
         for key, module in projections(layer).items():
-            if key not in keys:
-                continue
-            name = names[id(module)]
-            used.add(pattern_of(name, ranks))
-            rank = rank_of(name, config)
-            settings = LayerSettings(
-                rank=rank,
-                scale=scale_of(config.lora_alpha, rank, rslora=config.rslora),
-                kind="dora" if config.dora else "lora",
-                dropout=config.dropout,
-                pissa=config.init != "lora",
-                seed=config.seed,
-            )
-            adapted.append((key, lora_layer(module, name, settings, dropout_keys)))
+            if key in keys:
+                name = names[id(module)]
+                rank = rank_of(name, config)
+                scale = scale_of(config.lora_alpha, rank, rslora=config.rslora)
+                adapted.append((key, lora_layer(module, name, rank, scale, config, dropout_keys)))
         layer.update_modules(tree_unflatten(adapted))
-        matches.append(len(adapted))
+    ranks = target_ranks(config.target_rank)
+    used = {pattern_of(name, ranks) for name in adapted_modules(model)}
     if unused := [target for target in ranks if target not in used]:
         raise ModelError(
             f"--target-rank: {', '.join(unused)} is not a target; "
             f"the targets are {', '.join(sorted(keys))}"
         )
-    return summarise(model, config, keys, matches, total, dropout_keys)
+    return summarise(model, config, dropout_keys)
 
 
-def summarise(
-    model: nn.Module,
-    config: InstructConfig,
-    keys: Iterable[str],
-    matches: list[int],
-    total_parameters: int,
-    dropout_keys: DropoutKeys,
-) -> LoRASummary:
-    """Return the summary of a model with LoRA; `matches` counts the modules in each layer."""
+def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
+    """Return the summary of a model with LoRA."""
+    matches = [list(adapted_modules(layer)) for layer in model.layers]
     written = {_written(module) for module in adapted_modules(model).values()}
     rank, scale = max(written)
     return LoRASummary(
         config=config,
-        keys=tuple(sorted(keys)),
-        num_layers=len(matches),
-        modules=sum(matches),
-        layers=sum(count > 0 for count in matches),
+        keys=tuple(sorted({path for paths in matches for path in paths})),
+        num_layers=config.num_layers or len(matches),
+        modules=sum(map(len, matches)),
+        layers=sum(map(bool, matches)),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
-        total_parameters=total_parameters,
+        # Those of LoRA are not counted: its layers have children.
+        total_parameters=get_total_parameters(model),
         dropout_keys=dropout_keys,
         scale=scale,
         written_rank=rank,
@@ -167,33 +138,41 @@ def trained_rank(module: nn.Module) -> int:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have LoRA by their full names."""
+    """Return the modules of a model or layer that have LoRA, by their path in it."""
     return {name: module for name, module in model.named_modules() if "lora_a" in module}
 
 
 def lora_layer(
-    module: nn.Module, name: str, settings: LayerSettings, dropout_keys: DropoutKeys
+    module: nn.Module,
+    name: str,
+    rank: int,
+    scale: float,
+    config: InstructConfig,
+    dropout_keys: DropoutKeys,
 ) -> nn.Module:
-    """Return a projection with LoRA on it. Raises ModelError if that is not possible."""
-    key = mx.random.key(hash_of(f"{settings.seed}/lora/{name}", 8))
+    """Return a projection with LoRA on it, of this rank and scale whatever those of the config.
+
+    Raises ModelError if that is not possible.
+    """
+    key = mx.random.key(hash_of(f"{config.seed}/lora/{name}", 8))
     if isinstance(module, EXPERTS):
-        return _lora_experts(module, name, settings, key)
-    kind = DoRALinear if settings.kind == "dora" else LoRALinear
+        return _lora_experts(module, name, rank, scale, config, key)
+    kind = DoRALinear if config.dora else LoRALinear
     layer = kind(
         module,
-        rank=settings.rank,
-        scale=settings.scale,
-        dropout=settings.dropout,
+        rank=rank,
+        scale=scale,
+        dropout=config.dropout,
         key=key,
         dropout_keys=dropout_keys,
         salt=hash_of(f"dropout/{name}", 4),
     )
-    if settings.pissa:
+    if config.init != "lora":
         limit = min(layer.lora_a.shape[0], layer.lora_b.shape[1])
-        if settings.rank > limit:
+        if rank > limit:
             raise ModelError(
                 f"--init pissa: {name} has only {limit} singular vectors, fewer than a rank of "
-                f"{settings.rank}: lower its rank with --rank or --target-rank"
+                f"{rank}: lower its rank with --rank or --target-rank"
             )
         # Placeholders of the right shape until the factors are computed or read.
         layer.principal = PrincipalFactors(mx.zeros_like(layer.lora_a), layer.lora_b)
@@ -201,17 +180,17 @@ def lora_layer(
 
 
 def _lora_experts(
-    module: nn.Module, name: str, settings: LayerSettings, key: mx.array
+    module: nn.Module, name: str, rank: int, scale: float, config: InstructConfig, key: mx.array
 ) -> nn.Module:
-    if settings.dropout:
+    if config.dropout:
         raise ModelError(f"--dropout does not work on the experts of {name}: set it to 0")
-    for option, given in ("--dora", settings.kind == "dora"), ("--init pissa", settings.pissa):
+    for option, given in ("--dora", config.dora), ("--init pissa", config.init != "lora"):
         if given:
             raise ModelError(
                 f"{option} does not work on the experts of {name}: "
                 "leave it out, or name other --targets"
             )
-    experts = LoRASwitchLinear.from_base(module, r=settings.rank, scale=settings.scale)
+    experts = LoRASwitchLinear.from_base(module, r=rank, scale=scale)
     bound = 1 / math.sqrt(module.input_dims)
     experts.lora_a = mx.random.uniform(-bound, bound, experts.lora_a.shape, key=key)
     return experts

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -86,28 +84,6 @@ def path_in_layer(name: str) -> tuple[int, str]:
 def layers_from(modules: Mapping[str, Any], num_layers: int) -> int:
     """Return the number of layers from the first that has a module to the last of the model."""
     return num_layers - min(path_in_layer(name)[0] for name in modules)
-
-
-def read_tensors(path: Path) -> dict[str, Matrix]:
-    """Return the tensors of a safetensors file as float32. Raises ModelError."""
-    tensors = {name: np.array(value) for name, value in files.read_tensors(path).items()}
-    if broken := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
-        raise ModelError(f"{path}: has NaN or infinite values in {join_few(broken)}")
-    return tensors
-
-
-def group_by_module(
-    tensors: Mapping[str, Matrix], pattern: re.Pattern[str]
-) -> tuple[dict[str, dict[str, Matrix]], list[str]]:
-    """Return tensors by module and part, a pattern's groups, and the names it does not match."""
-    parts: dict[str, dict[str, Matrix]] = {}
-    others = []
-    for name, tensor in tensors.items():
-        if match := pattern.fullmatch(name):
-            parts.setdefault(match[1], {})[match[2]] = tensor
-        else:
-            others.append(name)
-    return parts, others
 
 
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:

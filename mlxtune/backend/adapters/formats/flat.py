@@ -11,16 +11,15 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import safetensors
+import numpy as np
 
-from mlxtune.backend.adapters.files import write_tensors
+from mlxtune.backend.adapters.files import load_tensors, write_tensors
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
     layers_from,
     path_in_layer,
-    read_tensors,
 )
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError
@@ -61,16 +60,15 @@ def read_flat(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
         layer, inside = path_in_layer(module)
         by_place.setdefault((layer, inside.rsplit(".", 1)[-1]), []).append(module)
     parts: dict[str, dict[str, Matrix]] = {}
-    for name, tensor in read_tensors(path).items():
+    tensors, metadata = load_tensors(path)
+    for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         where = by_place.get((int(match[1]), match[2]), []) if match else []
         if match is None or len(where) != 1:
             raise ModelError(
                 f"{path}: {name} matches {join_few(where) or 'no module'} in the base model"
             )
-        parts.setdefault(where[0], {})[match[3]] = tensor.T
-    with safetensors.safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() or {}
+        parts.setdefault(where[0], {})[match[3]] = np.array(tensor.T)
     try:
         scale = float(metadata["scale"])
         updates = {name: Update(each["lora_a"], each["lora_b"]) for name, each in parts.items()}

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.tuner.utils import load_adapters
 
-from mlxtune.backend.adapters.files import read_adapter_config, read_info, write_tensors
+from mlxtune.backend.adapters.files import (
+    LEAVES,
+    module_names,
+    read_adapter_config,
+    read_info,
+    read_tensors,
+    write_tensors,
+)
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    group_by_module,
     path_in_layer,
-    read_tensors,
 )
 from mlxtune.core.machine.files import write_file, write_json
-from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
-
-_TENSOR = re.compile(r"(.+)\.(lora_a|lora_b|m)")
 
 
 def read_mlx_lm(weights: Path) -> Adapter:
@@ -41,10 +43,15 @@ def read_mlx_lm(weights: Path) -> Adapter:
         raise ModelError(
             f"{path}: has no valid num_layers or dropout: {one_line(error)}"
         ) from error
+    tensors = read_tensors(weights)
+    modules = {
+        name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
+        for name in module_names(weights, tensors, info)
+    }
     return Adapter(
         scale=info.scale,
         num_layers=num_layers,
-        modules=_modules_of(weights, read_tensors(weights), dora=info.kind == "dora"),
+        modules=modules,
         dropout=dropout,
         model=str(config.get("model") or ""),
         settings={"mlxtune": dict(info.mlxtune)} if _can_be_written(info.mlxtune) else {},
@@ -57,23 +64,6 @@ def _can_be_written(value: Mapping[str, Any]) -> bool:
         return bool(value) and bool(json.dumps(dict(value), allow_nan=False))
     except (ValueError, RecursionError):
         return False
-
-
-def _modules_of(path: Path, tensors: Mapping[str, Matrix], *, dora: bool) -> dict[str, Update]:
-    """Return tensors by module. Raises ModelError for other tensors and incomplete modules."""
-    parts, others = group_by_module(tensors, _TENSOR)
-    needed = {"lora_a", "lora_b", "m"} if dora else {"lora_a", "lora_b"}
-    problem = "" if parts else "no LoRA tensors"
-    if incomplete := [name for name, each in parts.items() if each.keys() != needed]:
-        problem = f"not exactly {', '.join(sorted(needed))} for {join_few(incomplete)}"
-    if others:
-        problem = f"tensors other than LoRA's: {join_few(others)}"
-    if problem:
-        raise ModelError(f"{path}: has {problem}: it is not an adapter in mlx-lm's layout")
-    return {
-        name: Update(each["lora_a"], each["lora_b"], each.get("m"))
-        for name, each in sorted(parts.items())
-    }
 
 
 def write_mlx_lm(adapter: Adapter, folder: Path) -> None:

@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 import regex
 
-from mlxtune.backend.adapters.files import read_adapter_config, write_tensors
+from mlxtune.backend.adapters.files import read_adapter_config, read_tensors, write_tensors
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    group_by_module,
     layers_from,
     path_in_layer,
-    read_tensors,
 )
 from mlxtune.backend.adapters.formats.names import (
     folder_names,
@@ -123,8 +121,8 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     Lower ranks are padded with zeros to the largest, and `b` makes up for differing scales. Raises
     ModelError, naming the features that mlx-lm's LoRA does not have.
     """
-    config, tensors = _read_config(folder / CONFIG), read_tensors(folder / WEIGHTS)
-    parts = _parts_of(folder / WEIGHTS, tensors, dora=bool(config.get("use_dora")))
+    config = _read_config(folder / CONFIG)
+    parts = _read_parts(folder / WEIGHTS, dora=bool(config.get("use_dora")))
     names = match(parts, modules, "the base model")
     deadline = time.monotonic() + _PATTERN_SECONDS
     scales = {
@@ -168,11 +166,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _parts_of(
-    path: Path, tensors: Mapping[str, Matrix], *, dora: bool
-) -> dict[str, dict[str, Matrix]]:
-    stripped = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-    parts, others = group_by_module(stripped, _PART)
+def _read_parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
+    """Return tensors by module and part, such as `lora_A`."""
+    parts: dict[str, dict[str, Matrix]] = {}
+    others = []
+    for name, tensor in read_tensors(path).items():
+        if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
+            parts.setdefault(match[1], {})[match[2]] = np.array(tensor)
+        else:
+            others.append(name)
     if others:
         raise ModelError(
             f"{path}: has tensors that mlx-lm's LoRA does not support: {join_few(others)}"
