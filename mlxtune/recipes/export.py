@@ -68,13 +68,14 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
         return load_adapted(base, str(folder)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)
-    modules, layers = names.projections_of(base.model), base.num_layers
+    modules = names.projections_of(base.model)
     if config.format == "peft":
-        adapter = peft.read_peft(folder, modules, layers)
+        adapter = peft.read_peft(folder, modules)
     elif config.format == "flat":
-        adapter = flat.read_flat(folder, modules, layers)
+        adapter = flat.read_flat(folder, modules)
     else:
-        adapter = gguf.read_gguf(folder, modules, base.model_type, base.text_config, layers)
+        shape = (base.model_type, base.text_config, base.num_layers)
+        adapter = gguf.read_gguf(folder, modules, *shape)
     with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:
         mlx_lm.write_mlx_lm(completed(adapter, modules), Path(scratch))
         return load_adapted(base, scratch).model

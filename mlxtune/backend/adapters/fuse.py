@@ -101,8 +101,8 @@ def fused_model(
     for name, update in adapter.modules.items():
         module = _projection(modules, name, folder)
         check_fits(module, update, name)
-        dtype = base.dtype_of(name, module)
-        fused.append((name, _fused(module, update, adapter.scale, dtype, dequantize)))
+        weight = _updated(name, module, update, adapter.scale).astype(base.dtype_of(name, module))
+        fused.append((name, _layer_like(module, weight, dequantize)))
     if not dequantize and quantization:
         config |= quantized_config(model, quantization["quantize"])
     model.update_modules(tree_unflatten(fused))
@@ -117,21 +117,26 @@ def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
     """Dequantise the modules of a model, except those in `kept`."""
     plain = []
     for name, module in base.model.named_modules():
-        if name in kept or "scales" not in module:
-            continue
-        if "global_scale" in module:
-            raise ModelError(
-                f"{name}: is quantised with a global scale, which mlxtune cannot dequantise"
-            )
-        weight = dequantized_weight(module).astype(base.dtype_of(name, module))
-        plain.append((name, _plain_module(module, weight)))
+        if name not in kept and "scales" in module:
+            weight = _weight(name, module).astype(base.dtype_of(name, module))
+            plain.append((name, _layer_like(module, weight, dequantize=True)))
     base.model.update_modules(tree_unflatten(plain))
 
 
-def _plain_module(module: nn.Module, weight: mx.array) -> nn.Module:
-    """Return a module like another, with this weight, not quantised."""
+def _weight(name: str, module: nn.Module) -> mx.array:
+    """Return a weight in float32."""
+    if "global_scale" in module:
+        raise ModelError(
+            f"{name}: is quantised with a global scale, which mlxtune cannot dequantise"
+        )
+    return dequantized_weight(module)
+
+
+def _layer_like(module: nn.Module, weight: mx.array, dequantize: bool) -> nn.Module:
+    """Return a layer like another, with this weight; quantised alike unless `dequantize`."""
+    made: Any
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-        made: nn.Module = nn.Embedding(*weight.shape)
+        made = nn.Embedding(*weight.shape)
     elif weight.ndim == 3:
         count, rows, columns = weight.shape
         made = SwitchLinear(columns, rows, count, bias=False)
@@ -140,6 +145,8 @@ def _plain_module(module: nn.Module, weight: mx.array) -> nn.Module:
     made.weight = weight
     if "bias" in module:
         made.bias = module.bias
+    if isinstance(module, _QUANTIZED) and not dequantize:
+        return made.to_quantized(group_size=module.group_size, bits=module.bits, mode=module.mode)
     return made
 
 
@@ -196,16 +203,12 @@ def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn
         raise ModelError(f"{folder}: has no {name}, which the adapter needs")
     if not isinstance(module, PROJECTIONS):
         raise ModelError(f"{folder}: {name} is not a projection, but the adapter is for it")
-    if "global_scale" in module:
-        raise ModelError(
-            f"{folder}: {name} is quantised with a global scale, which mlxtune cannot fuse"
-        )
     return module
 
 
-def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
+def _updated(name: str, module: nn.Module, update: Update, scale: float) -> mx.array:
     """Return the weight of a module with the update, in float32."""
-    weight = dequantized_weight(module)
+    weight = _weight(name, module)
     a, b = mx.array(update.a), mx.array(update.b)
     if update.of_experts:
         return weight + (scale * b) @ a
@@ -214,16 +217,6 @@ def _updated(module: nn.Module, update: Update, scale: float) -> mx.array:
         return weight
     # DoRA, arXiv:2402.09353, equation 5.
     return weight * (mx.array(update.m) / mx.linalg.norm(weight, axis=1))[:, None]
-
-
-def _fused(
-    module: nn.Module, update: Update, scale: float, dtype: mx.Dtype, dequantize: bool
-) -> nn.Module:
-    """Return a layer with the update in its weight, rounded to the dtype."""
-    plain: Any = _plain_module(module, _updated(module, update, scale).astype(dtype))
-    if isinstance(module, _QUANTIZED) and not dequantize:
-        return plain.to_quantized(group_size=module.group_size, bits=module.bits, mode=module.mode)
-    return plain
 
 
 def check_fused(
@@ -251,7 +244,8 @@ def check_fused(
     bases, written = dict(before.named_modules()), dict(after.named_modules())
     for name, update in adapter.modules.items():
         module = _projection(bases, name, base)
-        wanted, dtype = _updated(module, update, adapter.scale), opened.dtype_of(name, module)
+        wanted = _updated(name, module, update, adapter.scale)
+        dtype = opened.dtype_of(name, module)
         error, allowed = _errors(_projection(written, name, fused), wanted, dtype)
         largest = max(largest, error)
         if not error <= allowed:
@@ -273,34 +267,27 @@ def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float
 
     Both are relative to the largest weight of the matrix.
     """
-    written = dequantized_weight(module)
-    rounded = wanted.astype(dtype)
-    if isinstance(module, _QUANTIZED):
-        plain: Any = _plain_module(module, rounded)
-        quantized = plain.to_quantized(
-            group_size=module.group_size, bits=module.bits, mode=module.mode
-        )
-        rounded = dequantized_weight(quantized)
-    scale = mx.abs(wanted).max()
+    rounded = _layer_like(module, wanted.astype(dtype), dequantize=False)
     off, rounding = (
-        mx.abs(each.astype(mx.float32) - wanted).max() / scale for each in (written, rounded)
+        mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
+        for each in (module, rounded)
     )
     return float(np.array(off)), float(np.array(rounding)) * _SLACK + _FLOAT32_SLACK
 
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
     """Yield the tensors without an update, and whether they are equal in both models."""
-    own = tuple(f"{name}." for name in adapter.modules)
-    expected, written = (
-        {
-            name: value
-            for name, value in tree_flatten(model.parameters())
-            if not name.startswith(own) or name.endswith(".bias")
-        }
-        for model in (before, after)
-    )
+    own, tensors = tuple(f"{name}." for name in adapter.modules), []
     for model in (before, after):
+        tensors.append(
+            {
+                name: value
+                for name, value in tree_flatten(model.parameters())
+                if not name.startswith(own) or name.endswith(".bias")
+            }
+        )
         model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    expected, written = tensors
     for name in sorted(expected.keys() | written.keys()):
         one, other = expected.pop(name, None), written.pop(name, None)
         if one is None or other is None or one.dtype != other.dtype:

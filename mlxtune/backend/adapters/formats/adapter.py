@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -35,18 +36,23 @@ class Update:
         """Whether it belongs to a layer of experts."""
         return self.a.ndim == 3
 
+    @property
+    def rank(self) -> int:
+        """The rank of the product."""
+        return self.a.shape[-2] if self.of_experts else self.a.shape[-1]
+
 
 @dataclass(frozen=True)
 class Adapter:
     """An adapter, with its modules by their path in mlx-lm's model.
 
-    The update of a module is `scale * (x @ a) @ b`. `settings` are further entries of
-    adapter_config.json.
+    The update of a module is `scale * (x @ a) @ b`. `num_layers` is the number of last layers that
+    mlx-lm puts it on, -1 for all. `settings` are further entries of adapter_config.json.
     """
 
     scale: float
-    num_layers: int
     modules: Mapping[str, Update]
+    num_layers: int = -1
     dropout: float = 0.0
     model: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -59,8 +65,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """The rank of its modules, which all have the same."""
-        update = next(iter(self.modules.values()))
-        return update.a.shape[-2] if update.of_experts else update.a.shape[-1]
+        return next(iter(self.modules.values())).rank
 
     def check_plain(self, format: str) -> None:
         """Raise ModelError for experts, which most formats cannot hold."""
@@ -81,9 +86,15 @@ def path_in_layer(name: str) -> tuple[int, str]:
     return place
 
 
-def layers_from(modules: Mapping[str, Any], num_layers: int) -> int:
-    """Return the number of layers from the first that has a module to the last of the model."""
-    return num_layers - min(path_in_layer(name)[0] for name in modules)
+def valid_dropout(path: Path, option: str, value: Any) -> float:
+    """Return the dropout in an adapter's config. Raises ModelError."""
+    try:
+        dropout = float(value or 0.0)
+        if not 0 <= dropout < 1:
+            raise ValueError
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: {option} must be from 0 to below 1") from error
+    return dropout
 
 
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
@@ -109,23 +120,24 @@ def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
 
 
 def _zero_update(adapter: Adapter, module: nn.Module) -> Update:
-    weight = dequantized_weight(module)
-    *experts, rows, columns = weight.shape
-    a: tuple[int, ...] = (columns, adapter.rank)
-    b: tuple[int, ...] = (adapter.rank, rows)
+    a, b = (np.zeros(shape, np.float32) for shape in _shapes(module, adapter.rank))
+    norms = mx.linalg.norm(dequantized_weight(module), axis=1)
+    return Update(a, b, np.array(norms) if adapter.is_dora else None)
+
+
+def _shapes(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A and B for a projection."""
+    *experts, rows, columns = dequantized_weight(module).shape
     if experts:
-        a, b = (*experts, adapter.rank, columns), (*experts, rows, adapter.rank)
-    m = np.array(mx.linalg.norm(weight, axis=1)) if adapter.is_dora else None
-    return Update(np.zeros(a, np.float32), np.zeros(b, np.float32), m)
+        return (*experts, rank, columns), (*experts, rows, rank)
+    return (columns, rank), (rank, rows)
 
 
 def check_fits(module: nn.Module, update: Update, name: str) -> None:
-    """Raise ModelError if an update's shape differs from its projection's."""
-    *_, rows, columns = dequantized_weight(module).shape
-    a, b = update.a.shape, update.b.shape
-    rank, shape = (a[-2], (b[-2], a[-1])) if update.of_experts else (a[-1], (b[-1], a[0]))
-    if shape != (rows, columns) or rank != (b[-1] if update.of_experts else b[0]):
+    """Raise ModelError if an update's shapes are not those for its projection."""
+    shapes, needed = (update.a.shape, update.b.shape), _shapes(module, update.rank)
+    if shapes != needed:
         raise ModelError(
-            f"{name}: the adapter is for a weight of {shape}, the model's is {(rows, columns)}: "
+            f"{name}: the adapter is for another model: it has {shapes}, this one needs {needed}: "
             "name the base model that it was trained on"
         )

@@ -18,7 +18,6 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    layers_from,
     path_in_layer,
 )
 from mlxtune.core.text import join_few
@@ -52,7 +51,7 @@ def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -
     write_tensors(folder / WEIGHTS, tensors, texts)
 
 
-def read_flat(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
+def read_flat(folder: Path, modules: Iterable[str]) -> Adapter:
     """Return the adapter of a flat file; `modules` are the base model's. Raises ModelError."""
     path = folder / WEIGHTS
     by_place: dict[tuple[int, str], list[str]] = {}
@@ -72,7 +71,6 @@ def read_flat(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     try:
         scale = float(metadata["scale"])
         updates = {name: Update(each["lora_a"], each["lora_b"]) for name, each in parts.items()}
-        layers = layers_from(updates, num_layers)
     except (KeyError, ValueError) as error:
         raise ModelError(f"{path}: has no valid scale, or a module without its A or B") from error
-    return Adapter(scale=scale, num_layers=layers, modules=updates)
+    return Adapter(scale, updates)

@@ -8,8 +8,8 @@ base model's: llama.cpp's rotary embedding pairs neighbours instead of halves.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    layers_from,
     path_in_layer,
 )
+from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.text import join_few
-from mlxtune.errors import ModelError, OutputError, one_line
+from mlxtune.errors import ModelError, one_line
 
 WEIGHTS = "adapter.gguf"
 # llama.cpp's names for model types of mlx-lm.
@@ -37,17 +37,6 @@ ARCHITECTURES = {
 }
 
 
-def check_gguf(model_type: str) -> None:
-    """Raise ModelError for a model type that is not supported, or without the gguf package."""
-    if model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"--format gguf supports {', '.join(ARCHITECTURES)}, not {model_type}: "
-            "use --format peft and llama.cpp's convert_lora_to_gguf.py"
-        )
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError("--format gguf needs the gguf package: pip install 'mlxtune[gguf]'")
-
-
 def write_gguf(
     adapter: Adapter,
     model_type: str,
@@ -59,39 +48,45 @@ def write_gguf(
 
     Raises ModelError for what llama.cpp cannot hold, and OutputError.
     """
-    check_gguf(model_type)
-    import gguf
-
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"--format gguf supports {', '.join(ARCHITECTURES)}, not {model_type}: "
+            "use --format peft and llama.cpp's convert_lora_to_gguf.py"
+        )
+    try:
+        import gguf
+    except ImportError as error:
+        raise ModelError(
+            "--format gguf needs the gguf package: pip install 'mlxtune[gguf]'"
+        ) from error
     adapter.check_plain("GGUF")
     if adapter.is_dora:
         raise ModelError(
             "GGUF cannot hold DoRA's magnitudes: use mlxtune fuse, and convert the fused model"
         )
     architecture = ARCHITECTURES[model_type]
+    names = _gguf_names(adapter.modules, architecture, num_layers)
+    if unknown := adapter.modules.keys() - names.keys():
+        raise ModelError(
+            f"llama.cpp has no name for {join_few(sorted(unknown))} of {architecture} models"
+        )
+    heads = _heads(architecture, text_config)
     writer = gguf.GGUFWriter(folder / WEIGHTS, architecture)
-    try:
+    with as_output_error(folder / WEIGHTS, "--output"), closing(writer):
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapter.scale * adapter.rank)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        heads = _heads(architecture, text_config)
-        for path, name in _gguf_names(adapter.modules, architecture, num_layers).items():
+        for path, name in names.items():
             update = adapter.modules[path]
             b = update.b.T
             if (projection := path.rsplit(".", 1)[-1]) in heads:
-                b = permuted(b, heads[projection])
+                b = _permuted(b, heads[projection], 2)
             writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(update.a.T))
             writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(b))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    except OSError as error:
-        raise OutputError(
-            f"{folder / WEIGHTS}: cannot be written: {error.strerror or error}: "
-            "free some disk space"
-        ) from error
-    finally:
-        writer.close()
 
 
 def read_gguf(
@@ -117,10 +112,8 @@ def read_gguf(
         raise ModelError(
             f"{path}: is of type {kind} for {written_for}, not an adapter for {architecture}"
         )
-    by_name = {
-        name: module
-        for module, name in _gguf_names(modules, architecture, num_layers, False).items()
-    }
+    names = _gguf_names(modules, architecture, num_layers)
+    by_name = {name: module for module, name in names.items()}
     heads = _heads(architecture, text_config)
     updates = {}
     for name in sorted({each.rsplit(".weight.", 1)[0] for each in tensors}):
@@ -130,28 +123,23 @@ def read_gguf(
         except KeyError as error:
             raise ModelError(f"{path}: {name} is incomplete, or not in the model") from error
         if (projection := module.rsplit(".", 1)[-1]) in heads:
-            b = unpermuted(b, heads[projection])
+            b = _permuted(b, heads[projection], b.shape[0] // heads[projection] // 2)
         updates[module] = Update(a.T, b.T)
     if tensors or not updates:
         raise ModelError(f"{path}: has tensors other than LoRA's: {join_few(tensors)}")
     rank = next(iter(updates.values())).a.shape[1]
-    layers = layers_from(updates, num_layers)
-    return Adapter(scale=alpha / rank, num_layers=layers, modules=updates)
+    return Adapter(alpha / rank, updates)
 
 
-def permuted(rows: Matrix, heads: int) -> Matrix:
-    """Return rows (out, n) with the halves of each head interleaved: 0, d/2, 1, d/2 + 1, …
+def _permuted(rows: Matrix, heads: int, parts: int) -> Matrix:
+    """Return rows (out, n) with the parts of each head interleaved: for two, 0, d/2, 1, d/2 + 1, …
+
+    As many parts as half the head's size undo that.
 
     Source: LlamaModel.permute in llama.cpp's conversion/llama.py.
     """
     size = len(rows) // heads
-    return rows.reshape(heads, 2, size // 2, -1).swapaxes(1, 2).reshape(rows.shape)
-
-
-def unpermuted(rows: Matrix, heads: int) -> Matrix:
-    """Undo `permuted`."""
-    size = len(rows) // heads
-    return rows.reshape(heads, size // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+    return rows.reshape(heads, parts, size // parts, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _heads(architecture: str, text_config: Mapping[str, Any]) -> dict[str, int]:
@@ -162,22 +150,15 @@ def _heads(architecture: str, text_config: Mapping[str, Any]) -> dict[str, int]:
     return {"q_proj": heads, "k_proj": text_config.get("num_key_value_heads") or heads}
 
 
-def _gguf_names(
-    modules: Iterable[str], architecture: str, num_layers: int, all_known: bool = True
-) -> dict[str, str]:
-    """Return llama.cpp's name of each module. Raises ModelError if one has none."""
+def _gguf_names(modules: Iterable[str], architecture: str, num_layers: int) -> dict[str, str]:
+    """Return llama.cpp's name of each module that has one there."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(by_name[architecture], num_layers)
-    names, unknown = {}, []
+    names = {}
     for module in modules:
         layer, inside = path_in_layer(module)
-        name = table.get_name(f"model.layers.{layer}.{inside}")
-        if name is None:
-            unknown.append(module)
-        else:
+        if name := table.get_name(f"model.layers.{layer}.{inside}"):
             names[module] = name
-    if unknown and all_known:
-        raise ModelError(f"llama.cpp has no name for {join_few(unknown)} of {architecture} models")
     return names

@@ -24,6 +24,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Matrix,
     Update,
     path_in_layer,
+    valid_dropout,
 )
 from mlxtune.core.machine.files import write_file, write_json
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
@@ -35,14 +36,9 @@ def read_mlx_lm(weights: Path) -> Adapter:
     config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
     info = read_info(weights)
     try:
-        dropout = float(config["lora_parameters"].get("dropout", 0.0))
-        if not 0 <= dropout < 1:
-            raise ValueError(f"a dropout of {dropout}")
         num_layers = int(config["num_layers"])
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{path}: has no valid num_layers or dropout: {one_line(error)}"
-        ) from error
+        raise ModelError(f"{path}: has no valid num_layers: {one_line(error)}") from error
     tensors = read_tensors(weights)
     modules = {
         name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
@@ -52,7 +48,7 @@ def read_mlx_lm(weights: Path) -> Adapter:
         scale=info.scale,
         num_layers=num_layers,
         modules=modules,
-        dropout=dropout,
+        dropout=valid_dropout(path, "dropout", config["lora_parameters"].get("dropout")),
         model=str(config.get("model") or ""),
         settings={"mlxtune": dict(info.mlxtune)} if _can_be_written(info.mlxtune) else {},
     )
@@ -89,13 +85,9 @@ def write_mlx_lm(adapter: Adapter, folder: Path) -> None:
 
 
 def copy_mlx_lm(weights: Path, folder: Path) -> None:
-    """Copy an adapter and its config, byte for byte. Raises ModelError or OutputError."""
+    """Copy an adapter and its config, byte for byte. Raises OutputError."""
     for path, name in (weights, ADAPTER), (weights.with_name(ADAPTER_CONFIG), ADAPTER_CONFIG):
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-        write_file(folder / name, [content])
+        write_file(folder / name, [path.read_bytes()])
 
 
 def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:

@@ -19,8 +19,8 @@ _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _NOT_TEXT = re.compile(r"vision|visual|audio|speech|image")
 
 
-def folder_names(folder: Path) -> set[str]:
-    """Return the names of a model folder's tensors, without reading them. Raises ModelError."""
+def modules_in(folder: Path) -> set[str]:
+    """Return the modules with a weight in a model folder, without reading it. Raises ModelError."""
     names: set[str] = set()
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -28,11 +28,6 @@ def folder_names(folder: Path) -> set[str]:
                 names.update(file.keys())
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
-    return names
-
-
-def weighted_modules(names: Iterable[str]) -> set[str]:
-    """Return the modules that have a weight, given the names of tensors."""
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 

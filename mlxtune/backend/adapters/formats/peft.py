@@ -23,14 +23,13 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    layers_from,
     path_in_layer,
+    valid_dropout,
 )
 from mlxtune.backend.adapters.formats.names import (
-    folder_names,
     match,
+    modules_in,
     shortest_targets,
-    weighted_modules,
 )
 from mlxtune.core.machine.files import write_json
 from mlxtune.core.text import join_few
@@ -62,7 +61,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     Raises ModelError for what PEFT cannot hold, and OutputError.
     """
     adapter.check_plain("PEFT's format")
-    present = weighted_modules(folder_names(base))
+    present = modules_in(base)
     names = match(adapter.modules, present, str(base))
     tensors: dict[str, Matrix] = {}
     ranks: dict[str, int] = {}
@@ -115,8 +114,8 @@ def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
-    """Return the adapter of a PEFT folder for a base model with these modules and layers.
+def read_peft(folder: Path, modules: Iterable[str]) -> Adapter:
+    """Return the adapter of a PEFT folder for a base model with these modules.
 
     Lower ranks are padded with zeros to the largest, and `b` makes up for differing scales. Raises
     ModelError, naming the features that mlx-lm's LoRA does not have.
@@ -137,9 +136,8 @@ def read_peft(folder: Path, modules: Iterable[str], num_layers: int) -> Adapter:
     }
     return Adapter(
         scale=scale,
-        num_layers=layers_from(updates, num_layers),
         modules=updates,
-        dropout=_dropout(folder, config),
+        dropout=valid_dropout(folder / CONFIG, "lora_dropout", config.get("lora_dropout")),
         model=str(config.get("base_model_name_or_path") or ""),
     )
 
@@ -239,16 +237,6 @@ def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
         except TimeoutError as error:
             raise ValueError(f"the pattern {pattern:.80} takes too long to match") from error
     return default
-
-
-def _dropout(folder: Path, config: Mapping[str, Any]) -> float:
-    try:
-        dropout = float(config.get("lora_dropout") or 0.0)
-        if not 0 <= dropout < 1:
-            raise ValueError
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / CONFIG}: lora_dropout must be from 0 to below 1") from error
-    return dropout
 
 
 def _check_padding(path: Path, parts: Iterable[Mapping[str, Matrix]], rank: int) -> None:
