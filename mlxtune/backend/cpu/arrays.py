@@ -23,11 +23,18 @@ def view(x: mx.array) -> Floats:
     return np.array(x, copy=False)
 
 
-def empty(*shape: int) -> tuple[mx.array, Floats]:
-    """Return a new float32 array, and the same memory for numpy to write."""
+def empty(*shape: int) -> mx.array:
+    """Return a new float32 array, in whose memory numpy can write."""
     made = mx.zeros(shape)
     mx.eval(made)
-    return made, view(made)
+    return made
+
+
+def copied(x: mx.array) -> mx.array:
+    """Return a contiguous copy, in whose memory numpy can write."""
+    made = empty(*x.shape)
+    view(made)[...] = view(x)
+    return made
 
 
 def unread(*shape: int) -> mx.array:
@@ -36,7 +43,7 @@ def unread(*shape: int) -> mx.array:
 
 
 def detached(x: mx.array) -> mx.array:
-    """Return a copy that no gradient is traced through."""
+    """Return a copy, laid out alike, that no gradient is traced through."""
     return mx.array(view(x))
 
 
@@ -46,7 +53,7 @@ def has_nan(arrays: Iterable[mx.array]) -> bool:
 
 
 def matrix(x: mx.array) -> Floats:
-    """Return the memory of an array (..., n) as contiguous rows (m, n)."""
+    """Return an array (..., n) as contiguous rows (m, n): its own memory if that is contiguous."""
     return np.ascontiguousarray(view(x)).reshape(-1, x.shape[-1])
 
 
@@ -60,12 +67,15 @@ def _second_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlxtune")
 
 
-def by_rows(kernel: Callable[..., None], rows: int, elements: int, *args: Any) -> None:
-    """Call a kernel that takes (start, end, *args) for all rows."""
-    if elements < _WORTH_SHARING or rows < 2:
-        kernel(0, rows, *args)
+def by_rows(
+    kernel: Callable[..., None], x: npt.NDArray[Any], *args: Any, rows: int | None = None
+) -> None:
+    """Call a kernel that takes (start, end, x, *args) for all `rows`, by default those of x."""
+    rows = len(x) if rows is None else rows
+    if x.size < _WORTH_SHARING or rows < 2:
+        kernel(0, rows, x, *args)
         return
     half = rows // 2
-    other = _second_thread().submit(kernel, half, rows, *args)
-    kernel(0, half, *args)
+    other = _second_thread().submit(kernel, half, rows, x, *args)
+    kernel(0, half, x, *args)
     other.result()

@@ -123,12 +123,12 @@ class _Attention:
     def forward(self) -> mx.array:
         """Return the weighted values (B, H, T, n)."""
         # Laid out by tokens, as the next projection reads it.
-        made, out = empty(self.batch, self.length, self.heads, self.v.shape[-1])
-        whole = self.by_group(out.swapaxes(1, 2))
+        made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
+        whole = self.by_group(view(made).swapaxes(1, 2))
         for part in self.parts():
             weights = self.scores(self.rows(self.q, part) * self.scale, part)
             rows = weights.reshape(-1, part.seen)
-            by_rows(kernels.softmax_, len(rows), rows.size, rows, part.count, self.causal)
+            by_rows(kernels.softmax_, rows, part.count, self.causal)
             values = weights @ self.seen(self.v, part)
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
@@ -145,8 +145,7 @@ class _Attention:
             weights, part_d = self.scores(q, part), self.rows(d, part)
             d_scores = part_d @ self.seen(self.v, part).swapaxes(1, 2)
             rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
-            given = (rows, d_rows, part.count, self.causal)
-            by_rows(kernels.softmax_gradient_, len(rows), rows.size, *given)
+            by_rows(kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
             self.add_seen(d_v, part, weights.swapaxes(1, 2) @ part_d)
             self.add_seen(d_k, part, d_scores.swapaxes(1, 2) @ q)
             target = d_q[part.line, part.groups, :, part.queries]

@@ -7,13 +7,8 @@ rows that a call works on.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 # Sums may be taken in any order, which is what lets them be vectorised; infinities and NaN count.
 _MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
@@ -29,18 +24,6 @@ _P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
 _GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
 
 
-@intrinsic
-def _power_of_two(_: Any, x: Any) -> Any:
-    """Return 2 to a whole number, both float32, by writing its exponent."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        word = ir.IntType(32)
-        exponent = builder.add(builder.fptosi(values[0], word), ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(exponent, ir.Constant(word, 23)), ir.FloatType())
-
-    return types.float32(types.float32), generate
-
-
 @_inline
 def _exp(x):  # type: ignore[no-untyped-def]
     """Return e to the x within 2e-7; the polynomial is that of Cephes' expf."""
@@ -48,7 +31,9 @@ def _exp(x):  # type: ignore[no-untyped-def]
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    return (p * r * r + r + _ONE) * _power_of_two(whole)  # type: ignore[call-arg]
+    # Writing the exponent makes 2 to the whole number.
+    power = np.int32((np.int32(whole) + 127) << 23).view(np.float32)
+    return (p * r * r + r + _ONE) * power
 
 
 @_inline
@@ -129,7 +114,7 @@ def tanh_gradient(start, end, x, d, out):  # type: ignore[no-untyped-def]
 
 
 @_kernel
-def rms_norm(start, end, x, gain, eps, out):  # type: ignore[no-untyped-def]
+def rms_norm(start, end, x, out, gain, eps):  # type: ignore[no-untyped-def]
     width = x.shape[1]
     for i in range(start, end):
         squares = _ZERO
@@ -141,7 +126,7 @@ def rms_norm(start, end, x, gain, eps, out):  # type: ignore[no-untyped-def]
 
 
 @_kernel
-def rms_norm_gradient(start, end, x, gain, eps, d, out):  # type: ignore[no-untyped-def]
+def rms_norm_gradient(start, end, x, d, out, gain, eps):  # type: ignore[no-untyped-def]
     width = x.shape[1]
     for i in range(start, end):
         squares, dot = _ZERO, _ZERO

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, matrix, view
+from mlxtune.backend.cpu.arrays import Floats, by_rows, copied, empty, matrix, view
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import PackedRows
 
@@ -43,14 +43,14 @@ def in_float32(weight: Weight) -> Floats:
     if "weight" not in _scratch or _scratch["weight"].size < narrow.size:
         _scratch["weight"] = np.empty(narrow.size, dtype=np.uint32)
     wide = _scratch["weight"][: narrow.size].reshape(narrow.shape)
-    by_rows(kernels.widen, len(narrow), narrow.size, narrow, wide)
+    by_rows(kernels.widen, narrow, wide)
     return wide.view(np.float32)
 
 
 def forward(x: mx.array, weight: Weight) -> mx.array:
     """Return x (..., in) times the transpose of weight (out, in)."""
-    made, out = empty(*x.shape[:-1], weight.shape[0])
-    rows, outs = matrix(x), out.reshape(-1, weight.shape[0])
+    made = empty(*x.shape[:-1], weight.shape[0])
+    rows, outs = matrix(x), matrix(made)
     if weight.size <= _LARGEST:
         np.matmul(rows, in_float32(weight).T, out=outs)
         return made
@@ -62,8 +62,8 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
 
 def backward(cotangent: mx.array, weight: Weight) -> mx.array:
     """Return the gradient with respect to x (..., in) of `forward`."""
-    made, out = empty(*cotangent.shape[:-1], weight.shape[1])
-    rows, outs = matrix(cotangent), out.reshape(-1, weight.shape[1])
+    made = empty(*cotangent.shape[:-1], weight.shape[1])
+    rows, outs = matrix(cotangent), matrix(made)
     if weight.size <= _LARGEST:
         np.matmul(rows, in_float32(weight), out=outs)
         return made
@@ -75,10 +75,9 @@ def backward(cotangent: mx.array, weight: Weight) -> mx.array:
 
 def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float) -> None:
     """Add scale * (x A) B to y (..., out), in place; A is (in, r), B (r, out)."""
-    rows = matrix(y)
     low = matrix(x) @ view(a)
     low *= np.float32(scale)
-    by_rows(kernels.add_product_, len(rows), rows.size, rows, low, view(b))
+    by_rows(kernels.add_product_, matrix(y), low, view(b))
 
 
 def update_gradients(
@@ -89,9 +88,7 @@ def update_gradients(
     d_x = backward(cotangent, weight)
     d_low = d @ up.T
     d_low *= np.float32(scale)
-    into = matrix(d_x)
-    back = np.ascontiguousarray(down.T)
-    by_rows(kernels.add_product_, len(into), into.size, into, d_low, back)
+    by_rows(kernels.add_product_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
     low = rows @ down
     low *= np.float32(scale)
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
@@ -118,12 +115,11 @@ def head_loss_sum(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.arr
 def head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
     """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
     states = view(hidden)
-    highest = np.full(len(states), -np.inf, dtype=np.float32)
-    total, correction = np.zeros((2, len(states)), dtype=np.float32)
+    softmax = _OnlineSoftmax(len(states))
     for z, _ in _blocks(weight, states):
-        by_rows(kernels.online_softmax_, len(states), z.size, z, highest, total, correction)
+        softmax.take(z)
     right = np.einsum("ph,ph->p", states, in_float32(weight[targets]))
-    return mx.array(highest + np.log(total) - right)
+    return mx.array(softmax.log_sums() - right)
 
 
 def losses(logits: mx.array, targets: mx.array) -> mx.array:
@@ -132,47 +128,52 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
     at = np.arange(len(wanted))
 
     def run(logits: mx.array) -> mx.array:
-        rows = np.array(matrix(logits))
+        rows = matrix(copied(logits))
         right = rows[at, wanted]
-        highest, total = _online(rows)
-        return mx.array(highest + np.log(total) - right)
+        softmax = _OnlineSoftmax(len(rows))
+        softmax.take(rows)
+        return mx.array(softmax.log_sums() - right)
 
     def gradient(logits: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-        scale = view(cotangent)[:, None]
-        made, out = empty(*logits.shape)
-        out[...] = matrix(logits)
-        by_rows(kernels.softmax_, len(out), out.size, out, 1, False)
+        made = copied(logits)
+        out = matrix(made)
+        by_rows(kernels.softmax_, out, 1, False)
         out[at, wanted] -= 1
-        out *= scale
+        out *= view(cotangent)[:, None]
         return made
 
     return differentiable(run, gradient)(logits)
 
 
-def _online(rows: Floats) -> tuple[Floats, Floats]:
-    """Return the highest logit of each row and the sum of exp(logit - highest); rows are lost."""
-    highest = np.full(len(rows), -np.inf, dtype=np.float32)
-    total, correction = np.zeros((2, len(rows)), dtype=np.float32)
-    given = (rows, highest, total, correction)
-    by_rows(kernels.online_softmax_, len(rows), rows.size, *given)
-    return highest, total
+class _OnlineSoftmax:
+    """The softmax of some rows whose logits are taken in blocks."""
+
+    def __init__(self, rows: int) -> None:
+        self.highest = np.full(rows, -np.inf, dtype=np.float32)
+        self.total, self.correction = np.zeros((2, rows), dtype=np.float32)
+
+    def take(self, logits: Floats) -> None:
+        """Replace a block of logits by exp(logit - the highest so far)."""
+        by_rows(kernels.online_softmax_, logits, self.highest, self.total, self.correction)
+
+    def log_sums(self) -> Floats:
+        """Return the logarithm of each row's sum of exp(logit)."""
+        return self.highest + np.log(self.total)
 
 
 def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
-    count = len(hidden)
-    highest = np.full(count, -np.inf, dtype=np.float32)
-    total, correction = np.zeros((2, count), dtype=np.float32)
+    softmax = _OnlineSoftmax(len(hidden))
     expected = np.zeros_like(hidden)
     for z, block in _blocks(weight, hidden):
-        by_rows(kernels.online_softmax_, count, z.size, z, highest, total, correction)
-        # That of the first block is 0, as is what it has to correct.
-        if (correction != 1).any():
-            expected *= correction[:, None]
+        softmax.take(z)
+        # The correction of the first block is 0, as is what it corrects.
+        if (softmax.correction != 1).any():
+            expected *= softmax.correction[:, None]
         expected += z @ block
     rows = in_float32(weight[targets])
     right = np.einsum("ph,ph->p", hidden, rows)
-    loss = float((highest + np.log(total)).sum(dtype=np.float64) - right.sum(dtype=np.float64))
-    expected /= total[:, None]
+    loss = float(softmax.log_sums().sum(dtype=np.float64) - right.sum(dtype=np.float64))
+    expected /= softmax.total[:, None]
     expected -= rows
     return loss, expected
 

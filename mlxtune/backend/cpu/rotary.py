@@ -32,11 +32,8 @@ def _table(
         offset=offset,
         freqs=None if freqs is None else mx.array(np.frombuffer(freqs, dtype=np.float32)),
     )
-    values = np.array(turned)[0, 0]
-    return (
-        np.ascontiguousarray(values[:, : dims // 2]),
-        np.ascontiguousarray(values[:, dims // 2 :]),
-    )
+    cosines, sines = np.split(np.array(turned)[0, 0], 2, axis=1)
+    return np.ascontiguousarray(cosines), np.ascontiguousarray(sines)
 
 
 def rope(
@@ -48,22 +45,16 @@ def rope(
     scale: float,
     offset: Any,
     freqs: mx.array | None = None,
-    **options: Any,
 ) -> mx.array:
     """Return mx.fast.rope of x (B, H, T, D), by a kernel where that serves."""
-    fast = not traditional and not options and isinstance(offset, int) and x.ndim == 4
+    fast = not traditional and isinstance(offset, int) and x.ndim == 4
     layout = packed.layout()
     if not (fast and computes(x)):
         if layout is not None:
             raise packed.CannotPackError
-        options = {
-            **options,
-            "traditional": traditional,
-            "base": base,
-            "scale": scale,
-            "offset": offset,
-        }
-        return mx.fast.rope(x, dims, freqs=freqs, **options)
+        return mx.fast.rope(
+            x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs
+        )
     given = None if freqs is None else np.array(freqs.astype(mx.float32)).tobytes()
     if layout is None:
         cosines, sines = _table(x.shape[2], dims, offset, base, scale, given)
@@ -75,16 +66,15 @@ def rope(
     # The projection before lays its heads out by tokens, attention after wants them by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
-        made, out = empty(*x.shape)
-        lines = source.shape[0] * source.shape[1]
-        by_rows(kernels.turn, lines, out.size, source, cosines, sines, out)
+        made, lines = empty(*x.shape), source.shape[0] * source.shape[1]
+        by_rows(kernels.turn, source, cosines, sines, view(made), rows=lines)
         return made
 
     def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(cotangent))
         batch, heads, length, width = source.shape
-        made, out = empty(batch, length, heads, width)
-        by_rows(kernels.turn_back, batch * length, out.size, source, cosines, sines, out)
+        made = empty(batch, length, heads, width)
+        by_rows(kernels.turn_back, source, cosines, sines, view(made), rows=batch * length)
         return made.transpose(0, 2, 1, 3)
 
     return differentiable(run, gradient)(x)
