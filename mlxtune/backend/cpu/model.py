@@ -14,7 +14,7 @@ from mlx_lm.models import base as mlx_lm_base
 
 from mlxtune.backend.cpu import attention, elementwise, products, rotary
 from mlxtune.backend.cpu.arrays import computes
-from mlxtune.backend.cpu.kept import in_use, values_needed
+from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.model import layers, packed
 from mlxtune.backend.model.autograd import differentiable
@@ -26,12 +26,9 @@ Weight = products.Weight
 
 def _product(x: mx.array, weight: Callable[[], Weight]) -> mx.array:
     """Return x times the transpose of a frozen weight, which has no gradient."""
-    kept = in_use()
 
     def run(x: mx.array) -> mx.array:
-        if kept is None:
-            return products.forward(x, weight())
-        return kept.product(lambda: products.forward(x, weight()))
+        return product(lambda: products.forward(x, weight()))
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
         return products.backward(cotangent, weight())
@@ -43,7 +40,6 @@ def _product_with_update(
     x: mx.array, weight: Callable[[], Weight], a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
     """Return x W^T + scale * (x A) B, with gradients for x, A and B."""
-    kept = in_use()
 
     def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         def make() -> mx.array:
@@ -51,7 +47,7 @@ def _product_with_update(
             products.add_update(y, x, a, b, scale)
             return y
 
-        return make() if kept is None else kept.product(make)
+        return product(make)
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         x, a, b = primals
@@ -81,7 +77,6 @@ class _Product(nn.Module):
 
 class _Linear(_Product, nn.Linear):
     def frozen_weight(self) -> mx.array:
-        """Return the weight (out, in) as it is stored."""
         return self["weight"]
 
 
@@ -117,7 +112,6 @@ class _Unpacked(_Product):
     """Unpacks the weight for each use, as MLX's quantised products are some 30 times slower."""
 
     def frozen_weight(self) -> Weight:
-        """Return the weight (out, in), to be unpacked."""
         return PackedRows(self)
 
 
@@ -163,12 +157,7 @@ def _attention(
 
 
 def _unary(fast: Callable[[mx.array], mx.array], plain: Any) -> Callable[..., mx.array]:
-    def run(x: mx.array, *args: Any, **options: Any) -> mx.array:
-        if args or options or not computes(x):
-            return plain(x, *args, **options)
-        return fast(x)
-
-    return run
+    return lambda x: fast(x) if computes(x) else plain(x)
 
 
 def _softmax(x: mx.array, axis: Any = None, **options: Any) -> mx.array:

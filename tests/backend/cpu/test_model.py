@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import attention, elementwise, products, rotary
-from mlxtune.backend.cpu.kept import KeptProducts, Reads
+from mlxtune.backend.cpu.layers import KeptProducts, Reads
 from mlxtune.backend.cpu.model import make_fast
 from mlxtune.backend.model.loading import load_base
 from tests.backend.cpu.compared import assert_close, random

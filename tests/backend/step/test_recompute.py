@@ -13,8 +13,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlxtune.backend.cpu.kept import Reads
-from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.backend.cpu.layers import KernelLayers, Reads
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.step.operations import LayerPasses, Recompute
