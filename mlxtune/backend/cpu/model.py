@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.cpu import attention, elementwise, products, rotary
+from mlxtune.backend.cpu import attention, elementwise, products
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
@@ -192,7 +192,7 @@ _REPLACED: dict[int, Any] = {
         {
             "softmax": _softmax,
             "tanh": _unary(elementwise.tanh, mx.tanh),
-            "fast": _Instead(mx.fast, {"rms_norm": _rms_norm, "rope": rotary.rope}),
+            "fast": _Instead(mx.fast, {"rms_norm": _rms_norm, "rope": elementwise.rope}),
         },
     ),
     id(nn): _Instead(

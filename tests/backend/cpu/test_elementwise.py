@@ -1,8 +1,9 @@
-"""Functions in numpy, against those of mlx that they stand in for."""
+"""Functions in numpy and rotary embeddings, against those of mlx that they replace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +21,8 @@ UNARY: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {
     "tanh": (elementwise.tanh, mx.tanh),
     "softmax": (elementwise.softmax, lambda x: mx.softmax(x, axis=-1)),
 }
+PLAIN: dict[str, Any] = {"traditional": False, "base": 10000.0, "scale": 1.0, "offset": 0}
+FREQS = mx.array([1.0, 3.0, 20.0, 500.0])
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -87,3 +90,65 @@ def test_norm_of_zeros_and_of_large_numbers() -> None:
         x,
         tolerance=1e-5,
     )
+
+
+# Rotary embeddings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"base": 1e6},
+        {"scale": 0.25},
+        {"offset": 7},
+        {"offset": 31, "scale": 0.5, "base": 500.0},
+        {"base": None, "freqs": FREQS},
+        {"base": None, "freqs": 2 * FREQS, "offset": 5},
+        {"base": None, "freqs": FREQS.astype(mx.float32), "scale": 0.5},
+        {"traditional": True},
+        {"offset": mx.array(3)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [8, 12])
+def test_rope_and_gradient(options: dict[str, Any], width: int) -> None:
+    chosen = {**PLAIN, **options}
+    assert_same_function(
+        lambda x: elementwise.rope(x, 8, **chosen),
+        lambda x: mx.fast.rope(x, 8, **chosen),
+        random(2, 3, 5, width),
+    )
+
+
+def test_other_options_give_other_turns() -> None:
+    """What is kept from one call is not taken for another."""
+    x = random(1, 2, 6, 8)
+    made = [
+        elementwise.rope(x, 8, **{**PLAIN, **options})
+        for options in ({}, {"base": 99.0}, {"scale": 0.5}, {"offset": 1}, {"freqs": FREQS})
+        if "freqs" not in options
+    ]
+    made += [
+        elementwise.rope(x, 8, **{**PLAIN, "base": None, "freqs": freqs})
+        for freqs in (FREQS, 3 * FREQS)
+    ]
+    for i, one in enumerate(made):
+        for other in made[i + 1 :]:
+            assert mx.abs(one - other).max() > 1e-3
+
+
+def test_heads_that_are_not_laid_out_in_order() -> None:
+    assert_same_function(
+        lambda x: elementwise.rope(x.transpose(0, 2, 1, 3), 8, **PLAIN),
+        lambda x: mx.fast.rope(x.transpose(0, 2, 1, 3), 8, **PLAIN),
+        random(2, 5, 3, 8),
+    )
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_other_dtypes_are_left_to_mlx(dtype: mx.Dtype) -> None:
+    x = random(1, 2, 3, 8).astype(dtype)
+    found = elementwise.rope(x, 8, **PLAIN)
+    assert found.dtype == dtype
+    assert mx.array_equal(found, mx.fast.rope(x, 8, **PLAIN))

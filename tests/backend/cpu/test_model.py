@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.cpu import attention, elementwise, products, rotary
+from mlxtune.backend.cpu import attention, elementwise, products
 from mlxtune.backend.cpu.layers import KeptProducts, Reads
 from mlxtune.backend.cpu.model import make_fast
 from mlxtune.backend.model.loading import load_base
@@ -27,7 +27,7 @@ USES: dict[str, tuple[str, ...]] = {
 HOMES = {
     "attention": attention,
     "forward": products,
-    "rope": rotary,
+    "rope": elementwise,
     **dict.fromkeys(["gelu_approx", "rms_norm", "softmax", "swiglu", "tanh"], elementwise),
 }
 

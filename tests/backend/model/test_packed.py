@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.cpu import attention, model, rotary
+from mlxtune.backend.cpu import attention, elementwise, model
 from mlxtune.backend.model.packed import CannotPackError, Layout, PackedCache, laid_out, layout
 from mlxtune.core.steps.pack import ANY_LENGTH, Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
@@ -79,7 +79,7 @@ def test_positions_are_those_in_the_examples() -> None:
 
     def in_line(x: mx.array) -> mx.array:
         with laid_out(FOREST):
-            return rotary.rope(x, 8, offset=0, **how)
+            return elementwise.rope(x, 8, offset=0, **how)
 
     def each(x: mx.array) -> mx.array:
         turned = [
@@ -100,7 +100,7 @@ def test_what_knows_of_no_segments_is_refused() -> None:
         with pytest.raises(CannotPackError):
             model._attention(x, x, x, None, 0.3, "causal", sinks=mx.zeros(2))
         with pytest.raises(CannotPackError):
-            rotary.rope(x, 8, traditional=True, base=1e4, scale=1.0, offset=0)
+            elementwise.rope(x, 8, traditional=True, base=1e4, scale=1.0, offset=0)
     assert layout() is None
 
 
