@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
@@ -177,7 +177,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
         native = any(module.mode != "nf4" for module in quantised)
         option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
 
-    def make(module: nn.Module) -> nn.Module | None:
+    def make(path: str, module: nn.Module) -> nn.Module | None:
         if type(module) is nn.QuantizedEmbedding:
             kind = DequantizedEmbedding if option == DEQUANTIZED else QuantizedEmbedding
             return kind(module, dtype)
@@ -185,32 +185,29 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
             return DequantizedLinear(module)
         return None
 
-    _replace(model, make)
+    replace_modules(model, make)
     return option
 
 
-def stored_weights(model: nn.Module) -> set[str]:
-    """Return the paths of the matrices that may stay in 16 bits where float32 is computed.
+def cast_parameters(model: nn.Module, dtype: mx.Dtype, kept: Collection[str] = ()) -> None:
+    """Cast the floating-point parameters of a model, except those at the paths `kept`.
 
-    Those are the weights of linear layers and embeddings: each use makes a float32 copy of one,
-    which is exact.
+    Some architectures need a few parameters in float32 in any case.
     """
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != mx.float32
-    }
+    castable = getattr(model, "cast_predicate", lambda path: True)
+
+    def cast(path: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if floating and path not in kept and castable(path) else value
+
+    model.update(tree_map_with_path(cast, model.parameters()))
 
 
-def embed_in_float32(model: nn.Module) -> None:
-    """Have the embeddings of a model return float32, whatever they are stored in."""
-    _replace(model, lambda each: StoredEmbedding(each) if type(each) is nn.Embedding else None)
-
-
-def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace the modules of a model for which `make` returns another one."""
+def replace_modules(model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> int:
+    """Replace the modules of a model for which `make` returns another one; return their count."""
     # By identity, so that a module shared by two layers stays shared.
-    modules = {id(module): module for _, module in model.named_modules()}
-    made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
-    paths = [(name, made[id(old)]) for name, old in model.named_modules() if id(old) in made]
+    modules = {id(module): (path, module) for path, module in model.named_modules()}
+    made = {key: new for key, old in modules.items() if (new := make(*old)) is not None}
+    paths = [(path, made[id(old)]) for path, old in model.named_modules() if id(old) in made]
     model.update_modules(tree_unflatten(paths))
+    return len(made)

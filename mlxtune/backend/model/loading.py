@@ -18,17 +18,14 @@ from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.layers import (
     DEQUANTIZED,
     QUANTIZED,
+    StoredEmbedding,
+    cast_parameters,
     compute_quantized,
-    embed_in_float32,
-    stored_weights,
+    replace_modules,
 )
 from mlxtune.backend.model.model_folder import check_weights, read_config
-from mlxtune.backend.model.quantize import (
-    is_quantized,
-    nf4_scales,
-    quantize_lazily,
-    read_one_by_one,
-)
+from mlxtune.backend.model.nf4 import NF4Linear
+from mlxtune.backend.model.quantize import is_quantized, quantize_lazily, read_one_by_one
 from mlxtune.core.text import short_number
 from mlxtune.errors import ModelError, one_line
 
@@ -214,23 +211,23 @@ def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Make a model compute in the dtype.
 
-    On the CPU, big matrices that are stored in 16 bits stay so where float32 is computed: each use
-    casts them, which is exact, takes a few percent of its work, and halves their memory.
+    The scales of nf4 stay float32. On the CPU, big matrices that are stored in 16 bits stay so
+    where float32 is computed: each use casts them, which is exact, takes a few percent of its work,
+    and halves their memory.
     """
-    castable = getattr(model, "cast_predicate", None)
-    stored = stored_weights(model) if on_cpu() and dtype == mx.float32 else set()
-    kept = stored | nf4_scales(model)
-
-    def cast(path: str, parameter: mx.array) -> mx.array:
-        # Some architectures need a few parameters in float32 in any case.
-        keep = path in kept or (castable is not None and not castable(path))
-        floating = mx.issubdtype(parameter.dtype, mx.floating)
-        return parameter.astype(dtype) if floating and not keep else parameter
-
-    parameters = tree_flatten(model.parameters())
-    model.load_weights([(path, cast(path, value)) for path, value in parameters], strict=False)
+    stored, scales = set(), set()
+    for path, module in model.named_modules():
+        if isinstance(module, NF4Linear):
+            scales |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
+        elif type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != mx.float32:
+            stored.add(f"{path}.weight")
+    if not on_cpu() or dtype != mx.float32:
+        stored.clear()
+    cast_parameters(model, dtype, stored | scales)
     if stored:
-        embed_in_float32(model)
+        replace_modules(
+            model, lambda _, each: StoredEmbedding(each) if type(each) is nn.Embedding else None
+        )
 
 
 def _describe_quantization(quantization: Mapping[str, Any] | None) -> str | None:

@@ -6,7 +6,9 @@ again, byte for byte as in bitsandbytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +30,8 @@ LEVELS = (
 )
 # Entries to quantise at once, as temporary arrays take several times their size.
 _AT_ONCE = 1 << 20
+# The two levels that each byte holds, float32 (256, 2).
+_PAIRS = mx.array(np.array(list(product(LEVELS, repeat=2)), np.float32))
 
 Floats = npt.NDArray[np.float32]
 
@@ -75,27 +79,45 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     Each block of 64 is divided by its largest magnitude, and each entry becomes the nearest level,
     the lower of two. `in` is a multiple of 64.
     """
-    rows = max(_AT_ONCE // weight.shape[1], 1)
-    codes: list[mx.array] = []
-    scales: list[mx.array] = []
-    for start in range(0, weight.shape[0], rows):
-        part = weight[start : start + rows]
-        if codes:
-            # In parts, so that temporary arrays cover only one part at a time.
-            part = mx.depends([part], [codes[-1]])[0]
-        blocks = part.astype(mx.float32).reshape(part.shape[0], -1, BLOCK)
-        largest = mx.abs(blocks).max(axis=-1)
-        shares = blocks / mx.where(largest == 0, 1, largest)[..., None]
-        nearest = mx.searchsorted(_between(), shares)
-        halves = nearest.astype(mx.uint8).reshape(part.shape[0], -1, 2)
-        codes.append(((halves[..., 0] << 4) | halves[..., 1]).view(mx.uint32))
-        scales.append(largest)
-    return mx.concatenate(codes), mx.concatenate(scales)
+
+    def codes_and_scales(rows: mx.array) -> tuple[mx.array, mx.array]:
+        blocks = rows.astype(mx.float32).reshape(rows.shape[0], -1, BLOCK)
+        nearest, largest = _nearest(blocks, np.array(LEVELS, np.float32))
+        halves = nearest.reshape(rows.shape[0], -1, 2)
+        return ((halves[..., 0] << 4) | halves[..., 1]).view(mx.uint32), largest
+
+    codes, scales = in_parts(weight, _AT_ONCE, codes_and_scales)
+    return codes, scales
+
+
+def in_parts(
+    weight: mx.array, entries: int, make: Callable[[mx.array], Sequence[mx.array]]
+) -> list[mx.array]:
+    """Return what `make` gives for a weight (out, in), made for about so many entries at a time.
+
+    Temporary arrays then cover only one part of the weight.
+    """
+    step = max(entries // weight.shape[1], 1)
+    parts: list[Sequence[mx.array]] = []
+    for start in range(0, weight.shape[0], step):
+        rows = weight[start : start + step]
+        if parts:
+            rows = mx.depends([rows], [parts[-1][0]])[0]
+        parts.append(make(rows))
+    return [mx.concatenate(list(each)) for each in zip(*parts, strict=True)]
+
+
+def _nearest(blocks: mx.array, levels: Floats) -> tuple[mx.array, mx.array]:
+    """Return the uint8 codes of blocks divided by their largest magnitudes, and these (...)."""
+    largest = mx.abs(blocks).max(axis=-1)
+    shares = blocks / mx.where(largest == 0, 1, largest)[..., None]
+    between = mx.array((levels[:-1] + levels[1:]) / np.float32(2))
+    return mx.searchsorted(between, shares).astype(mx.uint8), largest
 
 
 def dequantize(codes: mx.array, scales: mx.array) -> mx.array:
     """Return the float32 weight (..., in) of codes (..., in / 8) and scales (..., in / 64)."""
-    levels = _pairs()[codes.view(mx.uint8)]
+    levels = _PAIRS[codes.view(mx.uint8)]
     blocks = levels.reshape(*scales.shape, BLOCK) * scales[..., None]
     return blocks.reshape(*codes.shape[:-1], -1)
 
@@ -109,11 +131,7 @@ def quantize_scales(scales: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     mean = scales.mean()
     flat = (scales - mean).reshape(-1)
     padded = mx.pad(flat, (0, -flat.size % SCALES_BLOCK)).reshape(-1, SCALES_BLOCK)
-    largest = mx.abs(padded).max(axis=1)
-    shares = padded / mx.where(largest == 0, 1, largest)[:, None]
-    levels = scale_levels()
-    between = mx.array((levels[:-1] + levels[1:]) / np.float32(2))
-    codes = mx.searchsorted(between, shares).astype(mx.uint8)
+    codes, largest = _nearest(padded, scale_levels())
     return codes.reshape(-1)[: flat.size].reshape(scales.shape), largest, mean
 
 
@@ -138,23 +156,3 @@ def scale_levels() -> Floats:
         values = means * np.float32(10.0 ** (exponent - 6))
         levels += [*values.tolist(), *(-values).tolist()]
     return np.sort(np.array(levels, dtype=np.float32))
-
-
-@lru_cache(maxsize=1)
-def _between() -> mx.array:
-    """Return the 15 bounds between neighbouring levels."""
-    levels = np.array(LEVELS, dtype=np.float32)
-    return _evaluated((levels[:-1] + levels[1:]) / np.float32(2))
-
-
-@lru_cache(maxsize=1)
-def _pairs() -> mx.array:
-    """Return the two levels that each byte holds: float32 (256, 2)."""
-    return _evaluated(np.array([(high, low) for high in LEVELS for low in LEVELS], np.float32))
-
-
-def _evaluated(values: Floats) -> mx.array:
-    # Evaluated now: a shared array must not be used first in a graph that is being traced.
-    array = mx.array(values)
-    mx.eval(array)
-    return array

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.model.device import on_cpu
-from mlxtune.backend.model.nf4 import BLOCK, NF4Linear
+from mlxtune.backend.model.layers import cast_parameters, replace_modules
+from mlxtune.backend.model.nf4 import BLOCK, NF4Linear, in_parts
 from mlxtune.errors import ModelError
 
 # MLX's formats by their name in --quantize: mode, bits and group size, mlx-lm's defaults.
@@ -118,16 +119,6 @@ def read_one_by_one(model: nn.Module) -> None:
     mx.eval(model.parameters())
 
 
-def nf4_scales(model: nn.Module) -> set[str]:
-    """Return the paths of the scales of nf4, which are float32 whatever the compute dtype."""
-    return {
-        f"{name}.{parameter}"
-        for name, module in model.named_modules()
-        if isinstance(module, NF4Linear)
-        for parameter in ("scales", "nested_scales", "nested_mean")
-    }
-
-
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
     """Quantise a module some rows at a time on the CPU, with the same result.
 
@@ -135,18 +126,12 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
     """
     if module.mode == "affine" or not on_cpu():
         return
-    rows = weight.reshape(-1, weight.shape[-1])
-    step = max(_AT_ONCE // rows.shape[1], 1)
-    parts: list[Sequence[mx.array]] = []
-    for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step]
-        if parts:
-            part = mx.depends([part], [parts[-1][0]])[0]
-        parts.append(mx.quantize(part, module.group_size, module.bits, mode=module.mode))
-    module.weight, module.scales = (
-        mx.concatenate(list(each)).reshape(*weight.shape[:-1], -1)
-        for each in zip(*parts, strict=True)
-    )
+
+    def quantize(rows: mx.array) -> tuple[mx.array, ...]:
+        return mx.quantize(rows, module.group_size, module.bits, mode=module.mode)
+
+    made = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
+    module.weight, module.scales = (each.reshape(*weight.shape[:-1], -1) for each in made)
 
 
 def _size(module: nn.Module) -> int:
@@ -159,36 +144,27 @@ def _convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
     named = config.get("torch_dtype")
     if named is None and isinstance(text, Mapping):
         named = text.get("dtype")
-    if named not in MODEL_CONVERSION_DTYPES:
-        return
-    dtype, keeps = getattr(mx, str(named)), getattr(model, "cast_predicate", None)
-    cast = [
-        (path, value.astype(dtype))
-        for path, value in tree_flatten(model.parameters())
-        if mx.issubdtype(value.dtype, mx.floating) and (keeps is None or keeps(path))
-    ]
-    model.load_weights(cast, strict=False)
+    if named in MODEL_CONVERSION_DTYPES:
+        cast_parameters(model, getattr(mx, str(named)))
 
 
 def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:
-    names = {id(module): name for name, module in model.named_modules()}
-    count = 0
-    for layer in model.layers:
-        made = []
-        for key, module in layer.named_modules():
-            path = names[id(module)]
-            if isinstance(module, SwitchLinear):
-                raise ModelError(
-                    f"--quantize nf4: not supported for experts ({path}): use --quantize mxfp4"
-                )
-            if type(module) is not nn.Linear or module.weight.shape[1] % BLOCK:
-                continue
-            # Layers for which an architecture requests more bits are not quantised.
-            if predicate is None or predicate(path, module) is True:
-                made.append((key, NF4Linear(module, double_quant=double_quant)))
-        layer.update_modules(tree_unflatten(made))
-        count += len(made)
-    if not count:
+    inside = {id(module) for layer in model.layers for module in layer.modules()}
+
+    def make(path: str, module: nn.Module) -> nn.Module | None:
+        if isinstance(module, SwitchLinear):
+            raise ModelError(
+                f"--quantize nf4: not supported for experts ({path}): use --quantize mxfp4"
+            )
+        fits = type(module) is nn.Linear and not module.weight.shape[1] % BLOCK
+        if not fits or id(module) not in inside:
+            return None
+        # Layers for which an architecture requests more bits are not quantised.
+        if predicate is not None and predicate(path, module) is not True:
+            return None
+        return NF4Linear(module, double_quant=double_quant)
+
+    if not replace_modules(model, make):
         raise ModelError(
             f"--quantize nf4: this model has no linear layer whose width is a multiple of {BLOCK}: "
             "use --quantize 4"
