@@ -28,9 +28,9 @@ from mlxtune.backend.model.loading import BaseModel, base_quantization
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import (
     FORMATS,
+    MLX_FORMATS,
     NF4,
     format_name,
-    format_parameters,
     is_quantized,
     quantization_of,
 )
@@ -119,7 +119,7 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if not is_quantized(config):
         return {"quantize": quantize, "double_quant": bool(double)}
-    if quantize == NF4 or quantization_of(config) != format_parameters(quantize):
+    if quantize == NF4 or quantization_of(config) != MLX_FORMATS[quantize]:
         raise ModelError(
             f"{folder}: is quantised, but not to {quantize}, as in training: "
             "name the full-precision model"

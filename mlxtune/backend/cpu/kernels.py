@@ -147,7 +147,7 @@ def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
 
 @_inline
 def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
-    """Replace the scores that are seen by exp(score - highest), others by 0; return both."""
+    """Replace the scores that are seen by exp(score - highest), others by 0; return their sum."""
     highest, total = _f(-np.inf), _ZERO
     for j in range(seen):
         highest = max(highest, x[i, j])
@@ -157,7 +157,7 @@ def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
         total += e
     for j in range(seen, x.shape[1]):
         x[i, j] = _ZERO
-    return highest, total
+    return total
 
 
 @_kernel
@@ -165,7 +165,7 @@ def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
     """Replace scores by their softmax, in place."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
-        _, total = _softmax_row(x, i, seen)
+        total = _softmax_row(x, i, seen)
         r = _ONE / total
         for j in range(seen):
             x[i, j] *= r
@@ -176,7 +176,7 @@ def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-unt
     """Replace scores by their softmax, and its gradient by that of the scores, in place."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
-        _, total = _softmax_row(x, i, seen)
+        total = _softmax_row(x, i, seen)
         r, dot = _ONE / total, _ZERO
         for j in range(seen):
             x[i, j] *= r

@@ -49,12 +49,8 @@ class KeptProducts:
         self.reads = self._at_first = reads
         self._made: list[mx.array | None] = []
         self._shape: tuple[int, ...] = ()
-        self._taken: int | None = None
-
-    @property
-    def replays(self) -> bool:
-        """Whether products are replayed."""
-        return self._taken is not None
+        self._taken = 0
+        self.replays = False
 
     @property
     def reads_next(self) -> Reads:
@@ -76,7 +72,7 @@ class KeptProducts:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Replay the kept products in here, in their order."""
-        self._taken = 0
+        self._taken, self.replays = 0, True
         with _use(self):
             yield
 
@@ -86,7 +82,7 @@ class KeptProducts:
 
     def product(self, make: Callable[[], mx.array]) -> mx.array:
         """Return the next product: made and kept, or taken again."""
-        if self._taken is None:
+        if not self.replays:
             made = make()
             self._made.append(made)
             self._shape = made.shape

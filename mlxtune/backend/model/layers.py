@@ -1,13 +1,17 @@
-"""Frozen layers stored in fewer bits than they compute in."""
+"""Frozen layers stored in fewer bits than they compute in.
+
+Those that take the place of MLX's have the same parameters: a layer changes its class in place, and
+one that is shared stays shared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx.utils import tree_map_with_path
 
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
@@ -18,10 +22,6 @@ QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
 
 class StoredEmbedding(nn.Embedding):
     """Embeddings that are stored in 16 bits and returned in float32."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        nn.Module.__init__(self)
-        self.weight = embedding.weight
 
     def __call__(self, x: mx.array) -> mx.array:
         return super().__call__(x).astype(mx.float32)
@@ -40,10 +40,6 @@ class _Dequantized(nn.Module):
 class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
     """A quantised linear layer whose weight is dequantised for each product."""
 
-    def __init__(self, linear: nn.QuantizedLinear) -> None:
-        nn.Module.__init__(self)
-        _copy_quantized(linear, self)
-
     def __call__(self, x: mx.array) -> mx.array:
         y = _dequantized_product(x, self)
         return y + self["bias"] if "bias" in self else y
@@ -56,11 +52,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
     would then compute in that.
     """
 
-    def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
-        nn.Module.__init__(self)
-        _copy_quantized(embedding, self)
-        self.num_embeddings, self.dims = embedding.num_embeddings, embedding.dims
-        self.compute_dtype = compute_dtype
+    compute_dtype: mx.Dtype
 
     def __call__(self, x: mx.array) -> mx.array:
         return _dequantize(self, self.compute_dtype, x)
@@ -72,14 +64,6 @@ class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., V) of hidden states (..., H)."""
         return _dequantized_product(x, self)
-
-
-def _copy_quantized(source: nn.Module, target: nn.Module) -> None:
-    target.group_size, target.bits, target.mode = source.group_size, source.bits, source.mode
-    target.biases = None
-    for name, value in source.items():
-        setattr(target, name, value)
-    target.freeze()
 
 
 class PackedRows:
@@ -177,15 +161,13 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
         native = any(module.mode != "nf4" for module in quantised)
         option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
 
-    def make(path: str, module: nn.Module) -> nn.Module | None:
+    for module in quantised:
         if type(module) is nn.QuantizedEmbedding:
-            kind = DequantizedEmbedding if option == DEQUANTIZED else QuantizedEmbedding
-            return kind(module, dtype)
-        if type(module) is nn.QuantizedLinear and option == DEQUANTIZED:
-            return DequantizedLinear(module)
-        return None
-
-    replace_modules(model, make)
+            dequantised = option == DEQUANTIZED
+            module.__class__ = DequantizedEmbedding if dequantised else QuantizedEmbedding
+            module.compute_dtype = dtype
+        elif type(module) is nn.QuantizedLinear and option == DEQUANTIZED:
+            module.__class__ = DequantizedLinear
     return option
 
 
@@ -201,13 +183,3 @@ def cast_parameters(model: nn.Module, dtype: mx.Dtype, kept: Collection[str] = (
         return value.astype(dtype) if floating and path not in kept and castable(path) else value
 
     model.update(tree_map_with_path(cast, model.parameters()))
-
-
-def replace_modules(model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> int:
-    """Replace the modules of a model for which `make` returns another one; return their count."""
-    # By identity, so that a module shared by two layers stays shared.
-    modules = {id(module): (path, module) for path, module in model.named_modules()}
-    made = {key: new for key, old in modules.items() if (new := make(*old)) is not None}
-    paths = [(path, made[id(old)]) for path, old in model.named_modules() if id(old) in made]
-    model.update_modules(tree_unflatten(paths))
-    return len(made)

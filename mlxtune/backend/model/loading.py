@@ -21,11 +21,15 @@ from mlxtune.backend.model.layers import (
     StoredEmbedding,
     cast_parameters,
     compute_quantized,
-    replace_modules,
 )
 from mlxtune.backend.model.model_folder import check_weights, read_config
 from mlxtune.backend.model.nf4 import NF4Linear
-from mlxtune.backend.model.quantize import is_quantized, quantize_lazily, read_one_by_one
+from mlxtune.backend.model.quantize import (
+    describe_format,
+    is_quantized,
+    quantize_lazily,
+    read_one_by_one,
+)
 from mlxtune.core.text import short_number
 from mlxtune.errors import ModelError, one_line
 
@@ -108,7 +112,8 @@ def open_base(
     try:
         model, config = load_lazily(folder, config)
         chosen = _choose_dtype(model, dtype)
-        quantization = _describe_quantization(config.get("quantization"))
+        stored = config.get("quantization")
+        quantization = describe_format(stored) if stored else None
         if quantize is not None:
             quantization = quantize_lazily(model, config, quantize, double_quant)
         _cast(model, chosen)
@@ -224,14 +229,6 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     if not on_cpu() or dtype != mx.float32:
         stored.clear()
     cast_parameters(model, dtype, stored | scales)
-    if stored:
-        replace_modules(
-            model, lambda _, each: StoredEmbedding(each) if type(each) is nn.Embedding else None
-        )
-
-
-def _describe_quantization(quantization: Mapping[str, Any] | None) -> str | None:
-    if not quantization:
-        return None
-    mode = quantization.get("mode", "affine")
-    return f"{quantization.get('bits')}-bit {mode}, group {quantization.get('group_size')}"
+    for _, module in model.named_modules():
+        if stored and type(module) is nn.Embedding:
+            module.__class__ = StoredEmbedding

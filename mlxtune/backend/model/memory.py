@@ -7,8 +7,6 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,12 +78,11 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     The limit is at most the working set that the device recommends.
     """
     limits = find_limits(memory_limit_gb)
-    memory, cache = limits.memory, limits.cache
-    mx.set_memory_limit(memory)
-    mx.set_cache_limit(cache)
+    mx.set_memory_limit(limits.memory)
+    mx.set_cache_limit(limits.cache)
     forget_peak()
     if mx.metal.is_available():
-        mx.set_wired_limit(memory)
+        mx.set_wired_limit(limits.memory)
     return limits
 
 
@@ -130,11 +127,6 @@ def last_peak_bytes() -> int:
     return max(_since_start[0], int(mx.get_peak_memory()))
 
 
-def last_peak_gb() -> float:
-    """Return the most memory that MLX has held at once since `start_peak`, in GB."""
-    return last_peak_bytes() / GB
-
-
 def start_peak() -> None:
     """Reset `last_peak_bytes`; `peak_bytes` stays."""
     _highest[0] = peak_bytes()
@@ -145,19 +137,9 @@ def start_peak() -> None:
 def lap_peak() -> int:
     """Return the most bytes that MLX has held at once since the last call; other peaks stay."""
     peak = int(mx.get_peak_memory())
-    _highest[0], _since_start[0] = max(_highest[0], peak), max(_since_start[0], peak)
+    _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
     mx.reset_peak_memory()
     return peak
-
-
-@contextmanager
-def untracked() -> Iterator[None]:
-    """Keep the block's memory use out of the run's peaks."""
-    lap_peak()
-    try:
-        yield
-    finally:
-        mx.reset_peak_memory()
 
 
 def forget_peak() -> None:

@@ -7,25 +7,25 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.model.device import on_cpu
-from mlxtune.backend.model.layers import cast_parameters, replace_modules
+from mlxtune.backend.model.layers import cast_parameters
 from mlxtune.backend.model.nf4 import BLOCK, NF4Linear, in_parts
 from mlxtune.errors import ModelError
 
-# MLX's formats by their name in --quantize: mode, bits and group size, mlx-lm's defaults.
-_MODES = {
-    "4": ("affine", 4, 64),
-    "8": ("affine", 8, 64),
-    "mxfp4": ("mxfp4", 4, 32),
-    "nvfp4": ("nvfp4", 4, 16),
-    "mxfp8": ("mxfp8", 8, 32),
+# The parameters of MLX's formats by their name in --quantize, mlx-lm's defaults.
+MLX_FORMATS: dict[str, dict[str, Any]] = {
+    "4": {"group_size": 64, "bits": 4, "mode": "affine"},
+    "8": {"group_size": 64, "bits": 8, "mode": "affine"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
 }
 NF4 = "nf4"
-FORMATS = (*_MODES, NF4)
+FORMATS = (*MLX_FORMATS, NF4)
 # Entries to quantise at once on the CPU, which runs some operations ahead.
 _AT_ONCE = 1 << 16
 
@@ -50,7 +50,8 @@ def quantize_lazily(
         _to_nf4(model, predicate, double_quant)
         scales = ", scales in 8 bits" if double_quant else ""
         return f"4-bit nf4, group {BLOCK}{scales}"
-    mode, bits, group = _MODES[quantize]
+    parameters = MLX_FORMATS[quantize]
+    group = parameters["group_size"]
     _convert_dtype(model, config)
 
     def chosen(path: str, module: nn.Module) -> Any:
@@ -59,11 +60,17 @@ def quantize_lazily(
         return True if predicate is None else predicate(path, module)
 
     weights = {path: module.weight for path, module in model.named_modules() if "weight" in module}
-    nn.quantize(model, group, bits, mode=mode, class_predicate=chosen)
+    nn.quantize(model, **parameters, class_predicate=chosen)
     for path, module in model.named_modules():
         if "scales" in module:
             _quantize_in_parts(module, weights[path])
-    return f"{bits}-bit {mode}, group {group}"
+    return describe_format(parameters)
+
+
+def describe_format(parameters: Mapping[str, Any]) -> str:
+    """Describe one of MLX's formats by its parameters, as a config has them."""
+    mode = parameters.get("mode", "affine")
+    return f"{parameters.get('bits')}-bit {mode}, group {parameters.get('group_size')}"
 
 
 def format_name(quantize: str, double_quant: bool = False) -> str:
@@ -71,15 +78,9 @@ def format_name(quantize: str, double_quant: bool = False) -> str:
     return f"{quantize} with double quantisation" if double_quant else quantize
 
 
-def format_parameters(quantize: str) -> dict[str, Any]:
-    """Return the parameters of one of MLX's formats: group_size, bits and mode."""
-    mode, bits, group = _MODES[quantize]
-    return {"group_size": group, "bits": bits, "mode": mode}
-
-
 def quantized_config(model: nn.Module, quantize: str) -> dict[str, Any]:
     """Return what `mlx_lm.convert` adds to the config of a model in one of MLX's formats."""
-    parameters = format_parameters(quantize)
+    parameters = MLX_FORMATS[quantize]
     # Layers for which the architecture chooses other parameters are listed by path.
     exceptions = {
         path: {name: getattr(module, name) for name in parameters}
@@ -151,20 +152,18 @@ def _convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
 def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:
     inside = {id(module) for layer in model.layers for module in layer.modules()}
 
-    def make(path: str, module: nn.Module) -> nn.Module | None:
+    made = []
+    for path, module in model.named_modules():
         if isinstance(module, SwitchLinear):
             raise ModelError(
                 f"--quantize nf4: not supported for experts ({path}): use --quantize mxfp4"
             )
         fits = type(module) is nn.Linear and not module.weight.shape[1] % BLOCK
-        if not fits or id(module) not in inside:
-            return None
         # Layers for which an architecture requests more bits are not quantised.
-        if predicate is not None and predicate(path, module) is not True:
-            return None
-        return NF4Linear(module, double_quant=double_quant)
-
-    if not replace_modules(model, make):
+        if fits and id(module) in inside and (predicate is None or predicate(path, module) is True):
+            made.append((path, NF4Linear(module, double_quant=double_quant)))
+    model.update_modules(tree_unflatten(made))
+    if not made:
         raise ModelError(
             f"--quantize nf4: this model has no linear layer whose width is a multiple of {BLOCK}: "
             "use --quantize 4"

@@ -83,7 +83,7 @@ class MicroBatches:
                     f"{self._remedy}"
                 )
         if memory.over_limit():
-            over = f"{memory.last_peak_gb():.2f} GB were in use"
+            over = f"{memory.last_peak_bytes() / memory.GB:.2f} GB were in use"
             self._peak = self.peak()
             memory.start_peak()
             if not self._halve(examples, over) and not self._warned_of_single:

@@ -64,21 +64,23 @@ class PipelineMeter:
         model = self._pipeline.model
         parameters = model.trainable_parameters()
         model.train()
-        with memory.untracked():
-            try:
-                for _, batch in self._pipeline.micro_batches(examples):
-                    for call in self._calls(self._pipeline.arrays(batch, step)):
-                        measured = self._measure(call)
-                        before = profiles.get(call.name)
-                        profiles[call.name] = before.plus(measured) if before else measured
-                    memory.relieve_pressure()
-            except (RuntimeError, MemoryError) as error:
-                if not memory.is_out_of_memory(error):
-                    raise
-                profiles = {}
-            finally:
-                model.update(parameters)
-                mx.clear_cache()
+        # What this takes is not part of the run's peaks.
+        memory.lap_peak()
+        try:
+            for _, batch in self._pipeline.micro_batches(examples):
+                for call in self._calls(self._pipeline.arrays(batch, step)):
+                    measured = self._measure(call)
+                    before = profiles.get(call.name)
+                    profiles[call.name] = before.plus(measured) if before else measured
+                memory.relieve_pressure()
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            profiles = {}
+        finally:
+            model.update(parameters)
+            mx.clear_cache()
+            mx.reset_peak_memory()
         return list(profiles.values())
 
     def _calls(self, arrays: dict[str, Any]) -> list[_Call]:

@@ -158,10 +158,10 @@ def test_profiling_leaves_the_peaks_of_the_run_as_they_are() -> None:
     meter = PipelineMeter(pipeline)
     memory.forget_peak()
     pipeline.train_batch(fixed_step())
-    highest, last = memory.peak_bytes(), memory.last_peak_gb()
+    highest, last = memory.peak_bytes(), memory.last_peak_bytes()
     meter.layers(fixed_step() * 20, 1)
     assert memory.peak_bytes() == highest
-    assert memory.last_peak_gb() == last
+    assert memory.last_peak_bytes() == last
 
 
 def test_micro_batches_are_halved_in_a_profiled_step_as_in_any_other() -> None:
