@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ Floats = npt.NDArray[np.float32]
 
 # With fewer elements, waking a second thread takes longer than it saves.
 _WORTH_SHARING = 1 << 17
+_SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlxtune")
 
 
 def view(x: mx.array) -> Floats:
@@ -62,11 +62,6 @@ def computes(*arrays: Any) -> bool:
     return all(isinstance(x, mx.array) and x.dtype == mx.float32 and x.size for x in arrays)
 
 
-@lru_cache(maxsize=1)
-def _second_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlxtune")
-
-
 def by_rows(
     kernel: Callable[..., None], x: npt.NDArray[Any], *args: Any, rows: int | None = None
 ) -> None:
@@ -76,6 +71,6 @@ def by_rows(
         kernel(0, rows, x, *args)
         return
     half = rows // 2
-    other = _second_thread().submit(kernel, half, rows, x, *args)
+    other = _SECOND_THREAD.submit(kernel, half, rows, x, *args)
     kernel(0, half, x, *args)
     other.result()

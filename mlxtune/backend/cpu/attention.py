@@ -30,12 +30,10 @@ class _Part:
 
     @property
     def count(self) -> int:
-        """How many queries of each head."""
         return self.queries.stop - self.queries.start
 
     @property
     def seen(self) -> int:
-        """How many keys."""
         return sum(at.stop - at.start for at in self.keys)
 
 
@@ -67,7 +65,6 @@ class _Attention:
         return x.reshape(self.batch, self.groups, -1, *x.shape[2:])
 
     def blocks(self) -> Iterator[tuple[int, slice, tuple[slice, ...]]]:
-        """Yield a line, some of its queries, and the keys that these see."""
         if self.layout is not None:
             for segment in self.layout.segments:
                 before = self.layout.before(segment)
@@ -83,13 +80,12 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def parts(self) -> Iterator[_Part]:
-        """Cut the scores into parts that fit."""
         repeats = self.heads // self.groups
         for line, queries, keys in self.blocks():
             whole = _Part(line, slice(0, self.groups), queries, keys)
             at_once = max(_SCORES // (repeats * whole.count * whole.seen), 1)
             for group in range(0, self.groups, at_once):
-                yield replace(whole, groups=slice(group, min(group + at_once, self.groups)))
+                yield replace(whole, groups=slice(group, group + at_once))
 
     def rows(self, x: Floats, part: _Part) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
@@ -121,7 +117,6 @@ class _Attention:
         return scores
 
     def forward(self) -> mx.array:
-        """Return the weighted values (B, H, T, n)."""
         # Laid out by tokens, as the next projection reads it.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
         whole = self.by_group(view(made).swapaxes(1, 2))
@@ -135,7 +130,6 @@ class _Attention:
         return made.transpose(0, 2, 1, 3)
 
     def backward(self, cotangent: mx.array) -> list[Floats]:
-        """Return the gradients with respect to q, k and v."""
         d = self.by_group(view(cotangent))
         d_q = np.empty(self.q.shape, dtype=np.float32)
         d_k = np.zeros(self.k.shape, dtype=np.float32)
@@ -155,10 +149,9 @@ class _Attention:
 
 
 def _additive(mask: mx.array) -> Floats:
-    given = view(mask)
-    if given.dtype == np.bool_:
-        return np.where(given, np.float32(0), np.finfo(np.float32).min)
-    return given
+    if mask.dtype == mx.bool_:
+        return np.where(view(mask), np.float32(0), np.finfo(np.float32).min)
+    return view(mask)
 
 
 def attention(

@@ -162,7 +162,6 @@ class KernelLayers:
         return tree_map(lambda leaf: detached(leaf) if _is_floating(leaf) else leaf, output)
 
     def _reads_of(self, layer: nn.Module, names: Sequence[str]) -> Reads:
-        """Return what the backward pass of a layer reads, as far as is known."""
         behind = not all(name.split(".")[-2:][0].startswith(_FIRST) for name in names)
         return self.reads.get(id(layer), Reads(inputs=behind))
 

@@ -25,7 +25,7 @@ Weight = products.Weight
 
 
 def _product(x: mx.array, weight: Callable[[], Weight]) -> mx.array:
-    """Return x times the transpose of a frozen weight, which has no gradient."""
+    """Return x times the transpose of a frozen weight."""
 
     def run(x: mx.array) -> mx.array:
         return product(lambda: products.forward(x, weight()))

@@ -148,11 +148,6 @@ def forget_peak() -> None:
     mx.reset_peak_memory()
 
 
-def over_limit() -> bool:
-    """Return whether more than the limit has been in use since `start_peak`."""
-    return bool(last_peak_bytes() > mx.get_memory_limit())
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory could not be allocated."""
     return isinstance(error, MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))

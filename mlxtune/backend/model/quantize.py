@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_reduce, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -55,9 +55,8 @@ def quantize_lazily(
     _convert_dtype(model, config)
 
     def chosen(path: str, module: nn.Module) -> Any:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group:
-            return False
-        return True if predicate is None else predicate(path, module)
+        fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
+        return fits and (predicate is None or predicate(path, module))
 
     weights = {path: module.weight for path, module in model.named_modules() if "weight" in module}
     nn.quantize(model, **parameters, class_predicate=chosen)
@@ -114,7 +113,11 @@ def read_one_by_one(model: nn.Module) -> None:
     quantised weights.
     """
     parts = [module for _, module in model.named_modules() if not module.children()]
-    for module in sorted(parts, key=_size, reverse=True):
+
+    def size(module: nn.Module) -> int:
+        return tree_reduce(lambda total, value: total + value.nbytes, module.parameters(), 0)
+
+    for module in sorted(parts, key=size, reverse=True):
         mx.eval(module.parameters())
         mx.clear_cache()
     mx.eval(model.parameters())
@@ -133,10 +136,6 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
 
     made = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
     module.weight, module.scales = (each.reshape(*weight.shape[:-1], -1) for each in made)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(value.nbytes for _, value in tree_flatten(module.parameters()))
 
 
 def _convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class MicroBatches:
                     f"memory ran out with one example of up to {tokens:,} tokens at a time: "
                     f"{self._remedy}"
                 )
-        if memory.over_limit():
+        if memory.last_peak_bytes() > mx.get_memory_limit():
             over = f"{memory.last_peak_bytes() / memory.GB:.2f} GB were in use"
             self._peak = self.peak()
             memory.start_peak()
