@@ -12,6 +12,7 @@ from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, names, peft
 from mlxtune.backend.adapters.formats.adapter import completed
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ExportConfig
+from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.setup.proof import (
     ExportResult,
     Source,
@@ -56,8 +57,7 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
         base = open_base(
             source.folder, config.dtype, trust_remote_code=trust, **source.quantization
         )
-        shape = (base.model_type, base.text_config, base.num_layers)
-        gguf.write_gguf(source.adapter, *shape, folder)
+        gguf.write_gguf(source.adapter, base, folder)
 
 
 def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
@@ -74,8 +74,7 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     elif config.format == "flat":
         adapter = flat.read_flat(folder, modules)
     else:
-        shape = (base.model_type, base.text_config, base.num_layers)
-        adapter = gguf.read_gguf(folder, modules, *shape)
+        adapter = gguf.read_gguf(folder, modules, base)
     with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:
-        mlx_lm.write_mlx_lm(completed(adapter, modules), Path(scratch))
+        mlx_lm.write_mlx_lm(completed(adapter, modules), Path(scratch) / ADAPTER)
         return load_adapted(base, scratch).model

@@ -33,7 +33,7 @@ def import_adapter(config: ImportConfig) -> Path:
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]
     with new_folder(target, sources, marker=ADAPTER, overwrite=config.overwrite) as temporary:
-        write_mlx_lm(adapter, temporary)
+        write_mlx_lm(adapter, temporary / ADAPTER)
     return target / ADAPTER
 
 

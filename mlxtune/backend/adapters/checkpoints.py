@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.adapters.files import check_shapes, load_tensors, write_tensors
+from mlxtune.backend.adapters.files import LEAVES, check_shapes, load_tensors, write_tensors
+from mlxtune.backend.adapters.formats.adapter import Adapter, Update
+from mlxtune.backend.adapters.formats.mlx_lm import write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
 from mlxtune.config.ranks import target_ranks
-from mlxtune.core.machine.files import write_json
-from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
+from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError, one_line
 
 OPTIMIZER = "optimizer.safetensors"
@@ -90,38 +93,31 @@ def adapter_writer(
 ) -> Callable[[Path], None]:
     """Return a function that writes the current adapter, and adapter_config.json next to it.
 
-    `extra` goes into the config's `mlxtune` part. Each file is written whole or not at all.
-    Tensors are float32 and sorted by name, so that equal adapters are equal bytes. The function
-    raises OutputError.
+    `extra` goes into the config's `mlxtune` part, which mlx-lm ignores. The function raises
+    OutputError.
     """
     tensors, options = adapter_tensors(model, lora), lora.config
-    config: dict[str, Any] = {
-        "fine_tune_type": lora.kind,
-        "model": base_model,
-        "num_layers": lora.num_layers,
-        "lora_parameters": {
-            "rank": lora.written_rank,
-            "scale": lora.scale,
-            "dropout": options.dropout,
-            "keys": list(lora.keys),
-        },
-        # mlx-lm ignores this part.
-        "mlxtune": {
-            "rank": options.lora_rank,
-            "alpha": options.lora_alpha,
-            "rslora": options.rslora,
-            "init": options.init,
-            "target_ranks": target_ranks(options.target_rank),
-            **(extra or {}),
-        },
+    own = {
+        "rank": options.lora_rank,
+        "alpha": options.lora_alpha,
+        "rslora": options.rslora,
+        "init": options.init,
+        "target_ranks": target_ranks(options.target_rank),
+        **(extra or {}),
     }
-
-    def write(weights: Path) -> None:
-        arrays = {name: value.astype(mx.float32) for name, value in tensors.items()}
-        write_tensors(weights, arrays, {"format": "mlx"})
-        write_json(weights.with_name(ADAPTER_CONFIG), config)
-
-    return write
+    modules = {
+        name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[lora.kind]))
+        for name in adapted_modules(model)
+    }
+    adapter = Adapter(
+        scale=lora.scale,
+        modules=modules,
+        num_layers=lora.num_layers,
+        dropout=options.dropout,
+        model=base_model,
+        settings={"mlxtune": own},
+    )
+    return partial(write_mlx_lm, adapter)
 
 
 def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:

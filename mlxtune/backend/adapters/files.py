@@ -35,7 +35,9 @@ class AdapterInfo:
     kind: str
     rank: int
     scale: float
+    dropout: float
     num_layers: int | None
+    model: str
     mlxtune: Mapping[str, Any]
 
 
@@ -99,9 +101,22 @@ def read_info(weights: Path) -> AdapterInfo:
         kind=kind,
         rank=rank,
         scale=scale,
+        dropout=valid_dropout(path, "dropout", parameters.get("dropout")),
         num_layers=layers if isinstance(layers, int) and layers > 0 else None,
+        model=str(config.get("model") or ""),
         mlxtune=extra if isinstance(extra, Mapping) else {},
     )
+
+
+def valid_dropout(path: Path, option: str, value: Any) -> float:
+    """Return the dropout in an adapter's config. Raises ModelError."""
+    try:
+        dropout = float(value or 0.0)
+        if not 0 <= dropout < 1:
+            raise ValueError
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: {option} must be from 0 to below 1") from error
+    return dropout
 
 
 def load_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

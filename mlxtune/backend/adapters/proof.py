@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import generate_step
 
 from mlxtune.backend.adapters.attach import Adapted
 from mlxtune.backend.lora.targets import PROJECTIONS
@@ -80,7 +80,9 @@ def reference_of(
     """
     sequences = []
     for prompt in prompts:
-        answer = _answer(adapted.model, list(prompt))
+        # The greedy continuation, past the end of a turn.
+        steps = generate_step(mx.array(list(prompt)), adapted.model, max_tokens=NEW_TOKENS)
+        answer = [token for token, _ in steps]
         tokens = [*prompt, *answer]
         logits = _logits(adapted.model, tokens, len(answer))
         sequences.append(Sample(tokens, len(answer), logits))
@@ -108,18 +110,6 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
         logits = _logits(model, sequence.tokens, sequence.generated)
         comparison.add(sequence.logits, logits, sequence.generated)
     return comparison
-
-
-def _answer(model: nn.Module, prompt: list[int]) -> list[int]:
-    """Return the model's greedy continuation, past the end of a turn."""
-    cache = make_prompt_cache(model)
-    answer: list[int] = []
-    given = mx.array([prompt])
-    for _ in range(NEW_TOKENS):
-        logits = model(given, cache=cache)[0, -1]
-        answer.append(int(np.array(mx.argmax(logits))))
-        given = mx.array([[answer[-1]]])
-    return answer
 
 
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:

@@ -1,4 +1,4 @@
-"""An adapter as numpy tensors by module, without a model: what every format reads and writes."""
+"""An adapter's tensors by module, without a model: what every format reads and writes."""
 
 from __future__ import annotations
 
@@ -86,15 +86,24 @@ def path_in_layer(name: str) -> tuple[int, str]:
     return place
 
 
-def valid_dropout(path: Path, option: str, value: Any) -> float:
-    """Return the dropout in an adapter's config. Raises ModelError."""
-    try:
-        dropout = float(value or 0.0)
-        if not 0 <= dropout < 1:
-            raise ValueError
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise ModelError(f"{path}: {option} must be from 0 to below 1") from error
-    return dropout
+def updates_in(
+    path: Path, tensors: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Update]:
+    """Return updates by module from a file of `{name}.lora_a` (rank, in) and `.lora_b` (out, rank).
+
+    `names` gives the name in the file of each module of the base model. Raises ModelError for
+    tensors of other modules and for incomplete pairs.
+    """
+    rest, updates = dict(tensors), {}
+    for module, name in names.items():
+        if {f"{name}.lora_a", f"{name}.lora_b"} <= rest.keys():
+            a, b = (np.array(rest.pop(f"{name}.lora_{part}").T) for part in "ab")
+            updates[module] = Update(a, b)
+    if rest or not updates:
+        raise ModelError(
+            f"{path}: has {join_few(rest) or 'no tensors'}, which the base model has no place for"
+        )
+    return updates
 
 
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:

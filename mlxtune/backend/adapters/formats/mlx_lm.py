@@ -14,7 +14,6 @@ from mlx_lm.tuner.utils import load_adapters
 from mlxtune.backend.adapters.files import (
     LEAVES,
     module_names,
-    read_adapter_config,
     read_info,
     read_tensors,
     write_tensors,
@@ -24,7 +23,6 @@ from mlxtune.backend.adapters.formats.adapter import (
     Matrix,
     Update,
     path_in_layer,
-    valid_dropout,
 )
 from mlxtune.core.machine.files import write_file, write_json
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
@@ -33,23 +31,16 @@ from mlxtune.errors import ModelError, one_line
 
 def read_mlx_lm(weights: Path) -> Adapter:
     """Return an adapter in mlx-lm's layout. Raises ModelError."""
-    config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
-    info = read_info(weights)
-    try:
-        num_layers = int(config["num_layers"])
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{path}: has no valid num_layers: {one_line(error)}") from error
-    tensors = read_tensors(weights)
-    modules = {
-        name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
-        for name in module_names(weights, tensors, info)
-    }
+    info, tensors = read_info(weights), read_tensors(weights)
     return Adapter(
         scale=info.scale,
-        num_layers=num_layers,
-        modules=modules,
-        dropout=valid_dropout(path, "dropout", config["lora_parameters"].get("dropout")),
-        model=str(config.get("model") or ""),
+        modules={
+            name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
+            for name in module_names(weights, tensors, info)
+        },
+        num_layers=info.num_layers or -1,
+        dropout=info.dropout,
+        model=info.model,
         settings={"mlxtune": dict(info.mlxtune)} if _can_be_written(info.mlxtune) else {},
     )
 
@@ -62,14 +53,17 @@ def _can_be_written(value: Mapping[str, Any]) -> bool:
         return False
 
 
-def write_mlx_lm(adapter: Adapter, folder: Path) -> None:
-    """Write adapter.safetensors and adapter_config.json. Raises OutputError."""
+def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
+    """Write an adapter's file, and adapter_config.json next to it, each whole or not at all.
+
+    Tensors are sorted by name, so that equal adapters are equal bytes. Raises OutputError.
+    """
     tensors: dict[str, Matrix] = {}
     for name, update in adapter.modules.items():
         tensors |= {f"{name}.lora_a": update.a, f"{name}.lora_b": update.b}
         if update.m is not None:
             tensors[f"{name}.m"] = update.m
-    write_tensors(folder / ADAPTER, tensors, {"format": "mlx"})
+    write_tensors(weights, tensors, {"format": "mlx"})
     config = {
         "fine_tune_type": "dora" if adapter.is_dora else "lora",
         "model": adapter.model,
@@ -81,7 +75,7 @@ def write_mlx_lm(adapter: Adapter, folder: Path) -> None:
             "keys": sorted({path_in_layer(name)[1] for name in adapter.modules}),
         },
     }
-    write_json(folder / ADAPTER_CONFIG, config | dict(adapter.settings))
+    write_json(weights.with_name(ADAPTER_CONFIG), config | dict(adapter.settings))
 
 
 def copy_mlx_lm(weights: Path, folder: Path) -> None:

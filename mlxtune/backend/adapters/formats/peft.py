@@ -18,13 +18,17 @@ from typing import Any
 import numpy as np
 import regex
 
-from mlxtune.backend.adapters.files import read_adapter_config, read_tensors, write_tensors
+from mlxtune.backend.adapters.files import (
+    read_adapter_config,
+    read_tensors,
+    valid_dropout,
+    write_tensors,
+)
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
     path_in_layer,
-    valid_dropout,
 )
 from mlxtune.backend.adapters.formats.names import (
     match,
@@ -87,14 +91,12 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
             "base_model_name_or_path": adapter.model or str(base),
             "inference_mode": True,
             "r": rank,
-            "lora_alpha": _number(adapter.scale * rank),
+            "lora_alpha": adapter.scale * rank,
             "lora_dropout": adapter.dropout,
             "target_modules": targets,
             "layers_to_transform": layers,
             "rank_pattern": patterns,
-            "alpha_pattern": {
-                name: _number(adapter.scale * each) for name, each in patterns.items()
-            },
+            "alpha_pattern": {name: adapter.scale * each for name, each in patterns.items()},
             "use_dora": adapter.is_dora,
             "use_rslora": False,
             "bias": "none",
@@ -108,10 +110,6 @@ def _rank_in_use(update: Update) -> int:
     """Return the rank without padding, which is zero in both `a` and `b`."""
     used = np.flatnonzero(update.a.any(axis=0) | update.b.any(axis=1))
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
-
-
-def _number(value: float) -> int | float:
-    return int(value) if value == int(value) else value
 
 
 def read_peft(folder: Path, modules: Iterable[str]) -> Adapter:
