@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, names, peft
+from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, peft
 from mlxtune.backend.adapters.formats.adapter import completed
+from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ExportConfig
 from mlxtune.core.training.checkpoint import ADAPTER
@@ -68,7 +69,7 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
         return load_adapted(base, str(folder)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)
-    modules = names.projections_of(base.model)
+    modules = projections_of(base.model)
     if config.format == "peft":
         adapter = peft.read_peft(folder, modules)
     elif config.format == "flat":

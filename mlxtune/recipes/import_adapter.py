@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mlxtune.backend.adapters.formats import names
 from mlxtune.backend.adapters.formats.adapter import completed
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
 from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_peft
+from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ImportConfig, as_path
 from mlxtune.core.machine.output_folder import new_folder
@@ -28,7 +28,7 @@ def import_adapter(config: ImportConfig) -> Path:
     named = base_of(given.parent) if is_peft else read_mlx_lm(given).model
     folder = find_base(config, named, str(given.parent), str(given))
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
-    modules = names.projections_of(base.model)
+    modules = projections_of(base.model)
     adapter = read_peft(given.parent, modules) if is_peft else read_mlx_lm(given)
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]

@@ -60,10 +60,9 @@ class Adapted:
 
 
 def load_adapted(base: BaseModel, adapter: str) -> Adapted:
-    """Put an adapter in mlx-lm's layout on a base model.
+    """Put an adapter in mlx-lm's layout on the modules that it has tensors for, by full name.
 
-    It goes on the modules that the file has tensors for, by their full names. Raises ModelError if
-    it does not fit.
+    Raises ModelError if it does not fit.
     """
     weights = find_adapter(adapter)
     info, tensors = read_info(weights), read_tensors(weights)

@@ -34,7 +34,6 @@ def trained_tensors(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _saved_parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Return the trainable tensors, with PiSSA's initial factors."""
     tensors = trained_tensors(model)
     for name, module in adapted_modules(model).items():
         if (principal := getattr(module, "principal", None)) is not None:
@@ -70,8 +69,8 @@ def pad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.arr
         missing = rank - x.shape[axis]
         return mx.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else x
 
-    axes = _rank_axes(a)
-    return padded(a, axes[0]), padded(b if factor == 1 else b * factor, axes[1])
+    axis_a, axis_b = _rank_axes(a)
+    return padded(a, axis_a), padded(b if factor == 1 else b * factor, axis_b)
 
 
 def unpad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.array, mx.array]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import make_shards, save_config
@@ -49,10 +48,7 @@ _FLOAT32_SLACK = 2.0**-20
 
 @dataclass(frozen=True)
 class _Base:
-    """A lazily loaded base model and its config.
-
-    `dtypes` are the dtypes of weights, by module, before they were quantised while loading.
-    """
+    """A lazily loaded model; `dtypes` are those of its weights before quantising while loading."""
 
     model: nn.Module
     config: dict[str, Any]
@@ -114,7 +110,6 @@ def fused_model(
 
 
 def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
-    """Dequantise the modules of a model, except those in `kept`."""
     plain = []
     for name, module in base.model.named_modules():
         if name not in kept and "scales" in module:
@@ -124,7 +119,6 @@ def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
 
 
 def _weight(name: str, module: nn.Module) -> mx.array:
-    """Return a weight in float32."""
     if "global_scale" in module:
         raise ModelError(
             f"{name}: is quantised with a global scale, which mlxtune cannot dequantise"
@@ -207,7 +201,6 @@ def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn
 
 
 def _updated(name: str, module: nn.Module, update: Update, scale: float) -> mx.array:
-    """Return the weight of a module with the update, in float32."""
     weight = _weight(name, module)
     a, b = mx.array(update.a), mx.array(update.b)
     if update.of_experts:
@@ -272,7 +265,7 @@ def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
         for each in (module, rounded)
     )
-    return float(np.array(off)), float(np.array(rounding)) * _SLACK + _FLOAT32_SLACK
+    return float(off), float(rounding) * _SLACK + _FLOAT32_SLACK
 
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
@@ -290,10 +283,8 @@ def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[t
     expected, written = tensors
     for name in sorted(expected.keys() | written.keys()):
         one, other = expected.pop(name, None), written.pop(name, None)
-        if one is None or other is None or one.dtype != other.dtype:
-            yield name, False
-        else:
-            yield name, bool(np.array(mx.array_equal(one, other, equal_nan=True)))
+        alike = one is not None and other is not None and one.dtype == other.dtype
+        yield name, alike and bool(mx.array_equal(one, other, equal_nan=True))
 
 
 def stored_dtype(model: nn.Module) -> str:

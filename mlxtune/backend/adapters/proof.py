@@ -115,17 +115,17 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
     """Return float32 (T, V), the logits at the last positions before the last token."""
     positions = max(_POSITIONS, generated)
-    logits = model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32)
-    return np.array(logits)
+    return np.array(model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32))
 
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost projections of a model by path: LoRA layers, not the layers within."""
-    products: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, PROJECTIONS) or hasattr(module, "lora_a"):
-            products[path] = module
-    inner = {path for path in products if any(path.startswith(f"{each}.") for each in products)}
+    products = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, PROJECTIONS) or hasattr(module, "lora_a")
+    }
+    inner = {f"{path}.linear" for path, module in products.items() if hasattr(module, "lora_a")}
     return {path: module for path, module in products.items() if path not in inner}
 
 

@@ -108,7 +108,9 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
     """Return the summary of a model with LoRA."""
     matches = [list(adapted_modules(layer)) for layer in model.layers]
-    written = {_written(module) for module in adapted_modules(model).values()}
+    # An adapter file holds PiSSA's initial factors too.
+    factor = 2 if config.init != "lora" else 1
+    written = {(factor * trained_rank(m), m.scale) for m in adapted_modules(model).values()}
     rank, scale = max(written)
     return LoRASummary(
         config=config,
@@ -124,12 +126,6 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         written_rank=rank,
         trained_as_written=len(written) == 1 and config.init == "lora",
     )
-
-
-def _written(module: nn.Module) -> tuple[int, float]:
-    """Return the rank and scale with which an adapter file holds a module."""
-    pissa = getattr(module, "principal", None) is not None
-    return trained_rank(module) * (2 if pissa else 1), module.scale
 
 
 def trained_rank(module: nn.Module) -> int:

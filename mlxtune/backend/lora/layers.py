@@ -31,7 +31,7 @@ class DropoutKeys:
     positions: mx.array | None = None
 
     def set(self, rows: mx.array | None, positions: mx.array | None) -> None:
-        """Set the randomness of the next forward pass."""
+        """Set both, for the next forward pass."""
         self.rows, self.positions = rows, positions
 
 

@@ -23,6 +23,16 @@ def projections(layer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def projections_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the projections in a model's layers by their path in the model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return {
+        names[id(module)]: module
+        for layer in model.layers
+        for module in projections(layer).values()
+    }
+
+
 def chosen_layers(model: nn.Module, config: InstructConfig) -> list[nn.Module]:
     """Return the last `num_layers` layers, or all of them. Raises ModelError."""
     layers = list(model.layers)

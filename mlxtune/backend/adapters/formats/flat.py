@@ -41,7 +41,7 @@ def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -
 
 
 def read_flat(folder: Path, modules: Iterable[str]) -> Adapter:
-    """Return the adapter of a flat file; `modules` are the base model's. Raises ModelError."""
+    """Return the adapter of a file that `write_flat` wrote; `modules` are the base model's."""
     path = folder / WEIGHTS
     tensors, metadata = load_tensors(path)
     present = {name.rpartition(".")[0] for name in tensors}

@@ -25,7 +25,7 @@ from mlxtune.backend.adapters.formats.adapter import (
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.text import join_few
-from mlxtune.errors import ModelError, one_line
+from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.gguf"
 # The model types of mlx-lm for which llama.cpp has the same name, less `_text`.
@@ -33,7 +33,10 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text")
 
 
 def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
-    """Write an adapter as GGUF. Raises ModelError for what llama.cpp cannot hold, and OutputError."""
+    """Write an adapter as GGUF.
+
+    Raises ModelError for what llama.cpp cannot hold, and OutputError.
+    """
     if base.model_type not in ARCHITECTURES:
         raise ModelError(
             f"--format gguf supports {', '.join(ARCHITECTURES)}, not {base.model_type}: "
@@ -50,13 +53,12 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
         raise ModelError(
             "GGUF cannot hold DoRA's magnitudes: use mlxtune fuse, and convert the fused model"
         )
-    architecture = base.model_type.removesuffix("_text")
     names, heads = _gguf_names(adapter.modules, base), _heads(base)
     if unknown := adapter.modules.keys() - names.keys():
         raise ModelError(
-            f"llama.cpp has no name for {join_few(sorted(unknown))} of {architecture} models"
+            f"llama.cpp has no name for {join_few(sorted(unknown))} of {base.model_type} models"
         )
-    writer = gguf.GGUFWriter(folder / WEIGHTS, architecture)
+    writer = gguf.GGUFWriter(folder / WEIGHTS, _architecture(base))
     with as_output_error(folder / WEIGHTS, "--output"), closing(writer):
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -75,24 +77,14 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
 
 
 def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
-    """Return the adapter of a GGUF file; `modules` are the base model's. Raises ModelError."""
+    """Return the adapter of a file that `write_gguf` wrote; `modules` are the base model's."""
     import gguf
 
-    path, architecture = folder / WEIGHTS, base.model_type.removesuffix("_text")
-    try:
-        reader = gguf.GGUFReader(path)
-        alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
-        kind = reader.fields[gguf.Keys.General.TYPE].contents()
-        written_for = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
-        tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
-    if (kind, written_for) != ("adapter", architecture):
-        raise ModelError(
-            f"{path}: is of type {kind} for {written_for}, not an adapter for {architecture}"
-        )
+    reader = gguf.GGUFReader(folder / WEIGHTS)
+    alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
+    tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
     names, heads = _gguf_names(modules, base), _heads(base)
-    updates = updates_in(path, tensors, names)
+    updates = updates_in(folder / WEIGHTS, tensors, names)
     for module, update in updates.items():
         if (projection := module.rsplit(".", 1)[-1]) in heads:
             half = update.b.shape[1] // heads[projection] // 2
@@ -112,6 +104,10 @@ def _permuted(rows: Matrix, heads: int, parts: int) -> Matrix:
     return rows.reshape(heads, parts, size // parts, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
+def _architecture(base: BaseModel) -> str:
+    return base.model_type.removesuffix("_text")
+
+
 def _heads(base: BaseModel) -> dict[str, int]:
     """Return the number of heads of each projection whose rows llama.cpp permutes."""
     if base.model_type != "llama":
@@ -125,8 +121,7 @@ def _gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    architecture = by_name[base.model_type.removesuffix("_text")]
-    table = gguf.get_tensor_name_map(architecture, base.num_layers)
+    table = gguf.get_tensor_name_map(by_name[_architecture(base)], base.num_layers)
     names = {}
     for module in modules:
         layer, inside = path_in_layer(module)

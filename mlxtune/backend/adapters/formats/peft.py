@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import regex
+import safetensors
 
 from mlxtune.backend.adapters.files import (
     read_adapter_config,
@@ -30,11 +31,6 @@ from mlxtune.backend.adapters.formats.adapter import (
     Update,
     path_in_layer,
 )
-from mlxtune.backend.adapters.formats.names import (
-    match,
-    modules_in,
-    shortest_targets,
-)
 from mlxtune.core.machine.files import write_json
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
@@ -42,6 +38,10 @@ from mlxtune.errors import ModelError, one_line
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
+# From the layer number on, a module has the same name in all libraries.
+_TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
+# Encoders of images and sound have layers too.
+_NOT_TEXT = re.compile(r"vision|visual|audio|speech|image")
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
@@ -65,8 +65,8 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     Raises ModelError for what PEFT cannot hold, and OutputError.
     """
     adapter.check_plain("PEFT's format")
-    present = modules_in(base)
-    names = match(adapter.modules, present, str(base))
+    present = _modules_in(base)
+    names = _match(adapter.modules, present, str(base))
     tensors: dict[str, Matrix] = {}
     ranks: dict[str, int] = {}
     # Modules that are zero throughout are padding: mlx-lm needs the same modules in every layer.
@@ -80,7 +80,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
             tensors[f"{name}.lora_magnitude_vector"] = update.m
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     chosen = {names[path]: path_in_layer(path) for path in modules or adapter.modules}
-    targets, layers = shortest_targets(chosen, present)
+    targets, layers = _shortest_targets(chosen, present)
     rank = max(ranks.values())
     patterns = {re.escape(name): each for name, each in sorted(ranks.items()) if each != rank}
     write_json(
@@ -120,7 +120,7 @@ def read_peft(folder: Path, modules: Iterable[str]) -> Adapter:
     """
     config = _read_config(folder / CONFIG)
     parts = _read_parts(folder / WEIGHTS, dora=bool(config.get("use_dora")))
-    names = match(parts, modules, "the base model")
+    names = _match(parts, modules, "the base model")
     deadline = time.monotonic() + _PATTERN_SECONDS
     scales = {
         name: _scale(folder, config, name, each["lora_A"], deadline) for name, each in parts.items()
@@ -138,6 +138,64 @@ def read_peft(folder: Path, modules: Iterable[str]) -> Adapter:
         dropout=valid_dropout(folder / CONFIG, "lora_dropout", config.get("lora_dropout")),
         model=str(config.get("base_model_name_or_path") or ""),
     )
+
+
+def _modules_in(folder: Path) -> set[str]:
+    """Return the modules with a weight in a model folder, without reading it. Raises ModelError."""
+    names: set[str] = set()
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                names.update(file.keys())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+
+
+def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
+    """Return the names in `present` of the wanted modules, which are named by another tool.
+
+    Names that differ are matched from the layer number on. Raises ModelError for modules that are
+    missing from `present`, or in it twice; `where` is what it lists.
+    """
+    present = set(present)
+    by_tail: dict[str, list[str]] = {}
+    for name in present:
+        if (tail := _TAIL.search(name)) and not _NOT_TEXT.search(name):
+            by_tail.setdefault(tail[1], []).append(name)
+    matches, missing = {}, []
+    for name in wanted:
+        tail = _TAIL.search(name)
+        others = by_tail.get(tail[1], []) if tail else []
+        if name in present:
+            matches[name] = name
+        elif len(others) == 1:
+            matches[name] = others[0]
+        else:
+            missing.append(name)
+    if missing:
+        raise ModelError(f"{where}: does not have exactly one module for {join_few(missing)}")
+    return matches
+
+
+def _shortest_targets(
+    chosen: Mapping[str, tuple[int, str]], present: Iterable[str]
+) -> tuple[list[str], list[int] | None]:
+    """Return PEFT's target_modules and layers_to_transform for exactly the chosen modules.
+
+    `chosen` gives the layer of each module and the path in it; `present` are all modules. Full
+    names are returned where last names would match other modules too.
+    """
+    layers = sorted({layer for layer, _ in chosen.values()})
+    last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
+    named = {name for name in present if name.rsplit(".", 1)[-1] in last_names}
+    if named == set(chosen):
+        return last_names, None
+    # PEFT takes the first number in a module's name for that of its layer.
+    numbers = {name: re.search(r"\.[^.]*\.(\d+)\.", name) for name in named}
+    if {name for name, each in numbers.items() if each and int(each[1]) in layers} == set(chosen):
+        return last_names, layers
+    return sorted(chosen), None
 
 
 def base_of(folder: Path) -> str:
