@@ -69,22 +69,20 @@ def pad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.arr
         missing = rank - x.shape[axis]
         return mx.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else x
 
-    axis_a, axis_b = _rank_axes(a)
-    return padded(a, axis_a), padded(b if factor == 1 else b * factor, axis_b)
+    return padded(a, 1), padded(b if factor == 1 else b * factor, _rank_axis(b))
 
 
 def unpad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.array, mx.array]:
     """Undo `pad_rank`. Raises ValueError unless there are only zeros beyond the rank."""
-    (a, extra_a), (b, extra_b) = (
-        mx.split(x, [rank], axis=axis) for x, axis in zip((a, b), _rank_axes(a), strict=True)
-    )
+    a, extra_a = mx.split(a, [rank], axis=1)
+    b, extra_b = mx.split(b, [rank], axis=_rank_axis(b))
     if extra_b.size and (mx.any(extra_b) or mx.any(extra_a)):
         raise ValueError(f"has non-zero values beyond rank {rank}")
     return a, (b if factor == 1 else b / factor)
 
 
-def _rank_axes(a: mx.array) -> tuple[int, int]:
-    return (1, 0) if a.ndim == 2 else (1, 2)
+def _rank_axis(b: mx.array) -> int:
+    return 0 if b.ndim == 2 else 2
 
 
 def adapter_writer(

@@ -15,6 +15,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from mlxtune.config.fields import as_path
 from mlxtune.config.ranks import alpha_of
 from mlxtune.core.machine.files import read_json, write_file
 from mlxtune.core.text import join_few
@@ -47,13 +48,10 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
     For a run without an adapter next to its checkpoints, it is that of the best checkpoint.
     `option` is the option that named the path. Raises ModelError.
     """
-    given = Path(os.path.expanduser(path))  # noqa: PTH111
-    candidates = (
-        *(given, given / ADAPTER, given / BEST / ADAPTER),
-        given / "checkpoints" / BEST / ADAPTER,
-    )
+    given = as_path(path)
+    places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
     try:
-        file = next((each for each in candidates if each.is_file()), None)
+        file = next((given / place for place in places if (given / place).is_file()), None)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
     if file is None:
@@ -199,10 +197,10 @@ def module_names(weights: Path, tensors: Mapping[str, mx.array], info: AdapterIn
     for module in modules:
         # (in, rank), or (experts, rank, in).
         shape = tensors[f"{module}.lora_a"].shape
-        if len(shape) in (2, 3) and shape[1] != info.rank:
+        if len(shape) not in (2, 3) or shape[1] != info.rank:
             raise ModelError(
                 f"{weights.with_name(ADAPTER_CONFIG)}: gives rank {info.rank}, but {module:.200} "
-                f"has {shape[1]:,}: the two files do not belong together"
+                f"has A of shape {tuple(shape)}: the two files do not belong together"
             )
     return modules
 

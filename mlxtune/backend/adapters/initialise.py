@@ -22,7 +22,7 @@ from mlxtune.backend.adapters.files import (
     read_tensors,
     split_layer,
 )
-from mlxtune.backend.lora.apply import LoRASummary, adapted_modules, trained_rank
+from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear
 from mlxtune.backend.lora.pissa import init_pissa
 from mlxtune.core.machine.files import file_hash
@@ -59,7 +59,7 @@ def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
     tensors = read_tensors(weights)
     check_shapes(weights, tensors, adapter_tensors(model, lora))
     for name, module in adapted_modules(model).items():
-        a, b, rank = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"], trained_rank(module)
+        a, b, rank = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"], module.lora_a.shape[1]
         try:
             a, b = unpad_rank(a, b, rank, module.scale / lora.scale)
         except ValueError as error:

@@ -108,9 +108,9 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
     """Return the summary of a model with LoRA."""
     matches = [list(adapted_modules(layer)) for layer in model.layers]
-    # An adapter file holds PiSSA's initial factors too.
+    # A is (in, rank), or (experts, rank, in); a file holds PiSSA's initial factors too.
     factor = 2 if config.init != "lora" else 1
-    written = {(factor * trained_rank(m), m.scale) for m in adapted_modules(model).values()}
+    written = {(factor * m.lora_a.shape[1], m.scale) for m in adapted_modules(model).values()}
     rank, scale = max(written)
     return LoRASummary(
         config=config,
@@ -126,11 +126,6 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         written_rank=rank,
         trained_as_written=len(written) == 1 and config.init == "lora",
     )
-
-
-def trained_rank(module: nn.Module) -> int:
-    """Return the rank of a module's A: (in, rank), or (experts, rank, in)."""
-    return module.lora_a.shape[-1 if module.lora_a.ndim == 2 else 1]
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:

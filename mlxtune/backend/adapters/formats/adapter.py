@@ -39,7 +39,7 @@ class Update:
     @property
     def rank(self) -> int:
         """The rank of the product."""
-        return self.a.shape[-2] if self.of_experts else self.a.shape[-1]
+        return self.a.shape[1]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,12 @@ class Adapter:
         """The rank of its modules, which all have the same."""
         return next(iter(self.modules.values())).rank
 
-    def check_plain(self, format: str) -> None:
-        """Raise ModelError for experts, which most formats cannot hold."""
+    def check_plain(self, format: str, *, dora: bool = False) -> None:
+        """Raise ModelError for experts, or DoRA without `dora`: most formats cannot hold them."""
+        if self.is_dora and not dora:
+            raise ModelError(
+                f"{format} cannot hold DoRA's magnitudes: use --format peft, or mlxtune fuse"
+            )
         if experts := [name for name, update in self.modules.items() if update.of_experts]:
             raise ModelError(
                 f"{format} cannot hold the experts of a mixture ({join_few(experts, 2)}): "

@@ -28,8 +28,6 @@ def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -
     Raises ModelError for what the file cannot hold, and OutputError.
     """
     adapter.check_plain("the flat file")
-    if adapter.is_dora:
-        raise ModelError("the flat file cannot hold DoRA's magnitudes: use --format peft")
     tensors: dict[str, Matrix] = {}
     for module, name in _flat_names(adapter.modules).items():
         update = adapter.modules[module]

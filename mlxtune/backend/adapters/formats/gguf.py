@@ -49,10 +49,6 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
             "--format gguf needs the gguf package: pip install 'mlxtune[gguf]'"
         ) from error
     adapter.check_plain("GGUF")
-    if adapter.is_dora:
-        raise ModelError(
-            "GGUF cannot hold DoRA's magnitudes: use mlxtune fuse, and convert the fused model"
-        )
     names, heads = _gguf_names(adapter.modules, base), _heads(base)
     if unknown := adapter.modules.keys() - names.keys():
         raise ModelError(

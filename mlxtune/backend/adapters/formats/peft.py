@@ -64,7 +64,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 
     Raises ModelError for what PEFT cannot hold, and OutputError.
     """
-    adapter.check_plain("PEFT's format")
+    adapter.check_plain("PEFT's format", dora=True)
     present = _modules_in(base)
     names = _match(adapter.modules, present, str(base))
     tensors: dict[str, Matrix] = {}
