@@ -16,53 +16,51 @@ from mlxtune.backend.cpu import attention, elementwise, products
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
-from mlxtune.backend.model import layers, packed
+from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
+from mlxtune.backend.model.layers import (
+    DequantizedEmbedding,
+    DequantizedLinear,
+    PackedRows,
+    StoredEmbedding,
+)
 from mlxtune.backend.model.nf4 import NF4Linear
 
-Weight = products.Weight
 
-
-def _product(x: mx.array, weight: Callable[[], Weight]) -> mx.array:
-    """Return x times the transpose of a frozen weight."""
+def _product(x: mx.array, module: nn.Module) -> mx.array:
+    """Return x times the transpose of a module's frozen weight."""
 
     def run(x: mx.array) -> mx.array:
-        return product(lambda: products.forward(x, weight()))
+        return product(lambda: products.forward(x, _frozen_weight(module)))
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
-        return products.backward(cotangent, weight())
+        return products.backward(cotangent, _frozen_weight(module))
 
     return differentiable(run, gradient)(x)
 
 
-def _product_with_update(
-    x: mx.array, weight: Callable[[], Weight], a: mx.array, b: mx.array, scale: float
-) -> mx.array:
-    """Return x W^T + scale * (x A) B, with gradients for x, A and B."""
+def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
+    """Return x W^T + scale * (x A) B of a layer, with gradients for x, A and B."""
 
     def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         def make() -> mx.array:
-            y = products.forward(x, weight())
-            products.add_update(y, x, a, b, scale)
+            y = products.forward(x, _frozen_weight(layer.linear))
+            products.add_update(y, x, a, b, layer.scale)
             return y
 
         return product(make)
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         x, a, b = primals
-        return products.update_gradients(x, a, b, cotangent, weight(), scale)
+        weight = _frozen_weight(layer.linear)
+        return products.update_gradients(x, a, b, cotangent, weight, layer.scale)
 
-    return differentiable(run, gradient)(x, a, b)
-
-
-class _Embedding(nn.Embedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _product(x, lambda: self["weight"]) if computes(x) else super().as_linear(x)
+    return differentiable(run, gradient)(x, *layer.factors())
 
 
-class _StoredEmbedding(_Embedding, layers.StoredEmbedding):
-    pass
+def _frozen_weight(module: nn.Module) -> products.Weight:
+    # Quantised weights are unpacked for each use: MLX's products of them are 30 times slower.
+    return PackedRows(module) if hasattr(module, "unpacked") else module["weight"]
 
 
 class _Product(nn.Module):
@@ -71,13 +69,15 @@ class _Product(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
             return super().__call__(x)
-        y = _product(x, self.frozen_weight)
+        y = _product(x, self)
         return y + self["bias"] if "bias" in self else y
 
 
-class _Linear(_Product, nn.Linear):
-    def frozen_weight(self) -> mx.array:
-        return self["weight"]
+class _Head(nn.Module):
+    """The same for embeddings that are used as the head."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _product(x, self) if computes(x) else super().as_linear(x)
 
 
 class _LoRALinear(LoRALinear):
@@ -86,7 +86,7 @@ class _LoRALinear(LoRALinear):
     def __call__(self, x: mx.array) -> mx.array:
         if self.drops() or not _serves_layer(self, x):
             return super().__call__(x)
-        y = _product_with_update(x, self.linear.frozen_weight, *self.factors(), self.scale)
+        y = _product_with_update(x, self)
         return y + self.linear["bias"] if "bias" in self.linear else y
 
 
@@ -96,36 +96,16 @@ class _DoRALinear(DoRALinear):
     def product(self, x: mx.array) -> mx.array:
         if not _serves_layer(self, x):
             return super().product(x)
-        return _product(x, self.linear.frozen_weight)
+        return _product(x, self.linear)
 
     def updated_product(self, x: mx.array) -> mx.array:
         if not _serves_layer(self, x):
             return super().updated_product(x)
-        return _product_with_update(x, self.linear.frozen_weight, *self.factors(), self.scale)
+        return _product_with_update(x, self)
 
 
 def _serves_layer(layer: LoRALinear, x: mx.array) -> bool:
     return computes(x) and isinstance(layer.linear, _Product)
-
-
-class _Unpacked(_Product):
-    """Unpacks the weight for each use, as MLX's quantised products are some 30 times slower."""
-
-    def frozen_weight(self) -> Weight:
-        return PackedRows(self)
-
-
-class _DequantizedLinear(_Unpacked, DequantizedLinear):
-    pass
-
-
-class _NF4Linear(_Unpacked, NF4Linear):
-    pass
-
-
-class _DequantizedEmbedding(DequantizedEmbedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _product(x, lambda: PackedRows(self)) if computes(x) else super().as_linear(x)
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -205,16 +185,16 @@ _REPLACED: dict[int, Any] = {
 }
 
 
+def _subclasses(mixin: type, *kinds: type) -> dict[type, type]:
+    return {kind: type(kind.__name__, (mixin, kind), {}) for kind in kinds}
+
+
 # The faster subclass of each layer. Quantised layers that use MLX's own products have none.
 _KINDS: dict[type, type] = {
-    nn.Linear: _Linear,
-    nn.Embedding: _Embedding,
-    layers.StoredEmbedding: _StoredEmbedding,
+    **_subclasses(_Product, nn.Linear, DequantizedLinear, NF4Linear),
+    **_subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,
-    DequantizedLinear: _DequantizedLinear,
-    DequantizedEmbedding: _DequantizedEmbedding,
-    NF4Linear: _NF4Linear,
 }
 
 

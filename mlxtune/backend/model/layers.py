@@ -30,9 +30,7 @@ class StoredEmbedding(nn.Embedding):
 class _Dequantized(nn.Module):
     """A quantised layer whose weight is dequantised for each product."""
 
-    def unpacked(
-        self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
-    ) -> mx.array:
+    def unpacked(self, dtype: mx.Dtype, rows: Any = ..., after: mx.array | None = None) -> mx.array:
         """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
         return _dequantize(self, dtype, rows, after)
 
@@ -129,13 +127,11 @@ def _dequantized_product(x: mx.array, module: Any) -> mx.array:
 
 
 def _dequantize(
-    module: Any, dtype: mx.Dtype = mx.float32, rows: Any = None, after: mx.array | None = None
+    module: Any, dtype: mx.Dtype = mx.float32, rows: Any = ..., after: mx.array | None = None
 ) -> mx.array:
     """Return the weight of a module in one of MLX's formats, or some of its rows, in a dtype."""
-    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
-    if rows is not None:
-        weight, scales = weight[rows], scales[rows]
-        biases = None if biases is None else biases[rows]
+    weight, scales = module["weight"][rows], module["scales"][rows]
+    biases = module["biases"][rows] if "biases" in module else None
     if after is not None:
         weight = mx.depends([weight], [after])[0]
     if mx.issubdtype(scales.dtype, mx.floating):

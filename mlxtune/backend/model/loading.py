@@ -220,15 +220,12 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     where float32 is computed: each use casts them, which is exact, takes a few percent of its work,
     and halves their memory.
     """
-    stored, scales = set(), set()
+    kept, casts_stored = set(), on_cpu() and dtype == mx.float32
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear):
-            scales |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
-        elif type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != mx.float32:
-            stored.add(f"{path}.weight")
-    if not on_cpu() or dtype != mx.float32:
-        stored.clear()
-    cast_parameters(model, dtype, stored | scales)
-    for _, module in model.named_modules():
-        if stored and type(module) is nn.Embedding:
-            module.__class__ = StoredEmbedding
+            kept |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
+        elif casts_stored and type(module) in (nn.Linear, nn.Embedding, StoredEmbedding):
+            kept.add(f"{path}.weight")
+            if type(module) is nn.Embedding and module.weight.dtype != mx.float32:
+                module.__class__ = StoredEmbedding
+    cast_parameters(model, dtype, kept)

@@ -55,13 +55,9 @@ class NF4Linear(DequantizedLinear):
             self.bias = linear.bias
         self.freeze()
 
-    def unpacked(
-        self, dtype: mx.Dtype, rows: Any = None, after: mx.array | None = None
-    ) -> mx.array:
+    def unpacked(self, dtype: mx.Dtype, rows: Any = ..., after: mx.array | None = None) -> mx.array:
         """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
-        codes, scales = self["weight"], self.plain_scales()
-        if rows is not None:
-            codes, scales = codes[rows], scales[rows]
+        codes, scales = self["weight"][rows], self.plain_scales()[rows]
         if after is not None:
             codes = mx.depends([codes], [after])[0]
         return dequantize(codes, scales).astype(dtype)
