@@ -62,19 +62,17 @@ class KeptProducts:
         return replace(self._at_first, last=True) if remade else self.reads
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep the products made in here."""
-        with _use(self):
+    def running(self, *, replays: bool) -> Iterator[None]:
+        """Keep the products made in here, or replay those that were kept, in their order."""
+        global _running
+        self.replays, self._taken = replays, 0
+        before, _running = _running, self
+        try:
             yield
-        if self._made and not self.reads.last:
+        finally:
+            _running = before
+        if not replays and self._made and not self.reads.last:
             self._made[-1] = None
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Replay the kept products in here, in their order."""
-        self._taken, self.replays = 0, True
-        with _use(self):
-            yield
 
     def clear(self) -> None:
         """Free all products."""
@@ -94,27 +92,18 @@ class KeptProducts:
         return kept
 
 
-_kept: KeptProducts | None = None
-
-
-@contextmanager
-def _use(kept: KeptProducts) -> Iterator[None]:
-    global _kept
-    before, _kept = _kept, kept
-    try:
-        yield
-    finally:
-        _kept = before
+# The products of the layer that is running, if it keeps any.
+_running: KeptProducts | None = None
 
 
 def product(make: Callable[[], mx.array]) -> mx.array:
     """Return a product of the layer that is running, made again only if it is not kept."""
-    return make() if _kept is None else _kept.product(make)
+    return make() if _running is None else _running.product(make)
 
 
 def values_needed() -> bool:
     """Return whether the value of a projection's input is needed, not only its gradient."""
-    return _kept is None or _kept.reads.inputs or not _kept.replays
+    return _running is None or _running.reads.inputs or not _running.replays
 
 
 class KernelLayers:
@@ -132,7 +121,7 @@ class KernelLayers:
         kept = KeptProducts(self._reads_of(layer, names)) if self._keep_products else None
 
         def forward(*given: mx.array) -> list[mx.array]:
-            with kept.recording() if kept else nullcontext():
+            with kept.running(replays=False) if kept else nullcontext():
                 return _detached(function(*_detached(given)))
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -141,7 +130,7 @@ class KernelLayers:
             if kept is None:
                 return _detached(mx.vjp(function, primals, list(cotangents))[1])
             while True:
-                with kept.replaying():
+                with kept.running(replays=True):
                     gradients = _detached(mx.vjp(function, primals, list(cotangents))[1])
                 # Nothing shows whether an array was read except its values: products that are not
                 # made again are NaN, which reaches the gradients if they are read after all. A NaN

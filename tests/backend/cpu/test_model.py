@@ -124,10 +124,10 @@ def test_16_bits_are_left_to_mlx(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
     kept, made = KeptProducts(Reads(inputs=True, last=last)), [random(2, 2), random(3, 4)]
-    with kept.recording():
+    with kept.running(replays=False):
         assert kept.product(lambda: made[0]) is made[0]
         assert kept.product(lambda: made[1]) is made[1]
-    with kept.replaying():
+    with kept.running(replays=True):
         assert kept.product(lambda: pytest.fail("made again")) is made[0]
         again = kept.product(lambda: pytest.fail("made again"))
         assert again.shape == (3, 4)
@@ -136,12 +136,12 @@ def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
 
 def test_what_turns_out_to_be_read_is_made_again() -> None:
     kept = KeptProducts(Reads(inputs=False))
-    with kept.recording():
+    with kept.running(replays=False):
         kept.product(lambda: random(2, 2))
     more = kept.reads.more
     assert more == Reads(inputs=False, last=True)
     kept.reads = more
-    with kept.replaying():
+    with kept.running(replays=True):
         assert kept.product(lambda: random(3, 3)).shape == (3, 3)
     assert kept.reads_next == more
     assert more.more == Reads(inputs=True, last=True)
