@@ -256,10 +256,7 @@ def check_fused(
 
 
 def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float, float]:
-    """Return the error of a weight, and the error that rounding to a dtype alone makes.
-
-    Both are relative to the largest weight of the matrix.
-    """
+    """Return a weight's error, and that of rounding alone, relative to its largest entry."""
     rounded = _layer_like(module, wanted.astype(dtype), dequantize=False)
     off, rounding = (
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()

@@ -32,7 +32,7 @@ from mlxtune.errors import ModelError
 _SCALE_TOLERANCE = 1e-9
 
 
-def initialise(model: nn.Module, lora: LoRASummary, seed: int) -> str | None:
+def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
     """Give LoRA its initial values; return the SHA-256 of the adapter it starts from, if any.
 
     Raises ModelError if that does not fit the options.
@@ -42,7 +42,7 @@ def initialise(model: nn.Module, lora: LoRASummary, seed: int) -> str | None:
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
     if config.init != "lora":
-        init_pissa(modules, config.init, seed)
+        init_pissa(modules, config.init, config.seed)
     if config.init_adapter is None:
         return None
     weights = find_adapter(config.init_adapter, "--init-adapter")

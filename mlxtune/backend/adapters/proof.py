@@ -27,10 +27,9 @@ _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with the trained model's greedy answer.
+    """A prompt and the trained model's greedy answer, the last `generated` of `tokens`.
 
-    `tokens` has both: the last `generated` are the answer. `logits` are the trained model's,
-    float32 (T, V), at the last T positions before the last token.
+    `logits` are the trained model's, float32 (T, V), at the last T positions before the last token.
     """
 
     tokens: list[int]
@@ -113,7 +112,6 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
 
 
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
-    """Return float32 (T, V), the logits at the last positions before the last token."""
     positions = max(_POSITIONS, generated)
     return np.array(model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32))
 

@@ -29,9 +29,8 @@ class LoRASummary:
     """The LoRA on a model: its options, and the modules that they matched.
 
     `keys` are the paths of the targets within a layer, `num_layers` how many of the last layers
-    were searched, `layers` how many of these had a match. An adapter file has one rank and one
-    scale: `written_rank` is the largest, and `scale` the one that belongs to it.
-    `trained_as_written` is true if the file's tensors are the trained ones, unpadded.
+    were searched, `layers` how many of these had a match. An adapter file has one rank, the
+    largest, and its scale. `trained_as_written`: its tensors are the trained ones, unpadded.
     """
 
     config: InstructConfig

@@ -51,8 +51,7 @@ class LoRALinear(nn.Module):
     """A frozen linear layer plus `scale * (dropout(x) @ lora_a) @ lora_b`.
 
     `lora_a` is float32 (in, rank), `lora_b` float32 (rank, out); both are applied in the dtype of
-    `x`. Parameter names and shapes are those of mlx-lm, which can load them. With
-    `principal`, the frozen layer is PiSSA's residual.
+    `x`. Names and shapes are mlx-lm's. With `principal`, the frozen layer is PiSSA's residual.
 
     Source: LoRA, arXiv:2106.09685, section 4.1; A as in its code, Kaiming uniform with a = √5,
     which is uniform within ±1/√in.

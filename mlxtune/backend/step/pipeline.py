@@ -92,7 +92,7 @@ class InstructPipeline:
         self._base = base_model, base_quantization
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
-        self.initial_hash = initialise.initialise(model, self.lora, config.seed) if fresh else None
+        self.initial_hash = initialise.initialise(model, self.lora) if fresh else None
         self._optimizer = make_optimizer(config)
         self._optimizer.init(model.trainable_parameters())
         self.phases = Phases(self.forward)
