@@ -1,17 +1,13 @@
-"""Frozen layers stored in fewer bits than they compute in.
-
-Those that take the place of MLX's have the same parameters: a layer changes its class in place, and
-one that is shared stays shared.
-"""
+"""Frozen layers stored in fewer bits than they compute in."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
@@ -22,6 +18,10 @@ QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
 
 class StoredEmbedding(nn.Embedding):
     """Embeddings that are stored in 16 bits and returned in float32."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.weight = embedding.weight
 
     def __call__(self, x: mx.array) -> mx.array:
         return super().__call__(x).astype(mx.float32)
@@ -38,6 +38,10 @@ class _Dequantized(nn.Module):
 class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
     """A quantised linear layer whose weight is dequantised for each product."""
 
+    def __init__(self, linear: nn.QuantizedLinear) -> None:
+        nn.Module.__init__(self)
+        _copy_quantized(linear, self)
+
     def __call__(self, x: mx.array) -> mx.array:
         y = _dequantized_product(x, self)
         return y + self["bias"] if "bias" in self else y
@@ -50,7 +54,11 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
     would then compute in that.
     """
 
-    compute_dtype: mx.Dtype
+    def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
+        nn.Module.__init__(self)
+        _copy_quantized(embedding, self)
+        self.num_embeddings, self.dims = embedding.num_embeddings, embedding.dims
+        self.compute_dtype = compute_dtype
 
     def __call__(self, x: mx.array) -> mx.array:
         return _dequantize(self, self.compute_dtype, x)
@@ -62,6 +70,14 @@ class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., V) of hidden states (..., H)."""
         return _dequantized_product(x, self)
+
+
+def _copy_quantized(source: nn.Module, target: nn.Module) -> None:
+    target.group_size, target.bits, target.mode = source.group_size, source.bits, source.mode
+    target.biases = None
+    for name, value in source.items():
+        setattr(target, name, value)
+    target.freeze()
 
 
 class PackedRows:
@@ -157,14 +173,25 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
         native = any(module.mode != "nf4" for module in quantised)
         option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
 
-    for module in quantised:
+    def make(module: nn.Module) -> nn.Module | None:
         if type(module) is nn.QuantizedEmbedding:
-            dequantised = option == DEQUANTIZED
-            module.__class__ = DequantizedEmbedding if dequantised else QuantizedEmbedding
-            module.compute_dtype = dtype
-        elif type(module) is nn.QuantizedLinear and option == DEQUANTIZED:
-            module.__class__ = DequantizedLinear
+            kind = DequantizedEmbedding if option == DEQUANTIZED else QuantizedEmbedding
+            return kind(module, dtype)
+        if type(module) is nn.QuantizedLinear and option == DEQUANTIZED:
+            return DequantizedLinear(module)
+        return None
+
+    replace_modules(model, make)
     return option
+
+
+def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace the modules of a model for which `make` returns another one."""
+    # By identity, so that a module shared by two layers stays shared.
+    modules = {id(module): module for _, module in model.named_modules()}
+    made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
+    paths = [(path, made[id(old)]) for path, old in model.named_modules() if id(old) in made]
+    model.update_modules(tree_unflatten(paths))
 
 
 def cast_parameters(model: nn.Module, dtype: mx.Dtype, kept: Collection[str] = ()) -> None:

@@ -21,6 +21,7 @@ from mlxtune.backend.model.layers import (
     StoredEmbedding,
     cast_parameters,
     compute_quantized,
+    replace_modules,
 )
 from mlxtune.backend.model.model_folder import check_weights, read_config
 from mlxtune.backend.model.nf4 import NF4Linear
@@ -224,8 +225,13 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear):
             kept |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
-        elif casts_stored and type(module) in (nn.Linear, nn.Embedding, StoredEmbedding):
+        elif casts_stored and type(module) in (nn.Linear, nn.Embedding):
             kept.add(f"{path}.weight")
-            if type(module) is nn.Embedding and module.weight.dtype != mx.float32:
-                module.__class__ = StoredEmbedding
     cast_parameters(model, dtype, kept)
+
+    def stored(module: nn.Module) -> nn.Module | None:
+        in_16_bits = type(module) is nn.Embedding and module.weight.dtype != mx.float32
+        return StoredEmbedding(module) if in_16_bits else None
+
+    if casts_stored:
+        replace_modules(model, stored)
