@@ -14,8 +14,6 @@ Recipes and classes are imported on first use, so that `import mlxtune` and `mlx
 without mlx and numpy, and `mlxtune.core` works where mlx is not installed.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

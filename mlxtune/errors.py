@@ -12,8 +12,6 @@ Each message is one line that names the file, line or option and the remedy. Any
 is a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """The `mlxtune` command: builds a config, calls a recipe, prints, and alone decides to exit."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex

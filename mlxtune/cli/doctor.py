@@ -1,7 +1,5 @@
 """`mlxtune doctor`."""
 
-from __future__ import annotations
-
 import click
 
 from mlxtune.cli.options import debug_option, json_option

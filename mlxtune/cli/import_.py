@@ -1,7 +1,5 @@
 """`mlxtune import`."""
 
-from __future__ import annotations
-
 import click
 
 from mlxtune.cli.options import config_command

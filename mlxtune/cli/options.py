@@ -1,7 +1,5 @@
 """Click options from the fields of a config, and a config from flags and a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`mlxtune plan`."""
 
-from __future__ import annotations
-
 from mlxtune.cli.options import config_command
 from mlxtune.config import PlanConfig
 

@@ -1,7 +1,5 @@
 """`mlxtune train`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

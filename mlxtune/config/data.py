@@ -1,7 +1,5 @@
 """Options of the model, of reading data and of `inspect`, and the names of a row's fields."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Sequence

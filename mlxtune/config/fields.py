@@ -3,8 +3,6 @@
 Flags, config files and the Python API go through the same conversion.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator

@@ -3,8 +3,6 @@
 The dataclasses of mlxtune.config take their fields from here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

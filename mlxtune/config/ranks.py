@@ -1,7 +1,5 @@
 """The rank and scale of each projection, and how its LoRA starts, from the options."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Options of a run and the parts that its modules take, and those of `plan` and `bench`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

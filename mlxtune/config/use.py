@@ -1,7 +1,5 @@
 """Options of the commands that run a model and its adapter, or export and import adapters."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

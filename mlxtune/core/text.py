@@ -1,7 +1,5 @@
 """Counts, sizes, losses and times in a readable form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

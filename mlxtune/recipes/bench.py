@@ -1,7 +1,5 @@
 """The recipe of `mlxtune bench`: the same steps by each side, every run in its own process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -3,8 +3,6 @@
 Answers go to stdout, everything else to stderr.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The recipe of `mlxtune doctor`: whether training works here, and how well."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

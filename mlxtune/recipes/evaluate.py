@@ -1,7 +1,5 @@
 """The recipe of `mlxtune eval`: whether an adapter helps on rows of data."""
 
-from __future__ import annotations
-
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path

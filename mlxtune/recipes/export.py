@@ -1,7 +1,5 @@
 """The recipe of `mlxtune export`: an adapter in another tool's format, proved equal."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from pathlib import Path

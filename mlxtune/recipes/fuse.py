@@ -1,7 +1,5 @@
 """The recipe of `mlxtune fuse`: a model folder with the adapter in its weights, proved equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlxtune.backend.adapters import fuse as fusing

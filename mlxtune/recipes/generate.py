@@ -1,7 +1,5 @@
 """The recipe of `mlxtune generate`: one answer, to a prompt, a conversation or standard input."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The recipe of `mlxtune import`: an adapter of mlx-lm or PEFT, in the layout of `train`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipe of `mlxtune inspect`: the data as the model will see it, without any weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing

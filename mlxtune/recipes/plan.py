@@ -1,7 +1,5 @@
 """The recipe of `mlxtune plan`: the memory, steps and time of a run, before it starts."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing
 from dataclasses import replace

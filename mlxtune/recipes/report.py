@@ -1,7 +1,5 @@
 """The recipe of `mlxtune report`: a run's folder as a page, as lines, as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

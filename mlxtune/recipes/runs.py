@@ -1,7 +1,5 @@
 """The recipe of `mlxtune runs`: the runs under a folder, with their results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipe of a run, from its options to its adapter, and of a run that is resumed."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, closing

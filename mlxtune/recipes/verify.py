@@ -1,7 +1,5 @@
 """The recipe of `mlxtune verify`: checks a run's files and adapters, and may train it again."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from itertools import islice

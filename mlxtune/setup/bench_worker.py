@@ -3,8 +3,6 @@
 Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """From data files to examples, as every recipe that reads data does it."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import sys

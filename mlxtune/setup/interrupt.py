@@ -1,7 +1,5 @@
 """Ctrl-C and other signals: the first one stops the work at its next step."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence

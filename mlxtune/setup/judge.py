@@ -1,7 +1,5 @@
 """Whether an adapter helped: the losses and answers of one model, without and with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How the steps of a run fit the memory: the work to plan, the chosen plan, its reservation."""
 
-from __future__ import annotations
-
 import datetime
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `fuse` and `export` share: finding adapter and base, the output folder, the proof."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Resuming a run: its folder, its options, and checks that model and data are the same."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run records about itself, for reports and for resuming."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

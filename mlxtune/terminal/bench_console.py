@@ -1,7 +1,5 @@
 """A benchmark on a terminal: a line for each run, and the table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rich.console import Console

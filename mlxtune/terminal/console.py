@@ -1,7 +1,5 @@
 """A run's messages on stderr: with rich on a terminal, as plain lines when piped."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable

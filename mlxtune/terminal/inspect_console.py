@@ -1,7 +1,5 @@
 """An inspection on a terminal: the contents of the page, legible without colour too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any

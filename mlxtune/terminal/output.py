@@ -1,7 +1,5 @@
 """Results on stdout: JSON for programs, and lines in which a terminal shows control characters."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables on a terminal, and the one of runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Each is an extra. Its package is checked before any work and imported when training starts.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Passes a run on to a tracker, under the names usual in trackers."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Records a run as event files for TensorBoard."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Records a run in Trackio's local store."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Records a run on Weights & Biases, or in files for `wandb sync` to send later."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

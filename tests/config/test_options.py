@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -269,9 +270,9 @@ def test_value_on_its_bound_is_taken(option: str, value: Any) -> None:
 
 
 NUMBERS = [
-    field.name
-    for field in dataclasses.fields(TrainConfig)
-    if field.type in ("int", "float", "int | None")
+    name
+    for name, kind in typing.get_type_hints(TrainConfig).items()
+    if kind in (int, float, int | None)
 ]
 
 

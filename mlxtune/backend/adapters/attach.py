@@ -1,7 +1,5 @@
 """A trained adapter put on its base model, as it runs after training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint's tensors: the adapter, the trained parameters if they differ, the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finding, reading, checking and writing adapter files in mlx-lm's layout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

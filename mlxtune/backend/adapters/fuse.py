@@ -5,8 +5,6 @@ float32 and rounded once to the dtype of the folder. Weights are computed as the
 freed afterwards, so that no more than one file's worth is in memory.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """LoRA's initial values if they are not random: PiSSA's, or those of an adapter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

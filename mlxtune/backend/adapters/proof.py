@@ -1,7 +1,5 @@
 """Compares the logits of a trained model with those of its export."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """MLX arrays as numpy sees them, and kernels run on their rows by two threads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

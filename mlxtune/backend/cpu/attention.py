@@ -1,7 +1,5 @@
 """Scaled dot-product attention on the CPU: blocks of queries, products by the tuned BLAS."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

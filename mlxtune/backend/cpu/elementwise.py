@@ -1,7 +1,5 @@
 """Activations, norms and rotary embeddings as their namesakes in mlx compute them, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

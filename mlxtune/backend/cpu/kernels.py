@@ -5,8 +5,6 @@ element on x86; here it takes below 1. Arrays are rows (m, n), contiguous; `star
 rows that a call works on.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

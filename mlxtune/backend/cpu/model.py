@@ -1,7 +1,5 @@
 """Makes one model compute with the functions of this folder; no class that others use changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType

@@ -4,8 +4,6 @@ Their modules are imported at first use: numba takes long to import and is a dep
 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 

@@ -4,8 +4,6 @@ The weights may be stored in bfloat16 or float16, which halves them: each use ca
 float32, which is exact and takes a few percent of the product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Applies LoRA or DoRA to a model, and describes the result."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Linear layers with LoRA or DoRA, and the randomness of their dropout."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AdamW over the LoRA matrices, with a separate learning rate for B under LoRA+."""
 
-from __future__ import annotations
-
 import mlx.optimizers as optim
 
 from mlxtune.config import InstructConfig

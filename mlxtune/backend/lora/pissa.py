@@ -1,7 +1,5 @@
 """PiSSA: A and B initialised to the principal part of the weight, which is then trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Which projections of a model get LoRA, and with what rank."""
 
-from __future__ import annotations
-
 import difflib
 
 import mlx.nn as nn

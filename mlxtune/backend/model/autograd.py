@@ -1,7 +1,5 @@
 """Functions with a custom gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

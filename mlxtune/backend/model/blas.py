@@ -4,8 +4,6 @@ The Linux CPU wheel of mlx bundles the reference BLAS, about 27 times slower in 
 one. A tuned BLAS that is loaded first, with its symbols global, takes its place.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """The device that MLX computes on."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 

@@ -1,7 +1,5 @@
 """Frozen layers stored in fewer bits than they compute in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The base model: opened, loaded by mlx-lm in the compute dtype, and described."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

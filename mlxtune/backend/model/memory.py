@@ -1,7 +1,5 @@
 """Memory limits, peaks of memory use, and errors of running out of memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Finding a model's folder, and checking its files before any library reads them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

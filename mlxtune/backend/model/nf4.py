@@ -4,8 +4,6 @@ Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E; codes are packed, an
 again, byte for byte as in bitsandbytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product

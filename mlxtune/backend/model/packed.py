@@ -1,7 +1,5 @@
 """The layout of the current line, in which the examples of a micro-batch stand end to end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

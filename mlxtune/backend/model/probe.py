@@ -6,8 +6,6 @@ A damaged installation of MLX may kill its process without a Python exception, w
 must survive. Prints a JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import timeit

@@ -1,7 +1,5 @@
 """Quantises a model as its weights are read, so that they are never all in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The losses of examples under a model, with nothing kept for a backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import mlx.nn as nn

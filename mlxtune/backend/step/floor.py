@@ -4,8 +4,6 @@ Their time over that of the step is the step's efficiency. What is counted is a 
 only, no padding, no product that is computed twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The loss of a micro-batch, by the shortest computation that is exact for the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A model in two halves: the trunk, which gives hidden states, and the head, which gives logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

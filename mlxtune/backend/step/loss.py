@@ -1,7 +1,5 @@
 """Masked cross-entropy: the plain reference, and one that holds few logits at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

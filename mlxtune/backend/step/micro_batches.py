@@ -1,7 +1,5 @@
 """Examples split into micro-batches that fit the memory, smaller ones where they do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """MLX's own operations, and the choice of those that compute a step on the device in use."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence

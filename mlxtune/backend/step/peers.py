@@ -1,7 +1,5 @@
 """mlx-lm as the other side of `mlxtune bench`: what it does in a step, on the same examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The phases of a step, for those who measure them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """InstructPipeline: one optimizer step at a time, and evaluation."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A prefix that several examples share, as keys and values that each layer attends to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ between layers would not leave it so (a graph compiled as a whole has none, and 
 while it is cut takes more memory), hence the layers run once more, after the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

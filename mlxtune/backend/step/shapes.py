@@ -1,7 +1,5 @@
 """The shapes of a model that memory depends on, before its weights are read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import mlx.core as mx

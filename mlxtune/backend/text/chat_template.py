@@ -1,7 +1,5 @@
 """A model folder's own chat template, rendered by transformers as inference tools render it."""
 
-from __future__ import annotations
-
 import atexit
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ Parent and child exchange lines of JSON: a header, a line for each rendering, an
 replies. The child runs this file as a script, which therefore imports nothing of mlxtune, nor mlx.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import resource

@@ -1,7 +1,5 @@
 """A model folder's tokenizer, with the interface that core expects."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

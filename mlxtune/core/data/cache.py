@@ -5,8 +5,6 @@ columns of ExampleArrays, account.json with the skipped rows and the notes, and,
 checksums of these files. An entry whose checksums differ is ignored.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """From rows to conversations: a row is kept whole, or raises BadRow."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assista
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
 """  # noqa: E501
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

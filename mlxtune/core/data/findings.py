@@ -1,7 +1,5 @@
 """Findings: problems in the data, to look at before training on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ alpaca    instruction, output       instruction and `input`; output
 text      text                      no conversation: a document
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

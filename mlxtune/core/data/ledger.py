@@ -1,7 +1,5 @@
 """Where every row and every token of a file went."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

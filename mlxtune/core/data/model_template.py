@@ -12,8 +12,6 @@ turn as inference will, and one example holds them all. If not (Qwen3 drops earl
 writes an empty think block into the last turn only), each turn is its own example.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Problems in rows: the reasons to skip a row, and notes on rows that are kept anyway."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

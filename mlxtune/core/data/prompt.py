@@ -7,8 +7,6 @@ answer                                                                          
 end                                                                                    ----------
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

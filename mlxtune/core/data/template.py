@@ -7,8 +7,6 @@ A span is the content of an assistant turn and the end-of-turn token after it. T
 it and the newline behind it are context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

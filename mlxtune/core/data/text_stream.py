@@ -1,7 +1,5 @@
 """The text of an answer as its tokens arrive: whole characters, and no part of a stop text."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 

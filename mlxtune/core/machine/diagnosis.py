@@ -3,8 +3,6 @@
 Pure: facts in, checks out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 diagnosis.py interprets the facts; requirements.py reads the installed packages.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all: to a temporary name, flushed, then renamed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """The hash of a model, over the files of its folder that determine its computation."""
 
-from __future__ import annotations
-
 import hashlib
 from concurrent.futures import Future
 from contextlib import suppress

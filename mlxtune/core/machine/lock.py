@@ -1,7 +1,5 @@
 """File locks that a process holds until it ends, however it ends, and that name their holder."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all: made next to its target, then renamed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Whether the installed packages meet the requirements of mlxtune and its main dependencies."""
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 from collections.abc import Iterable, Iterator
 

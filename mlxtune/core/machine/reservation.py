@@ -4,8 +4,6 @@ Each run keeps a small file in one folder, locked while it runs, with the amount
 When its process dies the lock is released, and the next reader removes the file.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

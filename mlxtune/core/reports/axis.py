@@ -1,7 +1,5 @@
 """Axes of a chart: the position of a value, and the ticks with their labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Positions are shares of the plot, so lines stretch with it while text and strokes do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

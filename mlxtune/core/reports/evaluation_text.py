@@ -1,7 +1,5 @@
 """An evaluation as lines of text. Nothing here prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from mlxtune.core.reports import run_text

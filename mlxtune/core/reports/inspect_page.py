@@ -1,7 +1,5 @@
 """An inspection as one HTML page that needs no network and can be sent to a colleague."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby

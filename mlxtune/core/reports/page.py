@@ -4,8 +4,6 @@ Templates are in `templates/`. All values are escaped, and invisible characters 
 markup rendered by this package is inserted unchanged.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from dataclasses import dataclass

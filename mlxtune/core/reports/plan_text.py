@@ -1,7 +1,5 @@
 """A plan as lines of text. Nothing here prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mlxtune.core.runs.run_plan import RunPlan

@@ -1,7 +1,5 @@
 """A profile as lines of text. Nothing here prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mlxtune.core.text import byte_size, count, short_duration

@@ -1,7 +1,5 @@
 """The charts of one run, and of several overlaid."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

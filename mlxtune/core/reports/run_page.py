@@ -1,7 +1,5 @@
 """A run, or several compared, as one HTML page that needs no network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

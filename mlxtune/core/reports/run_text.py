@@ -1,7 +1,5 @@
 """The output of `train` and `eval` as lines of text. Nothing here prints."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Control, bidi, zero-width and other unseen characters become escapes such as `\u
 tabs and spaces that are easy to overlook are separated, for a page or a terminal to mark.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence

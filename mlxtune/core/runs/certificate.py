@@ -3,8 +3,6 @@
 Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 No file is trusted: a missing or invalid value counts as absent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

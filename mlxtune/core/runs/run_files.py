@@ -3,8 +3,6 @@
 Paths are relative to the folder of --output, with the default --checkpoint-dir.
 """
 
-from __future__ import annotations
-
 # The folders of checkpoints; N is an epoch or a step.
 _CHECKPOINT = "checkpoints/{best,epoch-N,step-N}"
 RUN_FILES: dict[str, str] = {

@@ -1,7 +1,5 @@
 """What a run is expected to take: memory, steps and time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run in a few numbers and one sentence, and its options compared with the defaults."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import operator

@@ -1,7 +1,5 @@
 """Checks of a run that need only its files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """A micro-batch of examples as padded arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

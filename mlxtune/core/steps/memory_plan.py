@@ -1,7 +1,5 @@
 """How to run a step within the memory limit, and what to advise if nothing fits."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

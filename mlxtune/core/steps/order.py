@@ -1,7 +1,5 @@
 """Which rows train, and in which order: functions of the seed alone."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ A token attends to earlier tokens of its segment and to the segments that this o
 position in its example. So no token sees another example.
 """
 
-from __future__ import annotations
-
 from bisect import bisect, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 last: a folder without a manifest is not a checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -5,8 +5,6 @@ of the model's future inputs, so the bootstrap resamples rows, each with all its
 losses, which makes the interval a paired one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from statistics import NormalDist

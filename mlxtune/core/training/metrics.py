@@ -1,12 +1,10 @@
 """The measurements of steps, validations, epochs and whole runs."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import overload
+from dataclasses import dataclass, field
+from typing import get_type_hints, overload
 
 PERPLEXITY_CAP = 1e6
 _ROWS_SHOWN = 8
@@ -77,8 +75,8 @@ class StepHistory(Sequence[StepRecord]):
     """
 
     def __init__(self) -> None:
-        codes = {"int": "q", "float": "d"}
-        self._columns = {each.name: array(codes[str(each.type)]) for each in fields(StepRecord)}
+        kinds = get_type_hints(StepRecord)
+        self._columns = {name: array("q" if kind is int else "d") for name, kind in kinds.items()}
 
     def append(self, record: StepRecord) -> None:
         """Add a record."""

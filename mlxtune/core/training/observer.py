@@ -1,7 +1,5 @@
 """Events of a training run, and the observers that receive them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What the trainer needs from a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from mlxtune.core.machine.files import as_output_error, make_folder, write_file
 from mlxtune.core.training.checkpoint import METRICS
@@ -152,20 +153,22 @@ def parse_record(line: str) -> Record:
     return record
 
 
-def _fits(value: Any, annotation: str) -> bool:
-    if annotation == "str":
+def _fits(value: Any, annotation: Any) -> bool:
+    if annotation is str:
         return isinstance(value, str)
-    if annotation == "list[str]":
+    if annotation == list[str]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if type(value) is int:
         return abs(value) < _LARGEST_INT
     # Rejects NaN and infinity too.
     is_number = type(value) is float and abs(value) < _LARGEST_FLOAT
-    return annotation != "int" and (is_number or (value is None and "None" in annotation))
+    return annotation is not int and (
+        is_number or (value is None and NoneType in get_args(annotation))
+    )
 
 
 # The names and types of the fields of each kind.
-_FIELDS = {kind: [(each.name, str(each.type)) for each in fields(kind)] for kind in _KINDS.values()}
+_FIELDS = {kind: list(get_type_hints(kind).items()) for kind in _KINDS.values()}
 # What the columns of StepHistory hold, and more than float32 arithmetic yields.
 _LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
 

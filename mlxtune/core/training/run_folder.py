@@ -3,8 +3,6 @@
 `core/runs/run_files.py` lists its files. The process that trains there holds `.lock`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

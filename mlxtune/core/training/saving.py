@@ -1,7 +1,5 @@
 """When a run writes checkpoints, which ones it keeps, and how it handles a failing disk."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Learning rates as pure functions of the step. Steps count from 1, the first update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The speed of the last training of each model, saved for later plans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass

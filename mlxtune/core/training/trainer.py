@@ -1,7 +1,5 @@
 """The trainer: epochs, validation, early stopping, and when to save. It knows no mlx."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An adapter's tensors by module, without a model: what every format reads and writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

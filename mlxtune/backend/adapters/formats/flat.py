@@ -4,8 +4,6 @@ The file's metadata holds `rank`, `alpha` and `scale`, and `epoch` and `val_loss
 A projection is named by the last part of its name alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

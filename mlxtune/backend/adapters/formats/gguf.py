@@ -6,8 +6,6 @@ Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
 base model's: llama.cpp's rotary embedding pairs neighbours instead of halves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace

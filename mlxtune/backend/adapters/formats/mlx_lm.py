@@ -1,7 +1,5 @@
 """mlx-lm's adapter folder: read, written, copied, and loaded by mlx-lm itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ PEFT's `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) are the transp
 `lora_alpha / r * B A`, with √r in place of r for rsLoRA.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time
