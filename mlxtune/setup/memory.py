@@ -70,7 +70,7 @@ def planned_work(
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Work(
         steps=steps,
-        alone=tuple(Load(1, length, supervised) for length, supervised in sorted(extremes)),
+        alone=tuple(Load.single(length, supervised) for length, supervised in sorted(extremes)),
         keyed=lora.dropout > 0,
     )
 
@@ -79,7 +79,8 @@ def choose_plan(step: StepConfig, lora: InstructConfig, base: BaseModel, work: W
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
     best = best_execution(base.parameters, base.dtype)
     if step.compile != "auto":
-        best = replace(best, compile=step.compile == "on")
+        compiled = step.compile == "on"
+        best = replace(best, compile=compiled, packs=not compiled)
     execution = planned_execution(best, base)
     shapes = model_shapes(base, lora, execution.operations.memory)
     limit = memory.find_limits(step.memory_limit).memory
@@ -98,7 +99,7 @@ def confirm(
         plan.execution,
         operations=allowed.operations,
         split_head=allowed.split_head,
-        packs_up_to=allowed.packs_up_to,
+        packs=allowed.packs,
     )
     shapes = plan.shapes
     plain = shapes.plain_head and pipeline.forward.plain_head

@@ -23,7 +23,6 @@ import numpy as np
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.errors import ModelError
 from tests.backend.step.executions import fixed_step, fresh, gradients_of
 from tests.models import write_model
@@ -307,8 +306,12 @@ def check(name: str, folder: Path, **config: Any) -> Result:
     expected = gradients_of(tree)
     largest = max(np.abs(value).max() for value in expected.values())
     loss_distance = distance = 0.0
-    line = Execution(CPU, packs_up_to=ANY_LENGTH)
-    for how in (Execution(MLX, recompute=True), Execution(CPU), line):
+    for how in (
+        Execution(MLX, packs=False, recompute=True),
+        Execution(MLX, recompute=True),
+        Execution(CPU, packs=False),
+        Execution(CPU),
+    ):
         fast = fresh(folder, how, 10_000, **config)
         result = fast.loss_and_gradients(examples)
         loss, tree = result.loss, result.gradients
@@ -321,9 +324,8 @@ def check(name: str, folder: Path, **config: Any) -> Result:
     gets = {
         "split": fast.forward.execution.split_head,
         "head": fast.forward.plain_head,
-        "prefixes": fast.forward.shares_prefixes,
         "layerwise": fast.forward.layerwise is not None,
-        "line": fast.forward.execution.packs_up_to > 0,
+        "line": fast.forward.execution.packs,
     }
     return Result(gets, loss_distance, distance)
 

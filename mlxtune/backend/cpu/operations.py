@@ -18,7 +18,7 @@ from mlxtune.core.steps.execution import KernelMemory, MemoryUse
 class CpuOperations:
     """See `Operations`."""
 
-    packs = True
+    by_segments = True
     memory: MemoryUse = KernelMemory()
 
     @property

@@ -3,17 +3,19 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx_lm.models.base import create_causal_mask
 
 from mlxtune.core.steps.pack import Segment
 
 
 class CannotPackError(Exception):
-    """An architecture's computation does not support segments."""
+    """An architecture's attention does not support segments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,32 @@ class Layout:
             slices.append(slice(segment.start, segment.end))
         return slices[::-1]
 
+    @cached_property
+    def rows(self) -> mx.array:
+        """The examples side by side, int32 (B, T): the place in the line of each of their tokens.
+
+        Shorter ones are padded with place 0.
+        """
+        return mx.array(self._side_by_side[0])
+
+    @cached_property
+    def places(self) -> mx.array:
+        """Where each token of the line is in `rows`, flattened: int32 (N,)."""
+        return mx.array(self._side_by_side[1])
+
+    @cached_property
+    def _side_by_side(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        continued = {segment.parent for segment in self.segments}
+        ends = [segment for i, segment in enumerate(self.segments) if i not in continued]
+        rows = np.zeros((len(ends), self.longest), dtype=np.int32)
+        places = np.zeros(len(self.positions), dtype=np.int32)
+        for i, segment in enumerate(ends):
+            own = slice(segment.start, segment.end)
+            line = np.concatenate([np.r_[each] for each in (*self.before(segment), own)])
+            rows[i, : len(line)] = line
+            places[line] = i * self.longest + np.arange(len(line), dtype=np.int32)
+        return rows, places
+
 
 _layout: Layout | None = None
 
@@ -51,7 +79,7 @@ def layout() -> Layout | None:
 
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
-    """Compute on a line with this layout inside the block."""
+    """Compute on a line with this layout inside the block; None for examples side by side."""
     global _layout
     before, _layout = _layout, layout
     try:
@@ -60,29 +88,37 @@ def laid_out(layout: Layout | None) -> Iterator[None]:
         _layout = before
 
 
-class PackedCache:
-    """Takes the place of a layer's KV cache in an mlx-lm model, and keeps nothing.
+class LineCache:
+    """Takes the place of a layer's cache in an mlx-lm model while a line runs, and keeps nothing.
 
-    Raises CannotPackError if a layer asks for a mask that is more than causal for the current line.
-    `window` is the smallest sliding window requested.
+    To attention it is a KV cache, to convolutions and recurrences one of arrays, which start empty.
     """
 
     offset = 0
-
-    def __init__(self) -> None:
-        self.window: int | None = None
+    lengths = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values to attend to: those of the line."""
+        """Return the keys and values to attend to: those of the call."""
         return keys, values
 
-    def make_mask(
-        self, length: int, return_array: bool = False, window_size: int | None = None
-    ) -> Any:
-        """Return a placeholder for the mask: attention knows the segments."""
-        if window_size is not None:
-            self.window = min(window_size, self.window or window_size)
-        longest = length if _layout is None else _layout.longest
-        if return_array or longest > (window_size or longest):
-            raise CannotPackError
+    def make_mask(self, length: int, **options: Any) -> Any:
+        """Return the mask of the examples side by side, as mlx-lm makes it.
+
+        It asks with options for attention, without any for what needs no mask.
+        """
+        if not options:
+            return None
+        width = length if _layout is None else _layout.longest
+        window = options.get("window_size")
+        if options.get("return_array") or width > (window or width):
+            return create_causal_mask(width, window_size=window)
         return "causal"
+
+    def __getitem__(self, index: int) -> None:
+        return None
+
+    def __setitem__(self, index: int, state: Any) -> None:
+        pass
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing: no token comes after the line's."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.model.packed import Layout, PackedCache, laid_out
+from mlxtune.backend.model.packed import Layout, laid_out
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import cross_entropies, head_loss_sum, head_losses
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.recompute import Layerwise
+from mlxtune.backend.step.side_by_side import Mixers
 from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
@@ -33,7 +34,7 @@ class Forward:
 
     `execution` is the one given, as far as the model allows it. Without `trains`, it computes no
     gradients, and the model may have no LoRA. An adapter that is taken off and put back later has
-    to be on the model here. `restore_model` makes the model compute as it did before.
+    to be on the model here.
     """
 
     def __init__(
@@ -46,30 +47,31 @@ class Forward:
     ) -> None:
         self.model = model
         self._dropout = dropout
-        self.restore_model = execution.operations.prepare(model)
+        self._undo_operations = execution.operations.prepare(model)
         self._split = split = SplitModel(model)
         serves = execution.operations.serves(split.dtype)
         operations: Operations = execution.operations if serves else MLX
-        passes = operations.layer_passes(execution.recompute) if trains else None
-        self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
         splits = execution.split_head and split.splits
-        packs = splits and operations.packs and execution.packs_up_to
+        self._mixers = Mixers(model, by_segments=operations.by_segments)
+        # A line has another shape in each step, and each would be compiled anew.
+        packs = execution.packs and splits and not execution.compile
         self.execution = replace(
             execution,
             operations=operations,
             split_head=splits,
-            share_prefixes=execution.share_prefixes and splits,
-            packs_up_to=min(execution.packs_up_to, split.packs_up_to()) if packs else 0,
+            packs=packs and split.packs(self._mixers),
         )
+        passes = operations.layer_passes(execution.recompute) if trains else None
+        self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
         self._linear_head = None if split.weight is None else operations.linear_head
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
         gradients = mx.value_and_grad(self.scaled_loss)
         self.gradients = mx.compile(gradients) if execution.compile else gradients
 
-    @cached_property
-    def shares_prefixes(self) -> bool:
-        """Whether prefixes can be run once, tried when first asked."""
-        return self.execution.share_prefixes and self._split.shares_prefixes()
+    def restore_model(self) -> None:
+        """Make the model compute as it did before."""
+        self._mixers.restore()
+        self._undo_operations()
 
     @property
     def plain_head(self) -> bool:
@@ -92,8 +94,6 @@ class Forward:
             }
         if keys is not None:
             arrays["keys"] = keys
-        if batch.prefix.size:
-            arrays["prefix"] = mx.array(batch.prefix[None])
         if not self.execution.split_head:
             return arrays | {"targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
         positions = np.flatnonzero(batch.mask)
@@ -195,15 +195,9 @@ class Forward:
 
     def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:
         """Return the cache of each layer; set the keys of dropout."""
-        keys, prefix, layout = (arrays.get(name) for name in ("keys", "prefix", "layout"))
-        if layout is not None:
-            self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
-            return [PackedCache() for _ in self.model.layers]
-        caches, start = None, 0
-        if prefix is not None:
-            # Examples that share a prefix under dropout are of one row, with one key.
-            self._dropout.set(None if keys is None else keys[:1], None)
-            caches, start = self._split.run_prefix(prefix), prefix.shape[1]
-        end = start + arrays["inputs"].shape[1]
-        self._dropout.set(keys, mx.arange(start, end, dtype=mx.uint32))
-        return caches
+        keys, layout = arrays.get("keys"), arrays.get("layout")
+        if layout is None:
+            self._dropout.set(keys, None)
+            return None
+        self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
+        return self._split.line_caches()

@@ -7,9 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
-from mlxtune.backend.model.packed import Layout, PackedCache, laid_out
-from mlxtune.backend.step.prefix import PrefixCache
-from mlxtune.core.steps.pack import ANY_LENGTH, Segment
+from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.step.side_by_side import Mixers
+from mlxtune.core.steps.pack import Segment
 
 # How far results that should be equal may differ in 16 bits, as a share of the largest value.
 _TOLERANCE = 2e-2
@@ -74,7 +74,7 @@ class SplitModel:
     def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Return the trunk's output (B, T, H) for inputs int32 (B, T).
 
-        `cache` has a PrefixCache or a PackedCache for each layer.
+        `cache` has a LineCache for each layer.
         """
         # A head of no positions costs nothing, and the call is the model's own.
         slot = _TrunkSlot(self._trunk, positions=0)
@@ -86,38 +86,26 @@ class SplitModel:
         slot = _TrunkSlot(self._trunk, hidden[None])
         return self._call(slot, mx.zeros((1, hidden.shape[0]), dtype=mx.int32))[0]
 
-    def run_prefix(self, tokens: mx.array) -> list[PrefixCache]:
-        """Run a prefix int32 (1, P); return what the layers take to continue it."""
-        recorders = [PrefixCache() for _ in self.model.layers]
-        self.hidden(tokens, recorders)
-        return [PrefixCache(recorder.recorded) for recorder in recorders]
+    def packs(self, mixers: Mixers) -> bool:
+        """Return whether examples in one line give what each gives by itself, as tried."""
+        if self._runs_in_line():
+            return True
+        mixers.by_segments = False
+        return self._runs_in_line()
 
-    def shares_prefixes(self) -> bool:
-        """Return whether a prefix that runs once gives what running the whole gives."""
-        inputs = mx.array([[1, 2, 3, 4, 5]])
+    def _runs_in_line(self) -> bool:
         try:
-            rest = self.hidden(inputs[:, 2:], self.run_prefix(inputs[:, :2]))
-            return _close(self.hidden(inputs)[:, 2:], rest)
-        # Of any kind: architectures with other caches do not share.
+            with laid_out(_LINE):
+                line = self.hidden(mx.array([_LINE_TOKENS]), self.line_caches())[0]
+            alone = self._alone.reshape(-1, line.shape[-1])[mx.array(_PLACES)]
+            return _close(alone, line, _TOLERANCE_FLOAT32)
+        # Of any kind: architectures that add positions to tokens do not pack, or have other caches.
         except Exception:  # noqa: BLE001
             return False
 
-    def packs_up_to(self) -> int:
-        """Return the longest examples that may stand end to end, 0 for none.
-
-        Runs some that way, by operations that pack, and compares them with each by itself.
-        """
-        caches = [PackedCache() for _ in self.model.layers]
-        try:
-            with laid_out(_LINE):
-                packed = self.hidden(mx.array([_LINE_TOKENS]), caches)[0]
-            alone = self._alone.reshape(-1, packed.shape[-1])[mx.array(_PLACES)]
-            if not _close(alone, packed, _TOLERANCE_FLOAT32):
-                return 0
-        # Of any kind: architectures with other caches or masks do not pack.
-        except Exception:  # noqa: BLE001
-            return 0
-        return min((cache.window for cache in caches if cache.window), default=ANY_LENGTH)
+    def line_caches(self) -> list[LineCache]:
+        """Return what the layers take for their caches while a line runs."""
+        return [LineCache() for _ in self.model.layers]
 
     def _call(
         self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 class MicroBatches:
     """Splits what a `Forward` runs into micro-batches, by its execution.
 
-    With `keyed`, only examples of equal key share a prefix. `max_tokens` is halved, and `warn`
+    With `keyed`, only examples of equal key share tokens. `max_tokens` is halved, and `warn`
     called, when a pass takes more memory than MLX's limit; `remedy` is what an error advises where
     micro-batches cannot be smaller.
     """
@@ -40,16 +40,12 @@ class MicroBatches:
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of examples: which of them, and their arrays."""
         execution = replace(self._forward.execution, micro_batch_tokens=self.max_tokens)
-        groups = execution.plan(examples, keyed=self._keyed)
-        prefixed = any(group.prefix for group in groups)
-        if prefixed and not self._forward.shares_prefixes:
-            groups = replace(execution, share_prefixes=False).plan(examples, keyed=self._keyed)
-        for group in groups:
+        for group in execution.plan(examples, keyed=self._keyed):
             chosen = [examples[i] for i in group.examples]
-            if group.packed:
+            if execution.packs:
                 yield group, pack(chosen, keyed=self._keyed)
             else:
-                yield group, collate(chosen, group.prefix, group.width)
+                yield group, collate(chosen, group.width)
 
     def start_peak(self) -> None:
         """Start `peak` anew."""

@@ -14,13 +14,13 @@ from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.step.loss import softmax_cross_entropies
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
-from mlxtune.core.steps.groups import StepCost
-from mlxtune.core.steps.pack import ANY_LENGTH
 
 # From this many parameters on, the CPU's kernels gain more than calling them costs.
 _LARGE_MODEL = 10_000_000
-_CPU_COST, _GPU_COST = StepCost(fixed=80), StepCost(fixed=512, width_multiple=32)
+# The cost of a micro-batch beyond its tokens, in units of one token's time.
+_CPU_COST, _GPU_COST = 80, 512
 
 
 class Recompute:
@@ -38,6 +38,8 @@ class Recompute:
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # A lone array is passed by itself, as to a layer with no trained parameters.
             primals = [primals] if isinstance(primals, mx.array) else list(primals)
+            # Otherwise mx.compile finds that the layer has run already, and keeps all of it.
+            primals = mx.depends(primals, list(cotangents))
             return list(mx.vjp(function, primals, list(cotangents))[1])
 
         return list(differentiable(function, backward)(*inputs))
@@ -54,11 +56,10 @@ LayerPasses = Recompute | KernelLayers
 class MlxOperations:
     """MLX's own, for any device; see `Operations`."""
 
-    packs = False
+    by_segments = False
     memory: MemoryUse = GraphMemory()
     linear_head = None
-    # On Metal and CUDA it makes no logits in float32.
-    cross_entropies = staticmethod(mx.fast.cross_entropy)
+    cross_entropies = staticmethod(softmax_cross_entropies)
 
     def load(self) -> None:
         """Do nothing: MLX is loaded."""
@@ -82,13 +83,13 @@ MLX = MlxOperations()
 def best_execution(parameters: int, dtype: str = "float32") -> Execution:
     """Return what measured best on the device in use, for a base of this size and dtype."""
     if not on_cpu():
-        return Execution(MLX, compile=True, cost=_GPU_COST)
+        return Execution(MLX, fixed_cost=_GPU_COST)
     # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
     large = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
     if large and CPU.serves(getattr(mx, dtype)):
-        return Execution(CPU, packs_up_to=ANY_LENGTH, cost=_CPU_COST)
+        return Execution(CPU, fixed_cost=_CPU_COST)
     # Of MLX's attention, only that of Metal and CUDA does without the scores of a layer.
-    return Execution(MLX, holds_scores=True, cost=_CPU_COST)
+    return Execution(MLX, holds_scores=True, fixed_cost=_CPU_COST)
 
 
 def load_ahead(folder: Path) -> None:

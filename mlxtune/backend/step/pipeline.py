@@ -4,21 +4,20 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlxtune.backend.adapters import checkpoints, initialise
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.lora.layers import step_keys
-from mlxtune.backend.lora.optimizer import make_optimizer, set_rate
+from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.model import memory
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
@@ -35,15 +34,16 @@ from mlxtune.core.training.metrics import InstructBatchResult, InstructStepResul
 from mlxtune.errors import ModelError, NonFiniteLossError
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepGradients:
     """Loss and gradients of a step, and how they were computed.
 
-    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are float32, by
-    parameter. `run_tokens` went through the model in `micro_batches`, `padding` among them.
+    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are by
+    parameter; both are float32. `run_tokens` went through the model in `micro_batches`, `padding`
+    among them.
     """
 
-    loss: float
+    loss: Any
     gradients: dict[str, Any]
     tokens: int
     micro_batches: int
@@ -91,8 +91,8 @@ class InstructPipeline:
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
         self.initial_hash = initialise.initialise(model, self.lora) if fresh else None
-        self._optimizer = make_optimizer(config)
-        self._optimizer.init(model.trainable_parameters())
+        # On the CPU, MLX compiles with a C++ compiler, and gains nothing.
+        self._optimizer = LoRAOptimizer(model.trainable_parameters(), config, compiled=not on_cpu())
         self.phases = Phases(self.forward)
         self._steps = 0
 
@@ -133,22 +133,23 @@ class InstructPipeline:
         self._micro_batches.start_peak()
         step = self._steps + 1 if step is None else step
         rate = self.learning_rate if learning_rate is None else learning_rate
-        result = self.loss_and_gradients(examples, step)
-        max_norm = self.config.gradient_clip_norm
-        clipped, norm = optim.clip_grad_norm(result.gradients, max_norm or math.inf)
-        grads = clipped if max_norm else result.gradients
-        mx.eval(grads, norm)
-        self.phases.end("clip")
-        loss, grad_norm = result.loss, float(norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {grad_norm}"
-            raise NonFiniteLossError(
-                f"step {step}: the {what} at learning rate {rate:g}; the step was not applied: "
-                "lower --lr, or use --dtype float32"
-            )
-        self._update(grads, step, rate)
+
+        def compute() -> tuple[StepGradients, Update]:
+            found = self._accumulate(examples, step)
+            parameters = self.model.trainable_parameters()
+            update = self._optimizer.update(parameters, found.gradients, found.loss, rate)
+            # All of the step at once: one wait for the device.
+            mx.eval(found.loss, update)
+            return found, update
+
+        result, update = self._micro_batches.run(examples, compute)
+        self.model.update(update.parameters)
+        self._optimizer.state = update.state
         memory.relieve_pressure()
         self.phases.end("optimizer")
+        loss, grad_norm = float(result.loss), float(update.norm)
+        if not update.finite:
+            raise NonFiniteLossError(_describe_non_finite(step, rate, loss, grad_norm))
         self._steps = step
         return InstructBatchResult(
             avg_loss=loss,
@@ -164,7 +165,14 @@ class InstructPipeline:
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return loss and gradients of a step; `step` keys the dropout, nothing is updated."""
-        return self._micro_batches.run(examples, partial(self._accumulate, examples, step))
+
+        def compute() -> StepGradients:
+            found = self._accumulate(examples, step)
+            mx.eval(found.loss, found.gradients)
+            found.loss = float(found.loss)
+            return found
+
+        return self._micro_batches.run(examples, compute)
 
     def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:
         self.model.train()
@@ -175,6 +183,9 @@ class InstructPipeline:
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
         try:
             for group, batch in self.micro_batches(examples):
+                if grads is not None:
+                    # The device works on the one before while this one is prepared.
+                    mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
                 arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
                 self.phases.end("data", arrays)
                 # A loss that is not finite is reported as such.
@@ -182,19 +193,15 @@ class InstructPipeline:
                     part, part_grads = compute(parameters, arrays, scale)
                 loss = loss + part
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
-                # The device works on it while the next micro-batch is prepared.
-                mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
                 micro_batches += 1
                 run_tokens += group.tokens
                 padding += group.padding(examples)
                 memory.relieve_pressure()
-            mx.eval(loss, grads)
-            self.phases.end("backward")
         finally:
             # Tracing left its own arrays in the model.
             self.model.update(parameters)
         assert grads is not None
-        return StepGradients(float(loss), grads, tokens, micro_batches, run_tokens, padding)
+        return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding)
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
@@ -268,22 +275,6 @@ class InstructPipeline:
             **self._provenance(),
         }
 
-    def _update(self, grads: dict[str, Any], step: int, rate: float) -> None:
-        parameters = self.model.trainable_parameters()
-        state = tree_map(lambda value: value, self._optimizer.state)
-        set_rate(self._optimizer, rate, self.config.lr_ratio)
-        self._optimizer.update(self.model, grads)
-        updated = self.model.trainable_parameters()
-        finite = mx.all(mx.stack([mx.isfinite(value).all() for _, value in tree_flatten(updated)]))
-        mx.eval(updated, self._optimizer.state, finite)
-        if not finite:
-            self.model.update(parameters)
-            self._optimizer.state = state
-            raise NonFiniteLossError(
-                f"step {step}: the adapter is not finite after a step at learning rate {rate:g}; "
-                "the step was not applied: lower --lr"
-            )
-
     def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
         """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""
         keyed = self.config.dropout and self.model.training
@@ -295,6 +286,21 @@ class InstructPipeline:
     ) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of a step: which examples, and their arrays."""
         return self._micro_batches.of(examples)
+
+
+def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:
+    """Return why a step was not applied, and what may help."""
+    at = f"at learning rate {rate:g}"
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return (
+            f"step {step}: the adapter is not finite after a step {at}; "
+            "the step was not applied: lower --lr"
+        )
+    what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
+    return (
+        f"step {step}: the {what} {at}; the step was not applied: "
+        "lower --lr, or use --dtype float32"
+    )
 
 
 def _count_tokens(examples: Sequence[Example]) -> int:

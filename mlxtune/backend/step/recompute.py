@@ -1,7 +1,7 @@
 """Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model import packed
 from mlxtune.backend.step.operations import LayerPasses
-from mlxtune.backend.step.prefix import PrefixCache
 
 
 class Layerwise:
@@ -51,9 +50,8 @@ class Layerwise:
 class LayerCall:
     """A call of a layer as a function of arrays alone, which a gradient may flow through.
 
-    `run` takes `inputs`: the arrays `given` to the layer, its own that are `trained`, which have
-    `names`, and the keys and values of a prefix that ran before. `result` turns the arrays that it
-    returns into what the layer returns.
+    `run` takes `inputs`: the arrays `given` to the layer, and its own that are `trained`, which
+    have `names`. `result` turns the arrays that it returns into what the layer returns.
     """
 
     def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:
@@ -61,34 +59,26 @@ class LayerCall:
         trained = tree_flatten(layer.trainable_parameters())
         self.names = [name for name, _ in trained]
         self.trained = [value for _, value in trained]
-        caches = (c for c in (*args, *options.values()) if isinstance(c, PrefixCache))
-        self._cache = next(caches, None)
         self.inputs: list[mx.array] = [*self.given, *self.trained]
-        self.inputs += self._cache.given if self._cache else []
         self._layer, self._args, self._options = layer, args, options
         self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
         self._output: Any = None
 
     def run(self, *inputs: mx.array) -> list[mx.array]:
-        """Run the layer on its arrays; return those that it gives, and those that are recorded."""
+        """Run the layer on its arrays; return those that it gives."""
         # By the backward pass, another pass through the model may have set its own.
         self._dropout.set(self._keys.rows, self._keys.positions)
-        cache, count = self._cache, len(self.given)
-        prefix = count + len(self.names)
-        self._update(inputs[count:prefix])
+        self._update(inputs[len(self.given) :])
         args, options = _filled((self._args, self._options), inputs)
-        substituted = cache.substituted(inputs[prefix:]) if cache else nullcontext()
-        with substituted, packed.laid_out(self._layout):
+        with packed.laid_out(self._layout):
             output = self._layer(*args, **options)
             # Its arrays are those of the function, and are not kept here a second time.
             self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
-            return [*_floating(output), *(cache.recorded if cache and not cache.given else ())]
+            return _floating(output)
 
     def result(self, outputs: list[mx.array]) -> Any:
         """Return what the layer returns; it has its own arrays again."""
         self._update(self.trained)
-        if self._cache is not None and not self._cache.given:
-            self._cache.recorded = outputs[len(_floating(self._output)) :]
         return _filled(self._output, outputs)
 
     def _update(self, trained: Sequence[mx.array]) -> None:
@@ -110,6 +100,8 @@ class Intercepted(nn.Module):
         object.__setattr__(self, "_call", call)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        # Children may have been replaced since, as when an adapter is taken off.
+        dict.update(self._intercepted, self)
         return self._call(self._intercepted, *args, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -117,11 +109,12 @@ class Intercepted(nn.Module):
 
 
 def intercept(
-    model: nn.Module, layers: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
-) -> None:
-    """Put an `Intercepted` in the place of each layer of a model."""
-    replaced = [Intercepted(layer, call) for layer, call in zip(layers, calls, strict=True)]
-    put_in_place(model, layers, replaced)
+    model: nn.Module, modules: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put an `Intercepted` in the place of each of some modules; return what undoes it."""
+    replaced = [Intercepted(module, call) for module, call in zip(modules, calls, strict=True)]
+    put_in_place(model, modules, replaced)
+    return lambda: put_in_place(model, replaced, modules)
 
 
 def put_in_place(

@@ -11,7 +11,6 @@ from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution, MemoryUse, ModelShapes
-from mlxtune.core.steps.pack import ANY_LENGTH
 
 
 @dataclass(frozen=True)
@@ -80,23 +79,9 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
 
 def planned_execution(execution: Execution, base: BaseModel) -> Execution:
     """Return an execution as far as the model's config.json allows it."""
-    packs = execution.operations.packs and execution.packs_up_to
-    return replace(
-        execution,
-        # Capped scores are held on every device.
-        holds_scores=execution.holds_scores or _caps(base, attention=True),
-        packs_up_to=min(execution.packs_up_to, _packs_up_to(base)) if packs else 0,
-    )
-
-
-def _packs_up_to(base: BaseModel) -> int:
-    """Return the longest examples that may be packed, by config.json."""
-    if _caps(base, attention=True):
-        return 0
-    window = base.text_config.get("sliding_window")
-    if isinstance(window, int) and base.text_config.get("use_sliding_window", True):
-        return window
-    return ANY_LENGTH
+    # Capped scores are held on every device.
+    capped = _caps(base, attention=True)
+    return replace(execution, holds_scores=execution.holds_scores or capped)
 
 
 def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:

@@ -13,13 +13,11 @@ from mlxtune.core.data.encode import Example
 class MicroBatch:
     """Examples padded on the right to one width, after the shift.
 
-    `prefix` is int32 of shape (P,): the tokens that all lines start with, which run before `inputs`
-    and carry no loss; empty for none. `inputs` and `targets` are int32 of shape (B, T), `mask` is
-    float32 of shape (B, T) and 1 where the target carries loss. `rows` identifies the example in
-    each line, for its randomness, and `lengths` are its real tokens.
+    `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
+    the target carries loss. `rows` identifies the example in each line, for its randomness, and
+    `lengths` are its real tokens.
     """
 
-    prefix: npt.NDArray[np.int32]
     inputs: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
     mask: npt.NDArray[np.float32]
@@ -39,8 +37,7 @@ class MicroBatch:
     @property
     def stretches(self) -> list[tuple[int, int]]:
         """The stretches of real tokens, each as its length and the number of tokens before it."""
-        prefix = len(self.prefix)
-        return [*([(prefix, 0)] if prefix else []), *((length, prefix) for length in self.lengths)]
+        return [(length, 0) for length in self.lengths]
 
 
 def run_length(example: Example) -> int:
@@ -57,35 +54,26 @@ def predicted_tokens(example: Example) -> int:
     return int(example.assistant_mask[1:].sum())
 
 
-def collate(examples: Sequence[Example], prefix: int = 0, width: int | None = None) -> MicroBatch:
+def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch:
     """Pad examples and shift them: each position predicts the token after it.
 
         tokens           a b c d e      inputs   a b c
         assistant_mask   0 0 1 1 0      targets  b c d
                                         mask     0 1 1
 
-    This is the only shift. The first `prefix` tokens, which all share, are removed; the rest is
-    padded to `width`, by default that of the widest, with token 0 and mask 0. Under causal
-    attention no token before the padding can see it.
+    This is the only shift. Each is padded to `width`, by default that of the widest, with token 0
+    and mask 0. Under causal attention no token before the padding can see it.
 
-    Raises ValueError when the examples do not share the prefix, when a token that it predicts
-    carries loss, or when a rest is empty or wider than `width`.
+    Raises ValueError when an example is wider than `width`.
     """
     runs = [run_length(example) for example in examples]
-    shared = examples[0].tokens[:prefix]
-    for example, run in zip(examples, runs, strict=True):
-        if run <= prefix or not np.array_equal(example.tokens[:prefix], shared):
-            raise ValueError(f"row {example.row} does not start with the prefix of its group")
-        if example.assistant_mask[1 : prefix + 1].any():
-            raise ValueError(f"row {example.row} has a supervised token in its prefix")
-    shape = (len(examples), max(runs) - prefix if width is None else width)
+    shape = (len(examples), max(runs) if width is None else width)
     inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
     mask = np.zeros(shape, dtype=np.float32)
     for i, (example, run) in enumerate(zip(examples, runs, strict=True)):
-        after = slice(prefix + 1, min(run + 1, len(example)))  # a lone token predicts none
-        inputs[i, : run - prefix] = example.tokens[prefix:run]
-        targets[i, : after.stop - after.start] = example.tokens[after]
-        mask[i, : after.stop - after.start] = example.assistant_mask[after]
+        after = slice(1, min(run + 1, len(example)))  # a lone token predicts none
+        inputs[i, :run] = example.tokens[:run]
+        targets[i, : after.stop - 1] = example.tokens[after]
+        mask[i, : after.stop - 1] = example.assistant_mask[after]
     rows = tuple(example.key for example in examples)
-    lengths = tuple(run - prefix for run in runs)
-    return MicroBatch(shared, inputs, targets, mask, rows, lengths)
+    return MicroBatch(inputs, targets, mask, rows, tuple(runs))

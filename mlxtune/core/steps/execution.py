@@ -11,14 +11,16 @@ Memory peaks either in the head or in the backward pass of a layer, and consists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import predicted_tokens, run_length
-from mlxtune.core.steps.groups import Group, StepCost, plan_step
+from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.groups import Group, plan_step
 from mlxtune.core.steps.pack import plan_packs
 
+# Each width is compiled anew.
+_COMPILED_WIDTHS = 32
 # Rows of the vocabulary that the CPU's head casts at once, and how many casts exist at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
@@ -91,28 +93,31 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a micro-batch: a prefix once, then `lines` of `width` tokens each."""
+    """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
+
+    Where tokens meet, there are `lines` of `width` tokens, padding included.
+    """
 
     lines: int
     width: int
     positions: int
-    prefix: int = 0
+    tokens: int
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that run through the model."""
-        return self.prefix + self.lines * self.width
+    @classmethod
+    def single(cls, tokens: int, positions: int) -> Load:
+        """Return the load of one example."""
+        return cls(1, tokens, positions, tokens)
 
     @property
     def scores(self) -> int:
         """Attention scores of one head."""
-        return self.prefix**2 + self.lines * self.width * (self.prefix + self.width)
+        return self.lines * self.width**2
 
 
 def load_of(group: Group, examples: Sequence[Example]) -> Load:
     """Return the load of a group of a step's examples."""
     positions = sum(predicted_tokens(examples[i]) for i in group.examples)
-    return Load(group.lines, group.width, positions, group.prefix)
+    return Load(len(group.examples), group.width, positions, group.tokens)
 
 
 def _head_states(shapes: ModelShapes, execution: Execution, load: Load) -> tuple[int, int]:
@@ -143,9 +148,7 @@ class GraphMemory:
         widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs
         widths += shapes.read + shapes.scaled
         scores = shapes.heads * shapes.layers * load.scores if execution.holds_scores else 0
-        # Each pass through the model makes its own casts.
-        casts = shapes.cast * (2 if load.prefix else 1)
-        return load.tokens * widths + scores + casts
+        return load.tokens * widths + scores + shapes.cast
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of one layer's backward pass, in addition to those kept."""
@@ -205,11 +208,12 @@ MemoryUse = GraphMemory | KernelMemory
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `packs`: attention can keep apart examples that stand end to end. `linear_head` computes the
-    losses of a head that is one product without its logits; None if it is computed like any other.
+    `by_segments`: causal attention keeps apart the examples of a line by itself. `linear_head`
+    computes the losses of a head that is one product without its logits; None if it is computed
+    like any other.
     """
 
-    packs: bool
+    by_segments: bool
     memory: MemoryUse
 
     @property
@@ -235,32 +239,31 @@ class Operations(Protocol):
 class Execution:
     """How a step is computed. Nothing here changes its loss or gradient beyond float rounding.
 
-    `operations` compute it. `micro_batch_tokens` bounds the padded tokens that run through the
-    model at once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time.
-    `share_prefixes`: run prefixes that padded examples share once. `packs_up_to`: lay examples of
-    up to this many tokens end to end instead, where they always share them. `recompute`: keep only
-    the input of each layer, and run the layer again in the backward pass. `compile`: have MLX
-    compile the graph of a micro-batch. `holds_scores`: attention holds the scores of a layer, which
-    memory depends on. `cost` is what a micro-batch costs beyond its tokens.
+    `operations` compute it. `micro_batch_tokens` bounds the tokens that run through the model at
+    once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time. `packs`:
+    lay examples end to end instead of padding them, and run what they start with alike once.
+    `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
+    `compile`: have MLX compile the graph of a micro-batch. `holds_scores`: attention holds the
+    scores of a layer, which memory depends on. `fixed_cost` is the cost of a micro-batch beyond its
+    tokens, in units of one token's time.
     """
 
     operations: Operations
     micro_batch_tokens: int = 2048
     split_head: bool = True
-    share_prefixes: bool = True
-    packs_up_to: int = 0
+    packs: bool = True
     recompute: bool = False
     compile: bool = False
     loss_chunk: int = 256
     holds_scores: bool = False
-    cost: StepCost = field(default_factory=StepCost)
+    fixed_cost: int = 32
 
     def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
-        """Return the micro-batches of a step; with `keyed`, only equal keys share a prefix."""
-        tokens = self.micro_batch_tokens
-        if max(map(run_length, examples)) <= self.packs_up_to:
-            return plan_packs(examples, tokens, self.cost.fixed, keyed=keyed)
-        return plan_step(examples, tokens, self.cost, self.share_prefixes, keyed)
+        """Return the micro-batches of a step; with `keyed`, only equal keys share tokens."""
+        if self.packs:
+            return plan_packs(examples, self.micro_batch_tokens, self.fixed_cost, keyed=keyed)
+        multiple = _COMPILED_WIDTHS if self.compile else 1
+        return plan_step(examples, self.micro_batch_tokens, self.fixed_cost, multiple)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 class Work:
     """What will run: the first steps, and the examples that take most memory alone.
 
-    With `keyed`, only examples of equal key share a prefix.
+    With `keyed`, only examples of equal key share tokens.
     """
 
     steps: Sequence[Sequence[Example]]
@@ -88,7 +88,7 @@ def _plans(
         steps = [(step, sized.plan(step, keyed=work.keyed)) for step in work.steps]
         groups = [(group, step) for step, planned in steps for group in planned]
         loads = {*(load_of(group, step) for group, step in groups), *work.alone}
-        time = sum(base.cost.of(group) for group, _ in groups) or 1
+        time = sum(group.tokens + base.fixed_cost for group, _ in groups) or 1
         run = sum(group.tokens for group, _ in groups)
         padding = sum(group.padding(step) for group, step in groups)
         tokens_of_data = sum(len(example) for step in work.steps for example in step)
@@ -169,7 +169,7 @@ def remedies(
 
     def shorter(tokens: int) -> int:
         positions = max(load.positions * tokens // load.width, 1)
-        return least(shapes, execution, Load(1, tokens, positions)).total
+        return least(shapes, execution, Load.single(tokens, positions)).total
 
     def fewer(layers: int) -> int:
         return least(shapes.with_layers(layers), execution, load).total

@@ -18,10 +18,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.groups import Group, cheapest_cut, common_tokens, neighbours
-
-# Longer than any example: the length of a line without a limit.
-ANY_LENGTH = 1 << 31
+from mlxtune.core.steps.groups import AT_ONCE, Group, cheapest_cut
 
 _Ints = npt.NDArray[np.int32]
 
@@ -86,17 +83,49 @@ def plan_packs(
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
-    for chosen, shared in neighbours(examples, texts, keyed):
+    for chosen, shared in _neighbours(examples, texts, keyed):
         lines = _Lines([len(texts[i]) for i in chosen], shared, max_tokens)
         for line in lines.least(fixed):
             members = tuple(chosen[place] for place in line)
-            packs.append(Group(members, prefix=0, width=lines.tokens(line), packed=True))
+            longest = max(len(texts[i]) for i in members)
+            packs.append(Group(members, longest, lines.tokens(line)))
     return sorted(packs, key=lambda pack: (-pack.tokens, pack.examples))
 
 
 def _run(example: Example) -> _Ints:
     """Return the tokens of an example that are run."""
     return example.tokens[: run_length(example)]
+
+
+def _neighbours(
+    examples: Sequence[Example], texts: Sequence[_Ints], keyed: bool
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield parts of a step, in an order in which neighbours share the most of their texts.
+
+    A part has the indices of its examples, and how many tokens each shares with the next; with
+    `keyed`, none if their `key` differs.
+    """
+    keys = [example.key if keyed else 0 for example in examples]
+    # As big-endian bytes, tokens sort in their own order, and a text before its continuations.
+    bytes_of = [text.astype(">u4").tobytes() for text in texts]
+    runs = [run_length(example) for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -runs[i], i))
+    for start in range(0, len(order), AT_ONCE):
+        chosen = order[start : start + AT_ONCE]
+        yield (
+            chosen,
+            [
+                _common_tokens(texts[i], texts[j]) if keys[i] == keys[j] else 0
+                for i, j in pairwise(chosen)
+            ],
+        )
+
+
+def _common_tokens(a: _Ints, b: _Ints) -> int:
+    """Return how many tokens two texts share from the first on."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
 
 
 class _Lines:
@@ -152,7 +181,7 @@ class _Lines:
                     return
                 yield fixed + tokens
 
-        return [list(part) for part in cheapest_cut(len(self._runs), costs)[1]]
+        return [list(part) for part in cheapest_cut(len(self._runs), costs)]
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
         """Put each place, the longest first, in the line where it adds least, or else the emptiest.
@@ -190,7 +219,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False) -> Pack:
     for i, example in enumerate(examples):
         run, shared = run_length(example), 0
         if i and (not keyed or example.key == examples[i - 1].key):
-            shared = common_tokens(_run(examples[i - 1]), _run(example))
+            shared = _common_tokens(_run(examples[i - 1]), _run(example))
         if run > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
         # The place of each token of this example.

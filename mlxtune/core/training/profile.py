@@ -19,7 +19,7 @@ from mlxtune.core.machine.files import append_line
 from mlxtune.errors import OutputError
 
 PROFILE = "profile.jsonl"
-PHASES = ("data", "forward", "loss", "backward", "clip", "optimizer")
+PHASES = ("data", "forward", "loss", "backward", "optimizer")
 OTHER = "other"
 
 

@@ -22,7 +22,6 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.conftest import fill_lora_b
 from tests.backend.step.executions import PLAIN, model_folder
 from tests.models import write_model
@@ -30,7 +29,7 @@ from tests.models import write_model
 WAYS = {
     "plain": PLAIN,
     "recompute": Execution(MLX, recompute=True),
-    "cpu kernels": Execution(CPU, packs_up_to=ANY_LENGTH),
+    "cpu kernels": Execution(CPU),
 }
 
 

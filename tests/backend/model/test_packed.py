@@ -7,20 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
 from mlxtune.backend.cpu import attention, elementwise, model
-from mlxtune.backend.model.packed import CannotPackError, Layout, PackedCache, laid_out, layout
-from mlxtune.core.steps.pack import ANY_LENGTH, Segment
+from mlxtune.backend.model.packed import CannotPackError, Layout, LineCache, laid_out, layout
+from mlxtune.core.steps.pack import Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
-from tests.backend.step.executions import (
-    SPLIT,
-    WAYS,
-    computed,
-    fixed_step,
-    fresh,
-    model_folder,
-    pipeline,
-)
 
 # Two texts that go on from one, which goes on from another, and one by itself.
 FOREST = Layout(
@@ -104,50 +96,38 @@ def test_what_knows_of_no_segments_is_refused() -> None:
     assert layout() is None
 
 
-def test_a_cache_of_a_line_keeps_nothing_and_notes_the_window() -> None:
-    cache, x = PackedCache(), random(1, 2, 4, 8)
+def test_a_cache_of_a_line_keeps_nothing() -> None:
+    cache, x = LineCache(), random(1, 2, 4, 8)
     assert cache.update_and_fetch(x, x) == (x, x)
-    with laid_out(FOREST):
-        assert cache.make_mask(TOKENS) == "causal"
-        assert cache.make_mask(TOKENS, window_size=15) == "causal"
-        with pytest.raises(CannotPackError):
-            cache.make_mask(TOKENS, window_size=14)
-        with pytest.raises(CannotPackError):
-            cache.make_mask(TOKENS, return_array=True)
-    assert cache.window == 14
     assert cache.offset == 0
+    cache[0] = x
+    assert cache[0] is None
+    assert cache.lengths is None
 
 
-IN_LINE = WAYS["in one line in small chunks"]
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize("window", [None, 4, 15, 100])
+def test_mask_of_a_line_is_the_one_of_its_examples_side_by_side(
+    as_array: bool, window: int | None
+) -> None:
+    expected = create_attention_mask(mx.zeros((4, FOREST.longest, 8)), None, window, as_array)
+    with laid_out(FOREST):
+        found = create_attention_mask(mx.zeros((1, TOKENS, 8)), LineCache(), window, as_array)
+        assert create_ssm_mask(mx.zeros((1, TOKENS, 8)), LineCache()) is None
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert mx.array_equal(found, expected)
 
 
-def test_architectures_that_stand_in_one_line() -> None:
-    assert pipeline("qwen3", IN_LINE).forward.execution.packs_up_to == ANY_LENGTH
-    assert pipeline("llama", IN_LINE).forward.execution.packs_up_to == ANY_LENGTH
-    # Its attention is its own, and makes masks of its own.
-    assert pipeline("gemma2", IN_LINE).forward.execution.packs_up_to == 0
-    assert pipeline("qwen3", SPLIT).forward.execution.packs_up_to == 0
-
-
-@pytest.mark.parametrize("window", [8, 64])
-def test_examples_longer_than_a_window_are_padded(window: int) -> None:
-    folder = model_folder("gemma3_text", overrides=(("sliding_window", window),))
-    fast = fresh(folder, IN_LINE, tokens=10_000)
-    assert fast.forward.execution.packs_up_to == window
-    batches = [batch for _, batch in fast.micro_batches(fixed_step())]
-    longest = max(len(example) - 1 for example in fixed_step())
-    assert all(hasattr(batch, "segments") == (longest <= window) for batch in batches)
-    plain = fresh(folder, tokens=1)
-    assert computed(fast, fixed_step()).loss == pytest.approx(computed(plain, fixed_step()).loss)
-
-
-def test_a_step_in_one_line_runs_each_token_once() -> None:
-    fast = pipeline("qwen3", IN_LINE, tokens=10_000)
-    run_tokens = computed(fast, fixed_step()).run_tokens
-    beginnings = {
-        tuple(one.tokens[: i + 1].tolist()) for one in fixed_step() for i in range(len(one) - 1)
-    }
-    assert run_tokens == len(beginnings)
+def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
+    rows, places = np.array(FOREST.rows), np.array(FOREST.places)
+    assert rows.shape == (4, FOREST.longest)
+    assert rows.reshape(-1)[places].tolist() == list(range(TOKENS))
+    for token, place in enumerate(places.tolist()):
+        row, column = divmod(place, FOREST.longest)
+        assert sorted(rows[row, : column + 1]) == np.flatnonzero(seen()[token]).tolist()
+        assert column == FOREST.positions[token]
 
 
 def test_the_line_under_way_is_that_of_the_backward_pass() -> None:

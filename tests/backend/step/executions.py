@@ -21,33 +21,25 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.groups import StepCost
-from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 
 # The reference: the model as mlx-lm runs it, with all logits.
-PLAIN = Execution(MLX, split_head=False, share_prefixes=False)
+PLAIN = Execution(MLX, split_head=False, packs=False)
 SPLIT = replace(PLAIN, split_head=True)
+IN_LINE = replace(SPLIT, packs=True)
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
     "split head in small chunks": replace(SPLIT, loss_chunk=3),
-    "shared prefixes": replace(SPLIT, share_prefixes=True),
     "recompute": replace(PLAIN, recompute=True),
-    "recompute with shared prefixes": replace(SPLIT, recompute=True, share_prefixes=True),
+    "in one line": IN_LINE,
+    "in one line with recompute": replace(IN_LINE, recompute=True, loss_chunk=3),
     "cpu kernels": replace(PLAIN, operations=CPU),
     "cpu kernels with recompute": replace(PLAIN, operations=CPU, recompute=True),
     "cpu kernels with split head": replace(SPLIT, operations=CPU, loss_chunk=3),
-    "cpu kernels with shared prefixes": replace(SPLIT, operations=CPU, share_prefixes=True),
-    "in one line": replace(SPLIT, operations=CPU, packs_up_to=ANY_LENGTH),
-    "in one line with recompute": replace(
-        SPLIT, operations=CPU, packs_up_to=ANY_LENGTH, recompute=True
-    ),
-    "in one line in small chunks": Execution(CPU, packs_up_to=ANY_LENGTH, loss_chunk=3),
-    "all": Execution(CPU, packs_up_to=ANY_LENGTH, recompute=True, loss_chunk=3),
+    "cpu kernels in one line": replace(IN_LINE, operations=CPU, loss_chunk=3),
+    "all": replace(IN_LINE, operations=CPU, recompute=True, loss_chunk=3),
 }
-# Prefixes are shared wherever that saves a token.
-EAGER = StepCost(fixed=0)
 
 Gradients = dict[str, npt.NDArray[Any]]
 
@@ -76,7 +68,7 @@ def pipeline(
     how: Execution = PLAIN,
     *,
     tokens: int = 1,
-    cost: StepCost = EAGER,
+    fixed_cost: int = 0,
     quantize: int | None = None,
     overrides: tuple[tuple[str, Any], ...] = (),
     **config: Any,
@@ -86,14 +78,14 @@ def pipeline(
     It is kept: those who change it make their own by `fresh`.
     """
     folder = model_folder(model_type, quantize, "float32", overrides)
-    return fresh(folder, how, tokens, cost, **config)
+    return fresh(folder, how, tokens, fixed_cost, **config)
 
 
 def fresh(
     folder: Path,
     how: Execution = PLAIN,
     tokens: int = 1,
-    cost: StepCost = EAGER,
+    fixed_cost: int = 0,
     **config: Any,
 ) -> InstructPipeline:
     """Return a new pipeline over the model of a folder, with random LoRA matrices."""
@@ -101,7 +93,7 @@ def fresh(
     made = InstructPipeline(
         load_base(folder, "float32").model,
         settings,
-        execution=replace(how, micro_batch_tokens=tokens, cost=cost),
+        execution=replace(how, micro_batch_tokens=tokens, fixed_cost=fixed_cost),
     )
     fill_lora_b(made)
     return made

@@ -20,11 +20,10 @@ from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.pack import ANY_LENGTH
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.models import sums, write_chat
 
-KERNELS = Execution(CPU, packs_up_to=ANY_LENGTH)
+KERNELS = Execution(CPU)
 
 
 def plain(model: object, example: Example) -> float:
@@ -109,7 +108,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
 @pytest.mark.parametrize("tokens_at_once", [1, 10_000])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int) -> None:
-    """Nothing predicts it, in a micro-batch, a line or behind a shared prefix."""
+    """Nothing predicts it, in a micro-batch, a line or behind a shared beginning."""
     base = load_base(model_folder("qwen3"), "float32")
     examples = [first_supervised(example) for example in fixed_step()]
     wanted = expected(base.model, examples)

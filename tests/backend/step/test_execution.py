@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.groups import StepCost
 from tests.backend.step.executions import (
-    EAGER,
     PLAIN,
     WAYS,
     assert_same,
@@ -28,9 +26,9 @@ from tests.backend.step.executions import (
 from tests.slow import slow, slow_except
 
 ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
-SHARING = [name for name, how in WAYS.items() if how.share_prefixes]
+IN_LINE = [name for name, how in WAYS.items() if how.packs]
 ALL = WAYS["all"]
-SOME = ("split head", "shared prefixes", "recompute", "cpu kernels", "in one line", "all")
+SOME = ("split head", "recompute", "cpu kernels", "in one line", "all")
 few = settings(
     max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -51,7 +49,7 @@ def test_step_equals_the_plain_one(architecture: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", slow_except(WAYS, *SOME))
 def test_supervised_first_token_changes_neither_loss_nor_count(way: str) -> None:
-    """Nothing predicts it, in a micro-batch, a line or behind a shared prefix."""
+    """Nothing predicts it, in a micro-batch, a line or behind a shared beginning."""
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000)
     examples = [first_supervised(example) for example in fixed_step()]
     assert_same(computed(fast, examples), plain_step("gemma3_text"))
@@ -73,7 +71,7 @@ def test_any_step_equals_the_plain_one(
     assert_same(computed(fast, examples), computed(plain, examples))
 
 
-@pytest.mark.parametrize("way", ["recompute with shared prefixes", "all"])
+@pytest.mark.parametrize("way", ["in one line with recompute", "all"])
 @pytest.mark.parametrize("architecture", slow_except(ARCHITECTURES, "qwen3"))
 def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, quantize=4)
@@ -88,9 +86,9 @@ def test_dropout_is_that_of_the_plain_step(way: str) -> None:
     assert abs(found.loss - plain_step("gemma3_text").loss) > 1e-3
 
 
-@given(examples=steps(), way=st.sampled_from(SHARING), architecture=st.sampled_from(ARCHITECTURES))
+@given(examples=steps(), way=st.sampled_from(IN_LINE), architecture=st.sampled_from(ARCHITECTURES))
 @few
-def test_dropout_of_any_step_with_shared_prefixes(
+def test_dropout_of_any_step_in_one_line(
     examples: list[Example], way: str, architecture: str
 ) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, dropout=0.3)
@@ -108,51 +106,46 @@ def test_dropout_of_any_step_with_shared_prefixes(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["recompute with shared prefixes", "cpu kernels"])
+@pytest.mark.parametrize("way", ["in one line with recompute", "cpu kernels"])
 def test_whatever_is_trained(way: str, trained: dict[str, Any]) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, **trained)
     assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
 
 
-NAMED = {"shared": WAYS["shared prefixes"], "all": ALL, "plain": PLAIN}
+NAMED = {"in one line": WAYS["in one line"], "all": ALL, "plain": PLAIN}
 
 
 @pytest.mark.parametrize("how", NAMED.values(), ids=NAMED)
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_micro_batches_of_any_width(how: Execution, tokens: int) -> None:
-    for cost in (StepCost(), StepCost(fixed=4, width_multiple=8)):
-        fast = pipeline("gemma3_text", how, tokens=tokens, cost=cost)
+def test_micro_batches_of_any_size(how: Execution, tokens: int) -> None:
+    for fixed_cost in (32, 4):
+        fast = pipeline("gemma3_text", how, tokens=tokens, fixed_cost=fixed_cost)
         assert_same(computed(fast, fixed_step()), plain_step("gemma3_text"))
 
 
-def test_rounded_widths_share_rounded_prefixes() -> None:
-    cost = StepCost(fixed=0, width_multiple=8)
-    fast = pipeline("gemma3_text", ALL, tokens=10_000, cost=cost)
-    found = computed(fast, fixed_step())
-    assert_same(found, plain_step("gemma3_text"))
-    assert found.run_tokens % 8 == 0
+@pytest.mark.parametrize("way", IN_LINE)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_line_runs_each_token_once(architecture: str, way: str) -> None:
+    beginnings = {
+        tuple(one.tokens[: i + 1].tolist()) for one in fixed_step() for i in range(len(one) - 1)
+    }
+    fast = pipeline(architecture, WAYS[way], tokens=10_000)
+    result = fast.loss_and_gradients(fixed_step(), step=3)
+    assert result.run_tokens == len(beginnings)
+    assert result.padding == 0
 
 
-def test_shared_prefixes_are_run_once() -> None:
-    together = pipeline("gemma3_text", WAYS["shared prefixes"], tokens=10_000)
-    apart = pipeline("gemma3_text", WAYS["split head"], tokens=1)
-    once, again = (computed(each, fixed_step()).run_tokens for each in (together, apart))
-    real = sum(len(example) - 1 for example in fixed_step())
-    assert again == real
-    assert once < 0.75 * real
-
-
-def test_dropout_shares_a_prefix_within_a_row_alone() -> None:
-    way = WAYS["shared prefixes"]
+def test_dropout_shares_a_beginning_within_a_row_alone() -> None:
+    way = WAYS["in one line"]
     rows = [replace(example, row=i) for i, example in enumerate(fixed_step())]
     fast = pipeline("gemma3_text", way, tokens=10_000, dropout=0.3)
     shared = computed(fast, fixed_step()).run_tokens
     apart = computed(fast, rows)
-    assert apart.run_tokens >= sum(len(example) - 1 for example in rows) > shared
+    assert apart.run_tokens == sum(len(example) - 1 for example in rows) > shared
     assert_same(apart, computed(pipeline("gemma3_text", dropout=0.3), rows))
 
 
-@pytest.mark.parametrize("way", ["split head", *SHARING])
+@pytest.mark.parametrize("way", ["split head", *IN_LINE])
 def test_evaluation_equals_the_plain_one(way: str) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=100, dropout=0.3)
     result = fast.evaluate(fixed_step())
@@ -164,9 +157,5 @@ def test_evaluation_equals_the_plain_one(way: str) -> None:
 
 def test_asked_for_is_what_is_used() -> None:
     for name, how in WAYS.items():
-        forward = pipeline("gemma3_text", how, tokens=10_000).forward
-        window = forward.execution.packs_up_to
-        assert (window > 0) == (how.packs_up_to > 0)
-        asked = replace(how, micro_batch_tokens=10_000, cost=EAGER, packs_up_to=window)
-        assert forward.execution == asked, name
-        assert forward.shares_prefixes == how.share_prefixes
+        found = pipeline("gemma3_text", how, tokens=10_000).forward.execution
+        assert found == replace(how, micro_batch_tokens=10_000, fixed_cost=0), name

@@ -8,14 +8,14 @@ import pytest
 
 from tests.long.check_architectures import check
 
-# Name, then what it gets of: the head apart, shared prefixes.
+# Name, then what it gets of: the head apart, lines.
 SOME = {
     "mistral3": (True, True),  # a text model within another
     "gpt_oss": (True, True),  # attention sinks, experts, a sliding window
     "cohere": (True, True),  # scaled logits
     "deepseek_v3": (True, True),  # a mask that carries a gradient
     "hunyuan": (True, True),  # layers that hand on keys and values
-    "lfm2": (True, False),  # layers without attention
+    "lfm2": (True, True),  # layers without attention
     "nemotron_h": (False, False),  # a trunk by another name
 }
 
@@ -25,7 +25,7 @@ def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
     result = check(name, tmp_path / "m")
     assert result.loss <= 1e-5
     assert result.gradient <= 1e-4
-    assert (result.gets["split"], result.gets["prefixes"]) == SOME[name]
+    assert (result.gets["split"], result.gets["line"]) == SOME[name]
 
 
 def test_layers_in_which_nothing_is_trained(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
 from tests.backend.step.test_pipeline_resume import STEPS, STOP, state, take
@@ -52,7 +51,7 @@ def pipeline(folder: Path, how: Execution, *, fresh: bool = True, **options: Any
 @pytest.mark.parametrize(
     ("member", "how"),
     [(member, Execution(MLX)) for member in FAMILY]
-    + [(member, Execution(CPU, packs_up_to=ANY_LENGTH)) for member in ("PiSSA", "all")],
+    + [(member, Execution(CPU)) for member in ("PiSSA", "all")],
 )
 def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     folder: Path, tmp_path: Path, member: str, how: Execution, monkeypatch: pytest.MonkeyPatch

@@ -152,7 +152,7 @@ def test_model_whose_trunk_is_not_found_runs_whole(
     monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
     odd = fresh(model_folder("qwen3"), how, 10_000)
     assert not odd.forward.execution.split_head
-    assert not odd.forward.shares_prefixes
+    assert not odd.forward.execution.packs
     assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlxtune.backend.cpu.layers import KernelLayers, Reads
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.step.operations import LayerPasses, Recompute
+from mlxtune.backend.step.operations import MLX, LayerPasses, Recompute
 from mlxtune.backend.step.recompute import Intercepted, Layerwise
+from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
     SPLIT,
@@ -227,3 +229,26 @@ def test_a_loss_that_is_not_finite_changes_nothing_of_what_layers_keep() -> None
     assert pipeline.forward.layerwise is not None
     assert isinstance(pipeline.forward.layerwise.passes, KernelLayers)
     assert not pipeline.forward.layerwise.passes.reads
+
+
+def products(compiled: bool, recompute: bool, tmp_path: Path) -> int:
+    """Return how many matrix products the graph of a step's gradients has."""
+    how = Execution(MLX, recompute=recompute, packs=not compiled, compile=compiled)
+    made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
+    made.model.train()
+    batch = next(batch for _, batch in made.micro_batches(fixed_step()))
+    given = (made.model.trainable_parameters(), made.arrays(batch, 1), mx.array(1.0))
+    mx.eval(given)
+    gradients = made.forward.gradients(*given)[1]
+    mx.export_to_dot(str(tmp_path / "graph"), *(value for _, value in tree_flatten(gradients)))
+    made.model.update(given[0])
+    return (tmp_path / "graph").read_text().count('"Matmul"')
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "as it is"])
+def test_layers_run_again_in_the_backward_pass(compiled: bool, tmp_path: Path) -> None:
+    """mx.compile merges equal parts of a graph, and would keep what the first pass computed."""
+    once, twice = (products(compiled, recompute, tmp_path) for recompute in (False, True))
+    layers = 2
+    # Of each layer at least seven projections, with two products of LoRA each, and attention.
+    assert twice - once >= layers * 7 * 3

@@ -32,14 +32,13 @@ from mlxtune.core.steps.execution import (
     predict,
 )
 from mlxtune.core.steps.memory_plan import least, remedies
-from mlxtune.core.steps.pack import ANY_LENGTH
 from mlxtune.errors import ModelError
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import slow, slow_except
 
 # By whether the CPU's kernels compute. MLX's attention holds scores on the CPU alone.
 EXECUTIONS = {
-    True: Execution(CPU, 10**6, packs_up_to=ANY_LENGTH),
+    True: Execution(CPU, 10**6),
     False: Execution(MLX, 10**6, holds_scores=on_cpu()),
 }
 # Large enough that what is counted outweighs what is not.
@@ -194,7 +193,7 @@ def test_bytes_of_quantised_weights_are_known_before_they_are_read(
 
 def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
-    config, load, way = InstructConfig(lora_rank=8), Load(1, 512, 100), Execution(CPU)
+    config, load, way = InstructConfig(lora_rank=8), Load.single(512, 100), Execution(CPU)
     shapes = model_shapes(open_base(folder, "float32"), config, KernelMemory())
     advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
     quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, KernelMemory())

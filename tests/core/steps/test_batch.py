@@ -24,42 +24,24 @@ def test_collated_targets_are_the_next_tokens_as_in_the_picture() -> None:
 
     batch = collate([example(7, [a, b, c, d, e], [0, 0, 1, 1, 0]), example(9, [f, g], [0, 1])])
 
-    assert batch.prefix.tolist() == []
     assert batch.inputs.tolist() == [[a, b, c], [f, 0, 0]]
     assert batch.targets.tolist() == [[b, c, d], [g, 0, 0]]
     assert batch.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert batch.rows == (7, 9)
-    kinds = [array.dtype for array in (batch.prefix, batch.inputs, batch.targets, batch.mask)]
-    assert kinds == [np.int32, np.int32, np.int32, np.float32]
+    kinds = [array.dtype for array in (batch.inputs, batch.targets, batch.mask)]
+    assert kinds == [np.int32, np.int32, np.float32]
 
 
-def test_prefix_is_taken_off_every_line_and_lines_are_as_wide_as_asked_for() -> None:
-    s, t, a, b, c, d = range(11, 17)
+def test_lines_are_as_wide_as_asked_for() -> None:
+    a, b, c, d = range(11, 15)
 
-    batch = collate([example(1, [s, t, a, b, c]), example(1, [s, t, d, a])], prefix=2, width=4)
+    batch = collate([example(1, [a, b, c, d]), example(1, [d, a])], width=4)
 
-    assert batch.prefix.tolist() == [s, t]
-    assert batch.inputs.tolist() == [[a, b, 0, 0], [d, 0, 0, 0]]
-    assert batch.targets.tolist() == [[b, c, 0, 0], [a, 0, 0, 0]]
-    assert batch.mask.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("second", "mask", "width", "problem"),
-    [
-        ([1, 9, 3, 4], [0, 0, 0, 1], None, "row 2 does not start with the prefix"),
-        ([1, 2, 3, 4], [0, 1, 0, 1], None, "row 2 has a supervised token in its prefix"),
-        # Nor may the prefix predict what carries loss, for it runs once and not once a line.
-        ([1, 2, 3, 4], [0, 0, 1, 1], None, "row 2 has a supervised token in its prefix"),
-        ([1, 2, 3], [0, 0, 1], None, "row 2 does not start with the prefix"),
-        ([1, 2, 3, 4], [0, 0, 0, 1], 1, "broadcast"),
-    ],
-)
-def test_what_cannot_stand_in_one_micro_batch_is_refused(
-    second: list[int], mask: list[int], width: int | None, problem: str
-) -> None:
-    with pytest.raises(ValueError, match=problem):
-        collate([example(1, [1, 2, 3, 4, 5]), example(2, second, mask)], prefix=2, width=width)
+    assert batch.inputs.tolist() == [[a, b, c, 0], [d, 0, 0, 0]]
+    assert batch.targets.tolist() == [[b, c, d, 0], [a, 0, 0, 0]]
+    assert batch.mask.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
+    with pytest.raises(ValueError, match="broadcast"):
+        collate([example(1, [a, b, c, d])], width=2)
 
 
 def test_rows_of_several_files_have_names_of_their_own() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load, load_of, predict
@@ -16,14 +15,14 @@ KERNELS, GRAPH = Execution(KERNEL_OPERATIONS, 64), Execution(GRAPH_OPERATIONS, 6
 
 
 def test_weights_and_optimizer_are_counted_by_parameter() -> None:
-    peak = predict(shapes(), KERNELS, Load(1, 1, 1))
+    peak = predict(shapes(), KERNELS, Load.single(1, 1))
     # 100 parameters: the matrices; two moments, the step's gradients and the micro-batch's.
     assert (peak.weights, peak.optimizer) == (50_000 + 400, 1600)
     assert peak.total == sum((peak.weights, peak.optimizer, peak.activations, peak.head))
 
 
 def test_cpu_keeps_inputs_and_products_of_each_layer_but_the_last() -> None:
-    peak = predict(shapes(), KERNELS, Load(2, 50, 4))
+    peak = predict(shapes(), KERNELS, Load(2, 50, 4, 100))
     # The last product is as wide as the input. In a layer's backward pass: as much again as its
     # products, its input, and the gradients.
     assert peak.activations == 4 * 100 * (2 * 10 + 2 * (100 - 10) + (100 + 10 + 3 * (30 + 10)))
@@ -31,29 +30,31 @@ def test_cpu_keeps_inputs_and_products_of_each_layer_but_the_last() -> None:
 
 
 def test_recomputing_keeps_inputs_alone() -> None:
-    peak = predict(shapes(), replace(KERNELS, recompute=True), Load(2, 50, 4))
+    peak = predict(shapes(), replace(KERNELS, recompute=True), Load(2, 50, 4, 100))
     assert peak.activations == 4 * 100 * (2 * 10 + (2 * 100 + 10 + 3 * (30 + 10)))
 
 
 def test_graph_holds_the_logits_of_a_chunk_in_the_head() -> None:
-    few, many, more = (predict(shapes(), GRAPH, Load(4, 100, n)) for n in (100, 256, 400))
+    few, many, more = (predict(shapes(), GRAPH, Load(4, 100, n, 400)) for n in (100, 256, 400))
     assert many.head - few.head == 4 * 156 * (5 * 1000 + 4 * 10)
     assert more.head - many.head == 4 * 144 * 4 * 10
-    whole = predict(shapes(), replace(GRAPH, split_head=False), Load(4, 100, 4))
+    whole = predict(shapes(), replace(GRAPH, split_head=False), Load(4, 100, 4, 400))
     assert whole.head >= 4 * 400 * 5 * 1000
 
 
 def test_scores_grow_with_the_square_of_the_width() -> None:
     def held(width: int) -> int:
-        with_scores = predict(shapes(vocab=1), replace(GRAPH, holds_scores=True), Load(1, width, 1))
-        return with_scores.total - predict(shapes(vocab=1), GRAPH, Load(1, width, 1)).total
+        with_scores = predict(
+            shapes(vocab=1), replace(GRAPH, holds_scores=True), Load.single(width, 1)
+        )
+        return with_scores.total - predict(shapes(vocab=1), GRAPH, Load.single(width, 1)).total
 
     assert held(2000) == 4 * held(1000) > 0
 
 
 def test_casts_are_of_one_layer_when_recomputed_and_of_all_otherwise() -> None:
     cast = shapes(cast=60_000, layer_cast=30_000, vocab=1)
-    load = Load(1, 1, 1)
+    load = Load.single(1, 1)
     assert predict(cast, GRAPH, load).activations >= 4 * 60_000
     assert (
         4 * 30_000 <= predict(cast, replace(GRAPH, recompute=True), load).total - 52_000 < 200_000
@@ -62,7 +63,7 @@ def test_casts_are_of_one_layer_when_recomputed_and_of_all_otherwise() -> None:
 
 def test_updates_keep_what_they_read_and_add_to_products_that_are_made_again() -> None:
     few, many = shapes(read=0, updated=0), shapes(read=20, updated=40)
-    load = Load(1, 100, 1)
+    load = Load.single(100, 1)
     kept = [predict(each, GRAPH, load).activations for each in (few, many)]
     assert kept[1] - kept[0] == 4 * 100 * 20
     again = [predict(e, replace(GRAPH, recompute=True), load).activations for e in (few, many)]
@@ -74,17 +75,16 @@ def test_fewer_trained_layers_keep_less() -> None:
     assert (fewer.layers, fewer.products, fewer.trainable, fewer.read) == (1, 100, 50, 10)
 
 
-@pytest.mark.parametrize(("prefix", "scores"), [(0, 2 * 5 * 5), (4, 16 + 2 * 5 * 9)])
-def test_load_counts_prefix_padding_and_supervised_positions(prefix: int, scores: int) -> None:
+def test_load_counts_padding_and_supervised_positions() -> None:
     # The first token is supervised, but nothing predicts it.
-    mask = np.array([1 - bool(prefix), 0, 0, 0, 0, 1, 1, 1], dtype=np.uint8)
+    mask = np.array([1, 0, 0, 0, 0, 1, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(8, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(Group((0, 2), prefix, 5), examples)
-    assert (load.tokens, load.positions, load.scores) == (prefix + 10, 6, scores)
+    load = load_of(Group((0, 2), 8, 16), examples)
+    assert (load.tokens, load.positions, load.scores) == (16, 6, 2 * 8 * 8)
 
 
-def test_load_of_a_line_is_what_stands_in_it() -> None:
+def test_load_of_a_line_is_what_stands_in_it_and_its_examples_side_by_side() -> None:
     mask = np.array([0, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(3, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(Group((0, 2), 0, 3, packed=True), examples)
-    assert (load.tokens, load.positions, load.lines, load.prefix) == (3, 4, 1, 0)
+    load = load_of(Group((0, 2), 2, 3), examples)
+    assert (load.tokens, load.positions, load.scores) == (3, 4, 2 * 2 * 2)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load, ModelShapes
-from mlxtune.core.steps.groups import StepCost
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Work, choose, planned, why_not
 from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
@@ -29,7 +28,7 @@ def work(*lengths: int, steps: int = 2) -> Work:
     """Steps of examples of these lengths, which share nothing."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
-    return Work(every, (Load(1, longest, 2),))
+    return Work(every, (Load.single(longest, 2),))
 
 
 def chosen(
@@ -52,7 +51,7 @@ def chosen(
 
 
 def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
-    given, cheap = work(*[64] * 8), replace(KERNELS, cost=StepCost(1))
+    given, cheap = work(*[64] * 8), replace(KERNELS, fixed_cost=1)
     narrow, wide = (chosen(given, execution=cheap, tolerance=share) for share in (0.1, 0.0))
     assert narrow
     assert wide
@@ -81,7 +80,7 @@ def chosen_least(given: Work, recompute: bool) -> MemoryPlan:
 def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
-    given = Work([[one]], (Load(1, 300, 299),))
+    given = Work([[one]], (Load.single(300, 299),))
     large = shapes(vocab=100_000)
     free = chosen(given, execution=GRAPH, of=large)
     tight = chosen(given, 60_000_000, execution=GRAPH, of=large)
@@ -95,7 +94,7 @@ def test_longest_example_of_the_data_has_to_fit_too() -> None:
     given = work(40, 40)
     plan = chosen(given)
     assert plan
-    rare = replace(given, alone=(Load(1, 4000, 2),))
+    rare = replace(given, alone=(Load.single(4000, 2),))
     longer = chosen(rare)
     assert longer
     assert longer.peak.total > plan.peak.total
@@ -126,7 +125,7 @@ def test_counts_are_those_of_the_steps() -> None:
 
 
 def test_without_data_one_example_is_planned_for() -> None:
-    plan = chosen(Work([], (Load(1, 512, 512),)))
+    plan = chosen(Work([], (Load.single(512, 512),)))
     assert plan
     assert plan.execution.micro_batch_tokens == 512
     assert not plan.execution.recompute
@@ -147,7 +146,7 @@ def test_what_would_help_is_said_with_numbers_that_help() -> None:
     tokens = int(message.split("--max-seq-len ")[1].split(",")[0])
 
     def fits(n: int) -> bool:
-        shorter = replace(given, steps=[], alone=(Load(1, n, max(2 * n // 400, 1)),))
+        shorter = replace(given, steps=[], alone=(Load.single(n, max(2 * n // 400, 1)),))
         return chosen(shorter, limit, checkpointing=(False,)) is not None
 
     assert fits(tokens)

@@ -13,9 +13,44 @@ from hypothesis import strategies as st
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.pack import Pack, Segment, pack, plan_packs
-from tests.core.steps.test_groups import example, of_lengths, steps
 
 BOUNDS = st.sampled_from([1, 30, 90, 1000])
+
+
+def example(context: Sequence[int], answer: Sequence[int], row: int = 1) -> Example:
+    """An example whose context is not supervised and whose answer is, all of it."""
+    return Example(
+        row,
+        np.array([*context, *answer], dtype=np.int32),
+        np.array([0] * len(context) + [1] * len(answer), dtype=np.uint8),
+    )
+
+
+def of_lengths(*runs: int) -> list[Example]:
+    """Examples that share nothing and run so many tokens."""
+    return [example([100 + i], range(run), row=i) for i, run in enumerate(runs)]
+
+
+@st.composite
+def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
+    """Examples in families: each says some of one of three scripts, two of which begin alike."""
+    fork = draw(st.integers(0, 60))
+    scripts = [range(100, 200), [*range(100, 100 + fork), *range(300, 400)], range(500, 600)]
+
+    def one(script: int, said: int, own: int, mask: list[int], row: int) -> Example:
+        tokens = [*scripts[script][:said], *range(1000 + own, 1000 + own + len(mask))]
+        masked = [0] * said + mask
+        return Example(row, np.array(tokens, np.int32), np.array(masked, np.uint8))
+
+    masks = st.builds(
+        lambda before, answer: [0] * before + answer,
+        st.integers(0, 40),
+        st.lists(st.integers(0, 1), min_size=1, max_size=25),
+    )
+    examples = st.builds(
+        one, st.integers(0, 2), st.integers(1, 60), st.integers(0, 3), masks, st.integers(1, 2)
+    )
+    return draw(st.lists(examples, min_size=1, max_size=max_size))
 
 
 def chains(line: Pack) -> list[list[int]]:
@@ -98,6 +133,7 @@ def test_each_example_stands_in_one_line_that_is_short_enough(
     assert sorted(i for one in planned for i in one.examples) == list(range(len(examples)))
     for one in planned:
         line = pack([examples[i] for i in one.examples], keyed=keyed)
+        assert one.width == max(run_length(examples[i]) for i in one.examples)
         assert line.inputs.size == one.tokens
         assert one.tokens <= bound or len(one.examples) == 1
     assert planned == plan_packs(examples, bound, fixed, keyed=keyed)

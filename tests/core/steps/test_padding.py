@@ -1,4 +1,4 @@
-"""How much padding runs when real chat data is trained on."""
+"""Real chat data in lines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from mlxtune.config import InspectConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.groups import StepCost, plan_step
-from mlxtune.core.steps.order import shuffled_steps, steps_by_length
+from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import pack, plan_packs
 from mlxtune.setup.dataset import Reader, load_dataset
 from tests.slow import slow_except
@@ -23,17 +22,6 @@ NAMES = [
 ]
 
 
-def padding(corpus: Corpus, steps: list[list[int]]) -> float:
-    """Return which share of the tokens that run in some steps is padding."""
-    padded = total = 0
-    for step in steps:
-        examples = [example for row in step for example in corpus.row(row)]
-        plan = plan_step(examples, MAX_TOKENS, StepCost(fixed=32))
-        padded += sum(group.padding(examples) for group in plan)
-        total += sum(group.tokens for group in plan)
-    return padded / total
-
-
 @functools.cache
 def corpus_of(shared: Path, name: str) -> Corpus:
     """Return a file of real chat data in tokens of Qwen3."""
@@ -42,21 +30,6 @@ def corpus_of(shared: Path, name: str) -> Corpus:
         str(folder), str(shared / "chat" / f"{name}.jsonl"), max_seq_len=LONGEST, val_split=0
     )
     return load_dataset(config, Reader(config, folder)).corpus
-
-
-@pytest.mark.parametrize("name", slow_except(NAMES, "lf_identity"))
-def test_little_of_what_runs_is_padding(shared: Path, name: str) -> None:
-    corpus = corpus_of(shared, name)
-    lengths = [sum(map(len, corpus.row(row))) for row in range(corpus.num_rows)]
-
-    by_length = padding(corpus, steps_by_length(lengths, BATCH_SIZE, 42, 1)[:STEPS])
-    shuffled = padding(corpus, shuffled_steps(len(lengths), BATCH_SIZE, 42, 1)[:STEPS])
-
-    assert by_length < 0.05
-    # Short rows are padded more, for their padding takes less than another pass would. That is for
-    # architectures that are padded on the CPU: others stand in one line.
-    long = corpus.lengths.mean() > 150
-    assert shuffled < (0.05 if long else 0.15)
 
 
 @pytest.mark.parametrize("name", slow_except(NAMES, "lf_identity"))

@@ -1,0 +1,119 @@
+"""Keeps the examples of a line apart, whatever the operations and nearly whatever the model.
+
+Norms, projections, MLPs and experts compute each token by itself, so they run on the line and on no
+padding. What looks across tokens, a layer's mixers (attention, convolutions, recurrences), sees the
+examples side by side:
+
+    line            a b c d x p q       x continues a b, as c d does
+    side by side    a b c d
+                    a b x .
+                    p q . .             `.` is padding, which no token before it sees
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from mlxtune.backend.lora.layers import LoRALinear
+from mlxtune.backend.lora.targets import PROJECTIONS
+from mlxtune.backend.model import packed
+from mlxtune.backend.step.recompute import intercept
+
+
+class Mixers:
+    """The mixers of one model, which see the examples of a line side by side.
+
+    `by_segments`: attention that is causal and no more runs on the line itself, as the operations
+    keep its segments apart. `restore` makes the model run as it did before.
+    """
+
+    def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
+        self.by_segments = by_segments
+        modules = [mixer for layer in model.layers for mixer in _find(layer)]
+        self.restore = intercept(model, modules, [self._call] * len(modules))
+
+    def _call(self, mixer: nn.Module, x: mx.array, *args: Any, **options: Any) -> Any:
+        layout = packed.layout()
+        if layout is None:
+            return mixer(x, *args, **options)
+        causal = any(isinstance(each, str) for each in (*args, *options.values()))
+        if causal and self.by_segments:
+            try:
+                return mixer(x, *args, **options)
+            except packed.CannotPackError:
+                self.by_segments = False
+        sides = _Sides(layout)
+        projections = {
+            name: child
+            for name, child in mixer.children().items()
+            if isinstance(child, (LoRALinear, *PROJECTIONS))
+        }
+        try:
+            for name, projection in projections.items():
+                mixer[name] = _OnLine(projection, sides)
+            with packed.laid_out(None):
+                output = mixer(sides.beside(x), *args, **options)
+        finally:
+            for name, projection in projections.items():
+                mixer[name] = projection
+        return tree_map(sides.line, output)
+
+
+def _find(layer: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules in a layer that take a cache."""
+    found: list[nn.Module] = []
+    for child in layer.children().values():
+        for module in child if isinstance(child, list) else [child]:
+            if isinstance(module, nn.Module):
+                takes = "cache" in inspect.signature(type(module).__call__).parameters
+                found += [module] if takes else _find(module)
+    return found
+
+
+class _OnLine(nn.Module):
+    """Runs a mixer's projection on the line."""
+
+    def __init__(self, projection: nn.Module, sides: _Sides) -> None:
+        super().__init__()
+        # Not as a child, so that the model's parameters keep their names.
+        object.__setattr__(self, "_projection", projection)
+        object.__setattr__(self, "_sides", sides)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._sides.beside(self._projection(self._sides.line(x)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_projection"), name)
+
+
+class _Sides:
+    """The arrays of one call of a mixer: on the line (1, N, ·), and side by side (B, T, ·)."""
+
+    def __init__(self, layout: packed.Layout) -> None:
+        self._layout = layout
+        self._known: list[tuple[mx.array, mx.array]] = []
+
+    def beside(self, line: mx.array) -> mx.array:
+        """Return an array of the line side by side."""
+        beside = line[0][self._layout.rows]
+        self._known.append((beside, line))
+        return beside
+
+    def line(self, beside: Any) -> Any:
+        """Return an array that is side by side on the line; anything else as it is.
+
+        One that came from the line is that of the line: MLX never computes the other form if
+        nothing else needs it.
+        """
+        for known, line in self._known:
+            if known is beside:
+                return line
+        rows = self._layout.rows
+        if not isinstance(beside, mx.array) or beside.ndim != 3 or beside.shape[:2] != rows.shape:
+            return beside
+        return beside.reshape(rows.size, -1)[self._layout.places][None]
