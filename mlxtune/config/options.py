@@ -109,6 +109,12 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "against": Option(
             "Measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
         ),
+        "execution": Option(
+            "How our side computes: auto is what train does, gpu what Metal and CUDA get on any "
+            "device, cpu what Linux gets, plain the reference.",
+            COMMAND,
+            choices=("auto", "gpu", "cpu", "plain"),
+        ),
         "steps": Option("Optimizer steps to time, the first of an epoch.", COMMAND, at_least=1),
         "repeats": Option(
             "Times to measure each side, each in a new process.", COMMAND, at_least=1

@@ -246,6 +246,7 @@ class BenchConfig(StepConfig, DataConfig):
     # Rows held out for validation would not be timed.
     val_split: float = option("val_split", 0.0)
     against: str | None = option("against", None)
+    execution: str = option("execution", "auto")
     steps: int = option("steps", 8)
     repeats: int = option("repeats", 2)
     json: str | None = option(

@@ -100,9 +100,11 @@ def _prepare(
     parts = config.training(config.dtype).split()
     base = open_model(parts.step, folder, console)
     console.say("Model", base.describe())
-    choose_plan(parts.step, parts.lora, base, planned_work(parts.lora, steps))
+    work = planned_work(parts.lora, steps)
+    choose_plan(parts.step, parts.lora, base, work, config.execution)
     peers.write_start(base, parts.lora, scratch / "adapter")
-    return Job(OURS, folder, config.training(base.dtype), scratch / "adapter", steps)
+    adapter = scratch / "adapter"
+    return Job(OURS, folder, config.training(base.dtype), adapter, steps, config.execution)
 
 
 def _report_work(

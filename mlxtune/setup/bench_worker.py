@@ -29,7 +29,8 @@ OURS = "mlxtune"
 class Job:
     """The work of a process, and when it was started (time.time()).
 
-    `adapter` is the folder of the adapter that all sides start from.
+    `adapter` is the folder of the adapter that all sides start from, `execution` how our side
+    computes.
     """
 
     side: str
@@ -37,6 +38,7 @@ class Job:
     config: TrainConfig
     adapter: Path
     steps: Sequence[Sequence[Example]]
+    execution: str
     started: float = 0.0
 
 
@@ -48,14 +50,14 @@ class OurSide:
 
     loss_function = "own"
 
-    def __init__(self, folder: Path, parts: RunParts) -> None:
+    def __init__(self, folder: Path, parts: RunParts, execution: str) -> None:
         from mlxtune.backend.model import loading
         from mlxtune.backend.step import operations
         from mlxtune.setup.model import open_model
         from mlxtune.terminal.console import RunConsole
 
         operations.load_ahead(folder)
-        self._parts = parts
+        self._parts, self._execution = parts, execution
         self._console = RunConsole(quiet=True)
         self._base = open_model(parts.step, folder, self._console)
         loading.read_weights(self._base)
@@ -67,7 +69,7 @@ class OurSide:
 
         step, lora, base = self._parts.step, self._parts.lora, self._base
         work = planned_work(lora, steps)
-        plan = choose_plan(step, lora, base, work)
+        plan = choose_plan(step, lora, base, work, self._execution)
         self._pipeline, _ = build_pipeline(step, lora, base, work, plan, self._console)
         self._pipeline.load(adapter)
 
@@ -105,8 +107,9 @@ class OurSide:
 def run_job(job: Job) -> Iterator[dict[str, Any]]:
     """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     started = time.perf_counter()
-    kind = OurSide if job.side == OURS else MlxLm
-    side = kind(job.folder, job.config.split())
+    parts = job.config.split()
+    ours = job.side == OURS
+    side = OurSide(job.folder, parts, job.execution) if ours else MlxLm(job.folder, parts)
     device.finish()
     loaded = time.perf_counter()
     side.start(job.adapter, job.steps)

@@ -75,16 +75,18 @@ def planned_work(
     )
 
 
-def choose_plan(step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work) -> MemoryPlan:
+def choose_plan(
+    step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work, execution: str = "auto"
+) -> MemoryPlan:
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
-    best = best_execution(base.parameters, base.dtype)
+    best = best_execution(base.parameters, base.dtype, execution)
     if step.compile != "auto":
         compiled = step.compile == "on"
         best = replace(best, compile=compiled, packs=not compiled)
-    execution = planned_execution(best, base)
-    shapes = model_shapes(base, lora, execution.operations.memory)
+    allowed = planned_execution(best, base)
+    shapes = model_shapes(base, lora, allowed.operations.memory)
     limit = memory.find_limits(step.memory_limit).memory
-    return _choose(step, shapes, execution, work, limit)
+    return _choose(step, shapes, allowed, work, limit)
 
 
 def confirm(

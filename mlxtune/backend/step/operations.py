@@ -80,10 +80,16 @@ class MlxOperations:
 MLX = MlxOperations()
 
 
-def best_execution(parameters: int, dtype: str = "float32") -> Execution:
-    """Return what measured best on the device in use, for a base of this size and dtype."""
-    if not on_cpu():
-        return Execution(MLX, fixed_cost=_GPU_COST)
+def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") -> Execution:
+    """Return what measured best on the device in use, for a base of this size and dtype.
+
+    Other kinds are those of `bench --execution`: what a GPU gets, what the CPU gets, or the plain
+    reference, whatever the device.
+    """
+    if kind == "plain":
+        return Execution(MLX, split_head=False, packs=False, holds_scores=on_cpu())
+    if kind == "gpu" or (kind == "auto" and not on_cpu()):
+        return Execution(MLX, holds_scores=on_cpu(), fixed_cost=_GPU_COST)
     # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
     large = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
     if large and CPU.serves(getattr(mx, dtype)):
