@@ -270,7 +270,8 @@ SECTIONS: dict[str, dict[str, Option]] = {
             choices=("auto", "on", "off"),
         ),
         "compile": Option(
-            "Compile the step with MLX; auto only on a GPU.",
+            "Have MLX compile the graph of a step, which pads its examples and compiles each "
+            "shape anew; auto does not.",
             EXECUTION,
             choices=("auto", "on", "off"),
         ),

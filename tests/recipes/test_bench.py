@@ -79,6 +79,18 @@ def test_both_sides_take_the_same_steps_with_the_same_losses(
     assert losses[0] > losses[-1]  # the rate is high enough for a difference to show
 
 
+def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:
+    found = {}
+    for kind in ("gpu", "plain"):
+        assert bench("--execution", kind, "--json", tmp_path / kind).code == 0
+        report = json.loads((tmp_path / kind).read_text())
+        assert report["options"]["execution"] == kind
+        found[kind] = report["ours"]["runs"][0]["steps"]
+    for one, other in zip(found["gpu"], found["plain"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["padding"] == 0 < other["padding"]
+
+
 def test_ratios_are_of_the_numbers_that_stand_beside_them(
     compared: tuple[Outcome, dict[str, Any]],
 ) -> None:
