@@ -37,14 +37,14 @@ class Mixers:
         modules = [mixer for layer in model.layers for mixer in _find(layer)]
         self.restore = intercept(model, modules, [self._call] * len(modules))
 
-    def _call(self, mixer: nn.Module, x: mx.array, *args: Any, **options: Any) -> Any:
+    def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
         layout = packed.layout()
         if layout is None:
-            return mixer(x, *args, **options)
+            return mixer(*args, **options)
         causal = any(isinstance(each, str) for each in (*args, *options.values()))
         if causal and self.by_segments:
             try:
-                return mixer(x, *args, **options)
+                return mixer(*args, **options)
             except packed.CannotPackError:
                 self.by_segments = False
         sides = _Sides(layout)
@@ -56,8 +56,9 @@ class Mixers:
         try:
             for name, projection in projections.items():
                 mixer[name] = _OnLine(projection, sides)
+            args, options = tree_map(sides.beside, (args, options))
             with packed.laid_out(None):
-                output = mixer(sides.beside(x), *args, **options)
+                output = mixer(*args, **options)
         finally:
             for name, projection in projections.items():
                 mixer[name] = projection
@@ -98,8 +99,11 @@ class _Sides:
         self._layout = layout
         self._known: list[tuple[mx.array, mx.array]] = []
 
-    def beside(self, line: mx.array) -> mx.array:
-        """Return an array of the line side by side."""
+    def beside(self, line: Any) -> Any:
+        """Return an array of the line side by side; anything else as it is."""
+        length = len(self._layout.positions)
+        if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
+            return line
         beside = line[0][self._layout.rows]
         self._known.append((beside, line))
         return beside
