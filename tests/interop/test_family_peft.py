@@ -212,7 +212,11 @@ def test_pissa_begins_as_in_peft(folder: Path) -> None:
         a, b = np.array(module.lora_a), np.array(module.lora_b)
         a0, b0 = np.array(module.principal.a), np.array(module.principal.b)
         residual = weight - module.scale * (a0 @ b0).T
-        assert_near(residual, other.base_layer.weight.detach().numpy(), 1e-5)
+        left, values, right = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
+        rank = a.shape[1]
+        assert_near(residual, weight - (left[:, :rank] * values[:rank]) @ right[:rank], 1e-6)
+        # PEFT's own, by torch in float32, is off by up to 1.1e-5.
+        assert_near(residual, other.base_layer.weight.detach().numpy(), 2e-5)
         their_a = other.lora_A["default"].weight.detach().numpy().T
         their_b = other.lora_B["default"].weight.detach().numpy().T
         # Each singular vector may point the other way, in both.
