@@ -153,7 +153,7 @@ def predicted(name: str, bits: int) -> Row:
         execution = Execution(operations.MLX, recompute=True, compile=True)
         execution = shapes.planned_execution(execution, base)
         found = shapes.model_shapes(base, config.lora(), execution.operations.memory)
-        peaks = {n: least(found, execution, Load(1, n, n)).total for n in LENGTHS}
+        peaks = {n: least(found, execution, Load.single(n, n)).total for n in LENGTHS}
         return Row(name, bits, base.parameters, found.weights, peaks)
 
 
