@@ -31,7 +31,8 @@ _LOGITS, _CPU_LOGITS = 5, 2
 _GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
 # The products and the outputs of functions of them, if a layer is recomputed, and LoRA's share.
 _AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.5
-# What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
+# What DoRA adds where a layer is recomputed, and in the CPU's own functions: its scaled products,
+# and the gradients of these.
 _SCALED = 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
 # and three as wide as its input.
@@ -157,6 +158,7 @@ class GraphMemory:
         if execution.recompute:
             widths += _AGAIN_PRODUCTS * shapes.layer_products + int(_AGAIN_UPDATES * shapes.updated)
             widths += _GRAPH_HIDDEN * shapes.hidden
+            widths += _SCALED * shapes.updated if shapes.scaled else 0
             matrices += shapes.layer_cast
         scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
         return load.tokens * widths + scores + matrices
