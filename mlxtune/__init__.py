@@ -31,6 +31,7 @@ from mlxtune.config import (
 from mlxtune.errors import (
     ConfigError,
     DataError,
+    GpuError,
     MemoryLimitError,
     MlxTuneError,
     ModelError,
@@ -69,6 +70,7 @@ __all__ = [
     "ExportResult",
     "FuseConfig",
     "GenerateConfig",
+    "GpuError",
     "ImportConfig",
     "InspectConfig",
     "Inspection",

@@ -6,6 +6,7 @@ MlxTuneError
 ├── DataError              a data file                         (also ValueError)
 ├── OutputError            a file or folder to be written      (also OSError)
 ├── MemoryLimitError       a run that does not fit             (also MemoryError)
+├── GpuError               work that the GPU stopped           (also RuntimeError)
 └── NonFiniteLossError     a loss that is not a number         (also FloatingPointError)
 
 Each message is one line that names the file, line or option and the remedy. Any other exception
@@ -46,6 +47,10 @@ class MemoryLimitError(MlxTuneError, MemoryError):
     """Even one example at a time needs more memory than there is."""
 
 
+class GpuError(MlxTuneError, RuntimeError):
+    """The GPU stopped the work, and trying again did not help."""
+
+
 class NonFiniteLossError(MlxTuneError, FloatingPointError):
     """A loss or gradient is infinite or not a number."""
 
@@ -77,7 +82,7 @@ def shorten(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """Return another library's message on one bounded line, to quote in ours."""
     spaced = "".join(c if c.isprintable() else " " for c in str(error))
     text = " ".join(spaced.split()) or type(error).__name__

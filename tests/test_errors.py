@@ -20,6 +20,7 @@ TREE = {
     "DataError": ValueError,
     "OutputError": OSError,
     "MemoryLimitError": MemoryError,
+    "GpuError": RuntimeError,
     "NonFiniteLossError": FloatingPointError,
 }
 

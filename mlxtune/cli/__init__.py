@@ -26,6 +26,7 @@ from mlxtune.cli.report import report
 from mlxtune.cli.runs import runs
 from mlxtune.cli.train import train
 from mlxtune.cli.verify import verify
+from mlxtune.core.machine.gpu_faults import fault_error, fault_of
 from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
 
 DONE, FAILED, MISUSED = 0, 1, 2
@@ -98,8 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         usage = isinstance(error, ConfigError | click.UsageError)
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        message = f"mlxtune: error: {' '.join(message.split())}"
-        _exit(message, MISUSED if usage else FAILED)
+        _fail(message, MISUSED if usage else FAILED)
+    except (RuntimeError, MemoryError) as error:
+        # Training names its checkpoint; this is for the rest, such as loading a model.
+        fault = fault_of(error)
+        if fault is None or "--debug" in arguments:
+            raise
+        _fail(str(fault_error(fault, str(error))), FAILED)
     except TrainingInterrupted as interrupt:
         saved = "nothing to save"
         if interrupt.checkpoint:
@@ -113,6 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     sys.exit(DONE)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _exit(f"mlxtune: error: {' '.join(message.split())}", code)
 
 
 def _exit(message: str, code: int) -> NoReturn:

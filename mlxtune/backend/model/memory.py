@@ -1,4 +1,4 @@
-"""Memory limits, peaks of memory use, and errors of running out of memory."""
+"""Memory limits, and peaks of memory use."""
 
 import gc
 import os
@@ -16,12 +16,6 @@ GB = 10**9
 # Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
-# The wording of MLX on the CPU, Metal and CUDA, and of numpy.
-_OUT_OF_MEMORY = re.compile(
-    r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
-    r"|resource limit|memory allocation",
-    re.IGNORECASE,
-)
 # The highest peak before MLX's own count was last reset, of the process and since `start_peak`.
 _highest = [0]
 _since_start = [0]
@@ -92,7 +86,7 @@ def relieve_pressure() -> None:
 
 
 def release() -> None:
-    """Free the memory of models that are no longer referenced."""
+    """Free the memory of what is no longer referenced."""
     # Modules and the objects that run them refer to each other.
     gc.collect()
     mx.clear_cache()
@@ -144,8 +138,3 @@ def forget_peak() -> None:
     """Reset all peaks to the memory in use."""
     _highest[0] = _since_start[0] = 0
     mx.reset_peak_memory()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory could not be allocated."""
-    return isinstance(error, MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))

@@ -65,8 +65,12 @@ class Forward:
         self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
         self._linear_head = None if split.weight is None else operations.linear_head
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
+        self.drop_compiled()
+
+    def drop_compiled(self) -> None:
+        """Drop all compiled graphs, with the memory that they hold."""
         gradients = mx.value_and_grad(self.scaled_loss)
-        self.gradients = mx.compile(gradients) if execution.compile else gradients
+        self.gradients = mx.compile(gradients) if self.execution.compile else gradients
 
     def restore_model(self) -> None:
         """Make the model compute as it did before."""

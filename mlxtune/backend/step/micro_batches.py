@@ -1,18 +1,20 @@
-"""Examples split into micro-batches that fit the memory, smaller ones where they do not."""
+"""Examples split into micro-batches, and what is tried after a fault of the GPU."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxtune.backend.model import memory
+from mlxtune.backend.model import device, memory
 from mlxtune.backend.step.forward import Forward
 from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 from mlxtune.core.steps.batch import MicroBatch, collate
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
-from mlxtune.errors import MemoryLimitError
+from mlxtune.errors import one_line
 
 Result = TypeVar("Result")
 
@@ -20,22 +22,30 @@ Result = TypeVar("Result")
 class MicroBatches:
     """Splits what a `Forward` runs into micro-batches, by its execution.
 
-    With `keyed`, only examples of equal key share tokens. `max_tokens` is halved, and `warn`
-    called, when a pass takes more memory than MLX's limit; `remedy` is what an error advises where
-    micro-batches cannot be smaller.
+    With `keyed`, only examples of equal key share tokens. After a fault of the GPU, a pass is tried
+    again: `max_tokens` is halved where memory ran out, or where the GPU stopped a command that took
+    too long and `shorten`, which makes the evaluations of a pass shorter, returns False. `warn` is
+    called each time; `remedy` is what an error advises where not even one example fits.
     """
 
     def __init__(
-        self, forward: Forward, *, keyed: bool = False, remedy: str, warn: Callable[[str], None]
+        self,
+        forward: Forward,
+        *,
+        keyed: bool = False,
+        remedy: str,
+        warn: Callable[[str], None],
+        shorten: Callable[[], bool] = lambda: False,
     ) -> None:
         self.max_tokens = forward.execution.micro_batch_tokens
         self._forward = forward
         self._keyed = keyed
         self._remedy = remedy
         self._warn = warn
-        self._warned_of_single = False
+        self._shorten = shorten
+        self._warned_of_limit = False
         # Loading is not part of a pass.
-        self.start_peak()
+        memory.start_peak()
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of examples: which of them, and their arrays."""
@@ -47,53 +57,74 @@ class MicroBatches:
             else:
                 yield group, collate(chosen, group.width)
 
-    def start_peak(self) -> None:
-        """Start `peak` anew."""
-        self._peak = 0
-        memory.start_peak()
-
-    def peak(self) -> int:
-        """Return the most bytes that MLX has held since `start_peak`."""
-        return max(self._peak, memory.last_peak_bytes())
-
     def run(self, examples: Sequence[Example], compute: Callable[[], Result]) -> Result:
-        """Return what `compute` gives, which runs `of(examples)`.
+        """Return what `compute` gives, which runs `of(examples)` and changes nothing if it fails.
 
-        It is called again, for smaller micro-batches, while memory runs out. Raises
-        MemoryLimitError when that happens in micro-batches of one example.
+        It is called again after a fault of the GPU that `_recover` has an answer to. Raises
+        MemoryLimitError or GpuError after any other.
         """
+        repeated: set[Fault] = set()
         while True:
             try:
                 result = compute()
                 break
             except (RuntimeError, MemoryError) as error:
-                if not memory.is_out_of_memory(error):
+                fault, text = fault_of(error), str(error)
+                if fault is None:
                     raise
-            mx.clear_cache()
-            if not self._halve(examples, "memory ran out"):
-                tokens = max(map(len, examples))
-                raise MemoryLimitError(
-                    f"memory ran out with one example of up to {tokens:,} tokens at a time: "
-                    f"{self._remedy}"
-                )
-        if memory.last_peak_bytes() > mx.get_memory_limit():
-            over = f"{memory.last_peak_bytes() / memory.GB:.2f} GB were in use"
-            self._peak = self.peak()
-            memory.start_peak()
-            if not self._halve(examples, over) and not self._warned_of_single:
-                self._warned_of_single = True
-                self._warn(
-                    f"{over} with one example at a time, more than the memory limit: "
-                    "this continues, but may be slow or fail"
-                )
+            # Out here, the exception no longer holds the arrays of the pass.
+            self._recover(fault, text, examples, repeated)
+            repeated.add(fault)
+        self._warn_of_limit()
         return result
 
-    def _halve(self, examples: Sequence[Example], why: str) -> bool:
+    def _recover(
+        self, fault: Fault, text: str, examples: Sequence[Example], repeated: Set[Fault]
+    ) -> None:
+        """Change what may let the pass succeed; raise if nothing is left to change.
+
+        What takes too much memory or time is made smaller until it cannot be. Any other fault may
+        come from what ran before, or from another program, so that the same pass is tried once.
+        """
+        what = fault.meaning
+        if fault is Fault.LOST:
+            raise fault_error(fault, text)
+        # Work that is queued behind a failed command fails too, and must not fail the next pass.
+        with suppress(RuntimeError):
+            device.finish()
+        if fault is Fault.RESOURCE_LIMIT:
+            self._forward.drop_compiled()
+        memory.release()
+        if fault in (Fault.RESOURCE_LIMIT, Fault.VICTIM):
+            if fault in repeated:
+                raise fault_error(fault, text, "twice in a row")
+            self._warn(f"{what} ({one_line(text)}): trying again")
+        elif fault is not Fault.OUT_OF_MEMORY and self._shorten():
+            self._warn(f"{what}: shorter evaluations from here on")
+        elif self._halve(examples):
+            self._warn(f"{what}: micro-batches of up to {self.max_tokens:,} tokens from here on")
+        else:
+            one = f"with one example of up to {max(map(len, examples)):,} tokens at a time"
+            remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""
+            raise fault_error(fault, text, one, remedy)
+
+    def _halve(self, examples: Sequence[Example]) -> bool:
         """Halve the bound from the largest micro-batch of several; return whether there is one."""
         groups = [group for group, _ in self.of(examples)]
         several = [group.tokens for group in groups if len(group.examples) > 1]
-        if not several:
-            return False
-        self.max_tokens = max(several) // 2
-        self._warn(f"{why}: micro-batches of up to {self.max_tokens:,} tokens from here on")
-        return True
+        if several:
+            self.max_tokens = max(several) // 2
+        return bool(several)
+
+    def _warn_of_limit(self) -> None:
+        """Warn once of a pass that took more than the limit, which changes nothing by itself.
+
+        The peak includes buffers in flight, whose number depends on timing.
+        """
+        used, limit = memory.last_peak_bytes(), mx.get_memory_limit()
+        if used > limit and not self._warned_of_limit:
+            self._warned_of_limit = True
+            self._warn(
+                f"{used / memory.GB:.2f} GB were in use, more than the limit of "
+                f"{limit / memory.GB:.2f} GB: lower --memory-limit if the machine swaps"
+            )

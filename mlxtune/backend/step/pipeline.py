@@ -55,8 +55,8 @@ class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
-    neither loss nor gradient; its micro-batches are halved, and `warn` called, when a step takes
-    more memory than MLX's limit. Written adapters record `base_model` and `base_quantization`, how
+    neither loss nor gradient; its micro-batches are halved, and `warn` called, where memory runs
+    out. Written adapters record `base_model` and `base_quantization`, how
     it was quantised while loading. Unless `fresh`, LoRA gets its values from `restore`.
     `provenance` returns further entries of a checkpoint's metadata.
 
@@ -130,7 +130,7 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
         """
-        self._micro_batches.start_peak()
+        memory.start_peak()
         step = self._steps + 1 if step is None else step
         rate = self.learning_rate if learning_rate is None else learning_rate
 
@@ -157,7 +157,7 @@ class InstructPipeline:
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
             total_tokens=sum(map(len, examples)),
-            memory=self._micro_batches.peak(),
+            memory=memory.last_peak_bytes(),
             micro_batches=result.micro_batches,
             run_tokens=result.run_tokens,
             padding=result.padding,
@@ -251,7 +251,7 @@ class InstructPipeline:
         checkpoints.read_parameters(folder, self.model, self.lora)
 
     def restore(self, folder: Path) -> None:
-        """Go on from a snapshot as if nothing had come between.
+        """Resume from a snapshot as if the run had not stopped.
 
         Raises ModelError when it does not fit.
         """
@@ -259,7 +259,7 @@ class InstructPipeline:
         state, settings = checkpoints.read_optimizer(path, self._optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
-            raise ModelError(f"{path}: says nothing of the step or the micro-batches it was at")
+            raise ModelError(f"{path}: has no step or micro-batch size")
         self.load(folder)
         self._optimizer.state = state
         # What was halved since the plan stays halved; what the plan gives less is for less memory.

@@ -19,6 +19,7 @@ from mlxtune.backend.model import memory
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.recompute import LayerCall, first_trained, intercept, put_in_place
 from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.gpu_faults import fault_of
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer
 
 
@@ -72,7 +73,7 @@ class PipelineMeter:
                     profiles[call.name] = before.plus(measured) if before else measured
                 memory.relieve_pressure()
         except (RuntimeError, MemoryError) as error:
-            if not memory.is_out_of_memory(error):
+            if fault_of(error) is None:
                 raise
             profiles = {}
         finally:

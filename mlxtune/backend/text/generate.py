@@ -13,11 +13,11 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlxtune.backend.model import device, memory
+from mlxtune.backend.model import device
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of
-from mlxtune.errors import MemoryLimitError, MlxTuneError
+from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 
 # Prompts in a batch.
 _AT_ONCE = 32
@@ -117,7 +117,7 @@ class Generator:
         """Generate an answer; `on_text` is called with its text as it comes, in whole characters.
 
         `should_stop` is called after each token, and while a long prompt is read; the answer then
-        ends there. Raises MemoryLimitError if memory runs out.
+        ends there. Raises MemoryLimitError or GpuError.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -182,7 +182,7 @@ class Generator:
             prompt_cache=cache,
             prompt_progress_callback=on_progress,
         )
-        with _memory_as_error():
+        with _faults_as_errors():
             for token, _ in steps:
                 yield int(token)
 
@@ -210,17 +210,16 @@ class Generator:
 
 
 @contextmanager
-def _memory_as_error() -> Iterator[None]:
-    """Raise MemoryLimitError, with a remedy, for MLX's errors of running out of memory."""
+def _faults_as_errors() -> Iterator[None]:
+    """Raise MemoryLimitError or GpuError, with a remedy, for a fault of the GPU."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MlxTuneError) or not memory.is_out_of_memory(error):
+        if (fault := fault_of(error)) is None:
             raise
-        raise MemoryLimitError(
-            "memory ran out while the answer was generated: "
-            "shorten the prompt, lower --max-new-tokens, or use a quantised base"
-        ) from error
+        remedy = "shorten the prompt, lower --max-new-tokens, or use a quantised base"
+        remedy = remedy if fault is Fault.OUT_OF_MEMORY else ""
+        raise fault_error(fault, str(error), "while the answer was generated", remedy) from error
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ def answers(
     """Return the answer to each prompt.
 
     `on_progress` is called after each batch, with the number of answers done and of all. Stop texts
-    are ignored. Raises MemoryLimitError if memory runs out.
+    are ignored. Raises MemoryLimitError or GpuError.
     """
     model.eval()
     sampler = sampling.sampler(vocab_size)
@@ -257,7 +256,7 @@ def answers(
         batch = [prompts[i] for i in chosen]
         ends = tokenizer.eos_ids | {each.end for each in batch if each.end is not None}
         try:
-            with _memory_as_error():
+            with _faults_as_errors():
                 answered = batch_generate(
                     model,
                     _BatchTokenizer(tokenizer, ends),

@@ -2,7 +2,7 @@
 
 A chat template is a program by a stranger. transformers' sandbox keeps it from files and code, but
 not from running forever or filling the memory, and nothing interrupts Python in the middle of an
-operation. A process of its own can be killed at any time.
+operation. A separate process can be killed at any time.
 
 Parent and child exchange lines of JSON: a header, a line for each rendering, and one line with all
 replies. The child runs this file as a script, which therefore imports nothing of mlxtune, nor mlx.

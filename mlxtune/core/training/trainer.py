@@ -1,6 +1,7 @@
 """The trainer: epochs, validation, early stopping, and when to save. It knows no mlx."""
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,13 @@ from mlxtune.core.training.progress import MetricsFile, Progress, Record
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
 from mlxtune.core.training.schedule import make_schedule
-from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
+from mlxtune.errors import (
+    GpuError,
+    MemoryLimitError,
+    NonFiniteLossError,
+    OutputError,
+    TrainingInterrupted,
+)
 
 _VALIDATION_CHUNK = 32
 # A run ends after this many steps in a row that are not finite.
@@ -134,9 +141,10 @@ class InstructTrainer:
 
         `records` are JSON values by file name, written to the run's folder.
 
-        Raises NonFiniteLossError, OutputError if the best or last checkpoint cannot be written,
-        ModelError if the checkpoint does not fit, and TrainingInterrupted, with the state saved,
-        once `should_stop` returns true.
+        Raises NonFiniteLossError, MemoryLimitError or GpuError if a step cannot be taken,
+        OutputError if the best or last checkpoint cannot be written, ModelError if the checkpoint
+        does not fit, and TrainingInterrupted, with the state saved, once `should_stop` returns
+        true.
         """
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
@@ -163,9 +171,11 @@ class InstructTrainer:
             self._metrics_file.write(self.progress)
             result = self._result(stopped_early)
             self._observer.on_result(result)
-        except (NonFiniteLossError, OutputError) as error:
+        except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:
             saved = self._saver.latest
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
+            if saved and isinstance(error, MemoryLimitError | GpuError):
+                kept += f"; resume with mlxtune train --resume {shlex.quote(str(self._folder))}"
             raise type(error)(f"{error}; {kept}") from error
         finally:
             self._observer.on_end()

@@ -92,21 +92,6 @@ def test_only_what_was_used_since_the_start_is_judged() -> None:
     assert memory.last_peak_bytes() <= mx.get_memory_limit()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "[malloc] Unable to allocate 18 bytes.",
-        "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum",
-        "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU)",
-        "cudaMallocAsync(&data, size, stream) failed: out of memory",
-    ],
-)
-def test_failed_allocations_are_told_from_other_errors(message: str) -> None:
-    assert memory.is_out_of_memory(RuntimeError(message))
-    assert memory.is_out_of_memory(MemoryError())
-    assert not memory.is_out_of_memory(RuntimeError("[matmul] Last dimension of first input"))
-
-
 # Peaks
 
 

@@ -1,0 +1,80 @@
+"""The faults of a GPU, recognised by the texts with which MLX reports them.
+
+MLX raises all of them as RuntimeError. Metal's texts are in MLX's backend/metal/allocator.cpp, and
+in the NSError that device.cpp appends to "Command buffer execution failed" (mlx#479, mlx#3267,
+mlx#3849); CUDA's are in backend/cuda/allocator.cpp, and in the cudaGetErrorString that utils.cpp
+appends to the call that failed.
+"""
+
+import re
+from enum import Enum
+
+from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
+
+_LESS_WORK = "close other programs that use the GPU, or lower --max-seq-len"
+_AGAIN = "run it again, and restart the machine if that fails too"
+
+
+class Fault(Enum):
+    """A fault of the GPU: the texts that report it, what it means, and what helps."""
+
+    OUT_OF_MEMORY = (
+        # The CPU's and numpy's texts too.
+        r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
+        r"|memory allocation|ALLOC_FAILED",
+        "memory ran out",
+        "lower --max-seq-len, or use a quantised base",
+    )
+    RESOURCE_LIMIT = (
+        r"Resource limit \(\d+\) exceeded",
+        "the GPU's limit on live buffers was reached",
+        "run it again: a new process starts without any",
+    )
+    TIMEOUT = (
+        r"Caused GPU (Timeout|Hang) Error",
+        "the GPU stopped a command that took too long",
+        _LESS_WORK,
+    )
+    INTERACTIVITY = (
+        r"Impacting Interactivity",
+        "macOS stopped a GPU command that blocked the display",
+        _LESS_WORK,
+    )
+    VICTIM = (
+        r"Innocent ?Victim|victim of GPU error|SubmissionsIgnored|prior/excessive GPU errors",
+        "the GPU dropped a command because of another one's error",
+        _AGAIN,
+    )
+    # All later calls of CUDA in the process return the same error.
+    LOST = (
+        r"the launch timed out and was terminated|uncorrectable ECC error",
+        "the GPU no longer serves this process",
+        _AGAIN,
+    )
+
+    def __init__(self, texts: str, meaning: str, remedy: str) -> None:
+        self.texts = re.compile(texts, re.IGNORECASE)
+        self.meaning = meaning
+        self.remedy = remedy
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """Return the fault that an exception reports, None if it is none."""
+    if isinstance(error, MlxTuneError):
+        return None
+    if isinstance(error, MemoryError):
+        return Fault.OUT_OF_MEMORY
+    if not isinstance(error, RuntimeError):
+        return None
+    return next((fault for fault in Fault if fault.texts.search(str(error))), None)
+
+
+def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> MlxTuneError:
+    """Return the one line about a fault that ends a command; `text` is MLX's own.
+
+    `when` says what was being done; `remedy` replaces that of the fault.
+    """
+    what, remedy = f"{fault.meaning} {when}".rstrip(), remedy or fault.remedy
+    if fault is Fault.OUT_OF_MEMORY:
+        return MemoryLimitError(f"{what}: {remedy}")
+    return GpuError(f"{what} ({one_line(text)}): {remedy}")

@@ -1,0 +1,305 @@
+"""Faults of the GPU within a step: what is tried, and that the result stays the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.model import memory
+from mlxtune.backend.step.head import SplitModel
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.errors import GpuError, MemoryLimitError
+from tests.backend.conftest import MakePipeline, random_examples
+
+EXAMPLES = random_examples(6)
+# As MLX raises them on Metal.
+ALLOCATION = "[malloc] Unable to allocate 78643200 bytes."
+RESOURCES = "[metal::malloc] Resource limit (499000) exceeded."
+TIMEOUT, INTERACTIVITY, VICTIM, IGNORED = (
+    f"[METAL] Command buffer execution failed: {text}."
+    for text in (
+        "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
+        "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
+        "Innocent Victim (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)",
+        "Ignored (for causing prior/excessive GPU errors) "
+        "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)",
+    )
+)
+LARGE = 10**6
+
+
+@pytest.fixture(autouse=True)
+def restore_limit() -> Iterator[None]:
+    limit = mx.get_memory_limit()
+    yield
+    mx.set_memory_limit(limit)
+
+
+@pytest.fixture
+def make(make_pipeline: MakePipeline) -> Callable[..., tuple[InstructPipeline, list[str]]]:
+    """Return a function that builds a pipeline, and the list of what it warns of."""
+
+    def make(tokens: int) -> tuple[InstructPipeline, list[str]]:
+        pipeline, warnings = make_pipeline("qwen3", micro_batch_tokens=tokens), []
+        pipeline._micro_batches._warn = warnings.append
+        return pipeline, warnings
+
+    return make
+
+
+def adapters(pipeline: InstructPipeline) -> dict[str, Any]:
+    return {
+        name: np.array(value) for name, value in tree_flatten(pipeline.model.trainable_parameters())
+    }
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, *texts: str, times: int = 1) -> None:
+    """Have the second micro-batch fail with the first text, the next with the second, and so on."""
+    whole, calls, errors = SplitModel.hidden, iter(range(10**9)), iter(texts * times)
+
+    def failing(self: SplitModel, *args: Any, **options: Any) -> mx.array:
+        if next(calls) and (text := next(errors, "")):
+            raise RuntimeError(text)
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(SplitModel, "hidden", failing)
+
+
+def test_failed_allocation_halves_and_the_step_is_that_of_half(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halved, warnings = make(80)
+    with monkeypatch.context() as patch:
+        fail(patch, ALLOCATION)
+        results = [halved.train_batch(EXAMPLES) for _ in range(2)]
+
+    assert halved.micro_batch_tokens <= 40
+    assert len(warnings) == 1
+    assert f"memory ran out: micro-batches of up to {halved.micro_batch_tokens} " in warnings[0]
+    small, _ = make(halved.micro_batch_tokens)
+    assert [small.train_batch(EXAMPLES) for _ in range(2)] == results
+    expected = adapters(small)
+    for name, value in adapters(halved).items():
+        assert value.tobytes() == expected[name].tobytes()
+
+
+def test_bound_is_halved_from_what_ran_and_not_from_what_was_allowed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, _ = make(LARGE)
+    tokens = sum(len(example) for example in EXAMPLES)
+    fail(monkeypatch, ALLOCATION, times=2)
+    for _ in range(2):
+        pipeline.evaluate(EXAMPLES)
+    assert pipeline.micro_batch_tokens <= tokens / 4
+
+
+def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, _ = make(80)
+    before = adapters(pipeline)
+    fail(monkeypatch, ALLOCATION, times=100)
+    with pytest.raises(MemoryLimitError, match="lower --max-seq-len"):
+        pipeline.train_batch(EXAMPLES)
+    for name, value in adapters(pipeline).items():
+        assert np.array_equal(value, before[name])
+
+
+def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> mx.array:
+        raise RuntimeError("[matmul] shapes")
+
+    pipeline, warnings = make(80)
+    monkeypatch.setattr(SplitModel, "hidden", broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        pipeline.train_batch(EXAMPLES)
+    assert warnings == []
+
+
+def taken_alone(make: Any, tokens: int) -> Any:
+    """Return the result of a step without faults, and what it makes of the adapter."""
+    pipeline, _ = make(tokens)
+    return pipeline.train_batch(EXAMPLES), adapters(pipeline)
+
+
+@pytest.mark.parametrize("text", [RESOURCES, VICTIM, IGNORED])
+def test_step_is_tried_once_more_after_a_fault_that_may_pass(
+    make: Any, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    pipeline, warnings = make(80)
+    fail(monkeypatch, text)
+    result = pipeline.train_batch(EXAMPLES)
+
+    assert pipeline.micro_batch_tokens == 80
+    assert len(warnings) == 1
+    assert "trying again" in warnings[0]
+    expected, parameters = taken_alone(make, 80)
+    assert result == expected
+    for name, value in adapters(pipeline).items():
+        assert value.tobytes() == parameters[name].tobytes()
+
+
+@pytest.mark.parametrize("text", [RESOURCES, VICTIM, IGNORED])
+def test_fault_that_comes_twice_in_a_row_ends_the_step_and_changes_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    pipeline, _ = make(80)
+    before = adapters(pipeline)
+    with monkeypatch.context() as patch:
+        fail(patch, text, text)
+        with pytest.raises(GpuError, match=f"twice in a row .*{re.escape(text)}") as raised:
+            pipeline.train_batch(EXAMPLES)
+    assert len(str(raised.value).splitlines()) == 1
+    for name, value in adapters(pipeline).items():
+        assert np.array_equal(value, before[name])
+    # All that it had is still there.
+    assert pipeline.train_batch(EXAMPLES) == taken_alone(make, 80)[0]
+
+
+def test_each_step_may_be_tried_once_more(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, warnings = make(80)
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            fail(patch, VICTIM)
+            pipeline.train_batch(EXAMPLES)
+    assert len(warnings) == 3
+
+
+@pytest.mark.parametrize("text", [TIMEOUT, INTERACTIVITY])
+def test_evaluations_are_shortened_before_micro_batches_are(
+    make: Any, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    pipeline, warnings = make(80)
+    answers = iter([True, False])
+    pipeline._micro_batches._shorten = lambda: next(answers)
+    fail(monkeypatch, text, text)
+    pipeline.train_batch(EXAMPLES)
+    assert [each.split(": ")[1][:7] for each in warnings] == ["shorter", "micro-b"]
+    assert pipeline.micro_batch_tokens <= 40
+
+
+def test_command_that_takes_too_long_with_one_example_is_an_error(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, _ = make(80)
+    fail(monkeypatch, TIMEOUT, times=100)
+    with pytest.raises(GpuError, match=r"too long with one example .*--max-seq-len"):
+        pipeline.train_batch(EXAMPLES)
+
+
+def test_resource_limit_drops_compiled_graphs_and_makes_no_new_shapes(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, _ = make(80)
+    compiled = pipeline.forward.gradients
+    fail(monkeypatch, RESOURCES)
+    pipeline.train_batch(EXAMPLES)
+    assert pipeline.forward.gradients is not compiled
+    assert pipeline.micro_batch_tokens == 80
+
+
+def test_device_that_is_lost_is_not_asked_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, _ = make(80)
+    fail(monkeypatch, "cudaStreamSynchronize(s) failed: the launch timed out and was terminated")
+    monkeypatch.setattr("mlxtune.backend.model.memory.release", pytest.fail)
+    with pytest.raises(GpuError, match="no longer serves"):
+        pipeline.train_batch(EXAMPLES)
+
+
+def test_fault_of_work_that_was_queued_does_not_fail_the_next_try(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, warnings = make(80)
+
+    def queued_work_fails() -> None:
+        raise RuntimeError(IGNORED)
+
+    monkeypatch.setattr("mlxtune.backend.model.device.finish", queued_work_fails)
+    fail(monkeypatch, TIMEOUT)
+    pipeline.train_batch(EXAMPLES)
+    assert len(warnings) == 1
+
+
+def test_fault_at_the_wait_for_an_earlier_micro_batch_is_one_of_the_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, _ = make(40)
+    evaluate, waits = mx.eval, iter([VICTIM])
+
+    def failing(*arrays: Any) -> None:
+        if text := next(waits, ""):
+            raise RuntimeError(text)
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", failing)
+    result = pipeline.train_batch(EXAMPLES)
+    assert result.micro_batches > 1
+    assert result == taken_alone(make, 40)[0]
+
+
+def test_validation_recovers_too(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, warnings = make(80)
+    expected = pipeline.evaluate(EXAMPLES).avg_loss
+    fail(monkeypatch, VICTIM, ALLOCATION)
+    assert pipeline.evaluate(EXAMPLES).avg_loss == pytest.approx(expected, rel=1e-5)
+    assert len(warnings) == 2
+
+
+def test_use_over_the_limit_is_warned_of_once_and_changes_nothing(make: Any) -> None:
+    (pipeline, warnings), (other, _) = make(LARGE), make(LARGE)
+    expected = [other.train_batch(EXAMPLES) for _ in range(3)]
+    mx.set_memory_limit(mx.get_active_memory() + 1000)
+    assert [pipeline.train_batch(EXAMPLES) for _ in range(3)] == expected
+    pipeline.evaluate(EXAMPLES)
+    assert pipeline.micro_batch_tokens == LARGE
+    assert len(warnings) == 1
+    assert "more than the limit" in warnings[0]
+    assert "lower --memory-limit" in warnings[0]
+
+
+def test_use_within_the_limit_is_no_warning(make: Any) -> None:
+    pipeline, warnings = make(LARGE)
+    pipeline.train_batch(EXAMPLES)
+    pipeline.evaluate(EXAMPLES)
+    assert warnings == []
+
+
+# What a step says of how it was run
+
+
+def test_step_counts_its_micro_batches_and_their_padding(
+    make: Callable[..., tuple[InstructPipeline, list[str]]],
+) -> None:
+    pipeline, _ = make(LARGE)
+    for tokens in (LARGE, 40):
+        pipeline.micro_batch_tokens = tokens
+        batches = [batch for _, batch in pipeline.micro_batches(EXAMPLES)]
+        groups = [group for group, _ in pipeline.micro_batches(EXAMPLES)]
+        found = pipeline.train_batch(EXAMPLES)
+        assert found.micro_batches == len(batches)
+        assert found.run_tokens == sum(group.tokens for group in groups)
+        # What runs of an example is all but its last token, which nothing follows.
+        assert found.run_tokens - found.padding == sum(len(each) - 1 for each in EXAMPLES)
+
+
+def test_step_says_its_own_peak_and_not_that_of_one_before(
+    make: Callable[..., tuple[InstructPipeline, list[str]]],
+) -> None:
+    pipeline, _ = make(LARGE)
+    # What other tests left in memory is in every peak.
+    before = mx.get_active_memory()
+    wide = pipeline.train_batch(EXAMPLES).memory - before
+    large = mx.zeros((100_000_000,), mx.uint8)
+    mx.eval(large)
+    del large
+    pipeline.micro_batch_tokens = 1
+    alone = pipeline.train_batch(EXAMPLES).memory - before
+    assert 0 < alone < wide < 50_000_000
+    assert memory.peak_bytes() - before >= 50_000_000, "that of the run is kept"
