@@ -40,7 +40,9 @@ class Recompute:
             primals = [primals] if isinstance(primals, mx.array) else list(primals)
             # Otherwise mx.compile finds that the layer has run already, and keeps all of it.
             primals = mx.depends(primals, list(cotangents))
-            return list(mx.vjp(function, primals, list(cotangents))[1])
+            gradients = list(mx.vjp(function, primals, list(cotangents))[1])
+            # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
+            return list(mx.depends(gradients, gradients))
 
         return list(differentiable(function, backward)(*inputs))
 

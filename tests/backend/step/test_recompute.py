@@ -11,14 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.cpu.layers import KernelLayers, Reads
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.operations import MLX, LayerPasses, Recompute
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.recompute import Intercepted, Layerwise
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
@@ -29,6 +34,7 @@ from tests.backend.step.executions import (
     fresh,
     model_folder,
 )
+from tests.models import write_model
 
 PASSES: dict[str, Callable[[], LayerPasses]] = {
     "recompute": Recompute,
@@ -252,3 +258,24 @@ def test_layers_run_again_in_the_backward_pass(compiled: bool, tmp_path: Path) -
     layers = 2
     # Of each layer at least seven projections, with two products of LoRA each, and attention.
     assert twice - once >= layers * 7 * 3
+
+
+def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    config = InstructConfig(lora_rank=4, targets=("all",))
+    mask = np.ones(257, dtype=np.uint8)
+    step = [Example(i, np.arange(i, i + 257, dtype=np.int32), mask) for i in range(2)]
+    held = []
+    for layers in (2, 8):
+        folder = write_model(tmp_path / str(layers), "qwen3", num_hidden_layers=layers, **sizes)
+        base = load_base(folder, "float32")
+        pipeline = InstructPipeline(base.model, config, execution=Execution(MLX, recompute=True))
+        parameters = [value for _, value in tree_flatten(base.model.trainable_parameters())]
+        mx.eval(parameters)
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        pipeline.train_batch(step)
+        # Two moments, the gradients and the new parameters.
+        held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
+    assert (held[1] - held[0]) / 6 < 1.5 * 4 * 512 * 128
