@@ -12,7 +12,14 @@ from mlxtune.core.reports.plan_text import plan_lines
 from mlxtune.core.runs.run_plan import RunPlan
 from mlxtune.core.training.speed import read_speed
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, report_findings
-from mlxtune.setup.memory import choose_plan, first_steps, planned_work, speed_key, training_rows
+from mlxtune.setup.memory import (
+    choose_plan,
+    first_steps,
+    larger_limit,
+    planned_work,
+    speed_key,
+    training_rows,
+)
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
 
@@ -41,6 +48,7 @@ def plan(config: PlanConfig) -> RunPlan:
         device=device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
+        larger_limit=larger_limit(step, chosen, work),
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
     return planned if dataset is None else _with_data(planned, training, dataset)

@@ -37,6 +37,7 @@ from mlxtune.setup.judge import judge
 from mlxtune.setup.memory import (
     choose_plan,
     first_steps,
+    larger_limit,
     planned_work,
     reserve_memory,
     save_run_speed,
@@ -178,13 +179,17 @@ def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is made of. `plan` is `planned`, corrected to how the loaded model runs."""
+    """What a run is made of. `plan` is `planned`, corrected to how the loaded model runs.
+
+    `larger_limit` says what a larger --memory-limit would gain here, if anything.
+    """
 
     dataset: Dataset
     base: BaseModel
     pipeline: InstructPipeline
     planned: MemoryPlan
     plan: MemoryPlan
+    larger_limit: str
 
 
 def prepare(
@@ -221,7 +226,7 @@ def prepare(
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
     pipeline, plan = build_pipeline(step, lora, base, work, planned, console, provenance, resume)
-    return Setup(dataset, base, pipeline, planned, plan)
+    return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work))
 
 
 def make_trainer(
@@ -265,6 +270,8 @@ def print_plan(
     console.say("Plan", run_text.plan_line(trainer))
     console.say("", plan_text.micro_batches_line(setup.plan))
     console.say("", plan_text.peak_line(setup.plan))
+    if setup.larger_limit:
+        console.say("", setup.larger_limit)
 
 
 def finish(

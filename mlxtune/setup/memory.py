@@ -16,6 +16,7 @@ from mlxtune.config import InstructConfig, InstructTrainingConfig, RunConfig, St
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import reservation
+from mlxtune.core.reports import plan_text
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution, Load, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
@@ -126,6 +127,16 @@ def _choose(
     if plan is None:
         raise MemoryLimitError(memory_plan.why_not(shapes, work, execution, limit, True in allowed))
     return plan
+
+
+def larger_limit(step: StepConfig, plan: MemoryPlan, work: Work) -> str:
+    """Return what a larger --memory-limit would gain on this device, empty if nothing."""
+    recommended = memory.find_limits(step.memory_limit).recommended or 0
+    most = recommended // memory.GB
+    if most * memory.GB <= plan.limit:
+        return ""
+    larger = _choose(step, plan.shapes, plan.execution, work, most * memory.GB)
+    return plan_text.larger_limit_line(plan, larger, most)
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:

@@ -140,9 +140,30 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err
-    warnings = outcome.err.splitlines()
-    assert re.match(r"warning: \S+ GB were in use: micro-batches of up to \d+ tokens", warnings[0])
+    (warning,) = outcome.err.splitlines()
+    assert re.match(r"warning: \S+ MB were in use, more than the limit of 500 kB", warning)
     found = adapter(output)
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("info", ["max_recommended_working_set_size", "total_memory"])
+def test_gain_of_a_larger_limit_is_said_and_kept(
+    plan: Cli, train: Cli, monkeypatch: pytest.MonkeyPatch, info: str
+) -> None:
+    from mlxtune.backend.model import memory
+
+    monkeypatch.setattr(memory.mx, "device_info", lambda: {info: 8_000_000_000})
+    # Enough for one example at a time.
+    small = ("--memory-limit", 0.0012)
+    (line,) = [each.strip() for each in plan(*small).out.splitlines() if "the device has" in each]
+    gain = r"--memory-limit (\d) would run micro-batches of up to (\d+) tokens.*"
+    found = re.fullmatch(rf"the device has (\d) GB: {gain}", line)
+    assert found, line
+    assert found[1] == {"max_recommended_working_set_size": "8", "total_memory": "7"}[info]
+    larger = json.loads(plan("--json", "--memory-limit", found[2]).out)
+    assert larger["micro_batch_tokens"] == int(found[3])
+    assert larger["larger_limit"] is None
+    assert json.loads(plan("--json", *small).out)["larger_limit"] == line
+    assert line in train("--dry-run", *small, quiet=False).err

@@ -5,17 +5,23 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.config import user_cache
+from mlxtune.core.machine.reservation import reservations
 
 GB = 10**9
 # Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
+# The share of a CUDA device to use, as it recommends no working set. The rest goes to the context,
+# the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
+_CUDA_SHARE = 0.9
 # The highest peak before MLX's own count was last reset, of the process and since `start_peak`.
 _highest = [0]
 _since_start = [0]
@@ -23,7 +29,7 @@ _since_start = [0]
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Limits in bytes. `recommended` is the device's own, or None if it has none."""
+    """Limits in bytes. `recommended` is the most that the device can give, None for a CPU."""
 
     memory: int
     cache: int
@@ -34,7 +40,7 @@ class MemoryLimits:
         """Describe the limits in one line."""
         capped = ""
         if self.recommended is not None:
-            capped = f", of {self.recommended / GB:.1f} GB that the device recommends"
+            capped = f", of {self.recommended / GB:.1f} GB that the GPU may use"
         metal = "; no Metal here, MLX's own limits only" if on_cpu() else ""
         cache = f", cache {self.cache / GB:.1f} GB" if self.cache else ""
         return f"limit {self.memory / GB:.1f} GB{cache}{capped} ({self.device}{metal})"
@@ -43,8 +49,12 @@ class MemoryLimits:
 def find_limits(memory_limit_gb: float) -> MemoryLimits:
     """Return the limits that `set_limits` sets."""
     info = mx.device_info()
-    working_set = info.get("max_recommended_working_set_size")
-    recommended = None if working_set is None else int(working_set)
+    recommended = _recommended(info)
+    if recommended is not None and (free := info.get("free_memory")) is not None:
+        # What other programs hold cannot be had. What other runs hold can, once they end: their
+        # reservations make this run wait, or stop with an error that names them.
+        held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
+        recommended = min(recommended, int(free) + held)
     memory = int(memory_limit_gb * GB)
     if recommended is not None:
         memory = min(memory, recommended)
@@ -58,16 +68,28 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
 def capacity() -> int:
     """Return how many bytes all runs on this machine share."""
     info = mx.device_info()
-    recommended = info.get("max_recommended_working_set_size") or info.get("memory_size")
-    if recommended:
-        return int(recommended)
+    if size := _recommended(info) or info.get("memory_size"):
+        return int(size)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _recommended(info: Mapping[str, str | int]) -> int | None:
+    """Return the most bytes to use of a device that nothing else uses, None for a CPU."""
+    if working_set := info.get("max_recommended_working_set_size"):
+        return int(working_set)
+    total = info.get("total_memory")
+    return None if total is None else int(_CUDA_SHARE * int(total))
+
+
+def _reserved_by_others() -> int:
+    runs = reservations(user_cache() / "memory")
+    return sum(run.size for run in runs if run.pid != os.getpid())
 
 
 def set_limits(memory_limit_gb: float) -> MemoryLimits:
     """Limit MLX's memory and cache, before a model is loaded.
 
-    The limit is at most the working set that the device recommends.
+    The limit is at most what the device can give.
     """
     limits = find_limits(memory_limit_gb)
     mx.set_memory_limit(limits.memory)

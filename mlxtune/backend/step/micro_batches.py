@@ -14,6 +14,7 @@ from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 from mlxtune.core.steps.batch import MicroBatch, collate
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
+from mlxtune.core.text import byte_size
 from mlxtune.errors import one_line
 
 Result = TypeVar("Result")
@@ -66,8 +67,7 @@ class MicroBatches:
         repeated: set[Fault] = set()
         while True:
             try:
-                result = compute()
-                break
+                return compute()
             except (RuntimeError, MemoryError) as error:
                 fault, text = fault_of(error), str(error)
                 if fault is None:
@@ -75,8 +75,19 @@ class MicroBatches:
             # Out here, the exception no longer holds the arrays of the pass.
             self._recover(fault, text, examples, repeated)
             repeated.add(fault)
-        self._warn_of_limit()
-        return result
+
+    def warn_of_limit(self) -> None:
+        """Warn once of a pass that took more than the limit, which changes nothing by itself.
+
+        The peak includes buffers in flight, whose number depends on timing.
+        """
+        used, limit = memory.last_peak_bytes(), mx.get_memory_limit()
+        if used > limit and not self._warned_of_limit:
+            self._warned_of_limit = True
+            self._warn(
+                f"{byte_size(used)} were in use, more than the limit of {byte_size(limit)}: "
+                "lower --memory-limit if the machine swaps"
+            )
 
     def _recover(
         self, fault: Fault, text: str, examples: Sequence[Example], repeated: Set[Fault]
@@ -115,16 +126,3 @@ class MicroBatches:
         if several:
             self.max_tokens = max(several) // 2
         return bool(several)
-
-    def _warn_of_limit(self) -> None:
-        """Warn once of a pass that took more than the limit, which changes nothing by itself.
-
-        The peak includes buffers in flight, whose number depends on timing.
-        """
-        used, limit = memory.last_peak_bytes(), mx.get_memory_limit()
-        if used > limit and not self._warned_of_limit:
-            self._warned_of_limit = True
-            self._warn(
-                f"{used / memory.GB:.2f} GB were in use, more than the limit of "
-                f"{limit / memory.GB:.2f} GB: lower --memory-limit if the machine swaps"
-            )

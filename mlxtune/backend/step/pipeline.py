@@ -143,6 +143,7 @@ class InstructPipeline:
             return found, update
 
         result, update = self._micro_batches.run(examples, compute)
+        self._micro_batches.warn_of_limit()
         self.model.update(update.parameters)
         self._optimizer.state = update.state
         memory.relieve_pressure()

@@ -1,9 +1,10 @@
 """A plan as lines of text. Nothing here prints."""
 
+import math
 from collections.abc import Iterator
 
 from mlxtune.core.runs.run_plan import RunPlan
-from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan
 from mlxtune.core.text import byte_size, count, duration
 
 
@@ -22,6 +23,18 @@ def peak_line(plan: MemoryPlan) -> str:
     return f"predicted peak memory {byte_size(plan.peak.total)} of {byte_size(plan.limit)}"
 
 
+def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
+    """Return what the larger limit of another plan gains, empty if nothing; `most` GB are there."""
+    now, then, gains = plan.execution, larger.execution, ""
+    if then.micro_batch_tokens > now.micro_batch_tokens:
+        gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"
+    if now.recompute and not then.recompute:
+        gains += f"{'' if gains else ' run'} without recomputing activations"
+    # The plan leaves its margin where it can.
+    needed = min(math.ceil(larger.peak.total * (1 + MARGIN) / 1e9), most)
+    return gains and f"the device has {most} GB: --memory-limit {needed} would{gains}"
+
+
 def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan, each with its heading; a line without one continues the last."""
     plan, peak = run.memory, run.memory.peak
@@ -31,6 +44,8 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     for name in ("weights", "optimizer", "activations", "head"):
         yield "", f"{name:<12}{byte_size(getattr(peak, name)):>9}"
     yield "Plan", micro_batches_line(plan)
+    if run.larger_limit:
+        yield "", run.larger_limit
     if not run.steps:
         example = f"one example of {count(run.max_seq_len, 'token')}"
         yield "", f"for {example}: add --data to plan the steps and their time"

@@ -11,7 +11,8 @@ from mlxtune.core.training.speed import Speed
 class RunPlan:
     """What a run is expected to take; without data, only the memory of the longest example.
 
-    `tokens` and `supervised` count those of the training rows, `all_tokens` those of all steps.
+    `larger_limit` says what a larger --memory-limit would gain here, if anything. `tokens` and
+    `supervised` count those of the training rows, `all_tokens` those of all steps.
     """
 
     model: str
@@ -19,6 +20,7 @@ class RunPlan:
     device: str
     max_seq_len: int
     memory: MemoryPlan
+    larger_limit: str = ""
     rows: int = 0
     steps_per_epoch: int = 0
     steps: int = 0
@@ -44,6 +46,7 @@ class RunPlan:
             "grad_checkpoint": execution.recompute,
             "loss_chunk": execution.loss_chunk,
             "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
+            "larger_limit": self.larger_limit or None,
             "data": self._data() if self.steps else None,
             "speed": None if self.speed is None else asdict(self.speed),
             "seconds": self.seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.model import memory
+from mlxtune.core.machine.reservation import Reservation
 
 SIZE = 50_000_000
 
@@ -48,6 +50,49 @@ def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.Monke
     assert "limit 17.0 GB" in limits.describe()
     assert "Apple M3" in limits.describe()
     assert memory.set_limits(8).memory == 8_000_000_000
+
+
+METAL = {"max_recommended_working_set_size": 48_000_000_000, "memory_size": 64_000_000_000}
+CUDA = {"total_memory": 16_000_000_000, "free_memory": 15_500_000_000}
+CPU = {"device_name": "AMD EPYC", "architecture": "x86_64"}
+
+
+@pytest.mark.parametrize(
+    ("info", "recommended", "shared"),
+    [(METAL, 48_000_000_000, 48_000_000_000), (CUDA, 14_400_000_000, 14_400_000_000)],
+    ids=["Metal", "CUDA"],
+)
+def test_device_gives_less_than_it_has(
+    monkeypatch: pytest.MonkeyPatch, info: dict[str, int], recommended: int, shared: int
+) -> None:
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    assert memory.find_limits(24).memory == min(24_000_000_000, recommended)
+    assert memory.find_limits(24).recommended == recommended
+    assert memory.find_limits(1000).memory == recommended
+    assert memory.capacity() == shared
+
+
+def test_cpu_caps_no_limit_and_shares_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.mx, "device_info", lambda: CPU)
+    limits = memory.find_limits(24)
+    assert (limits.memory, limits.recommended) == (24_000_000_000, None)
+    assert memory.capacity() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_memory_that_other_programs_hold_is_not_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = CUDA | {"free_memory": 5_000_000_000}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 2_000_000_000)
+    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 1_000_000_000)
+    assert memory.find_limits(24).memory == 8_000_000_000
+    # Runs of ours give theirs back: a reservation makes this run wait or refuses it.
+    ours = Reservation(os.getpid(), 9_000_000_000, "this run")
+    other = Reservation(1, 3_000_000_000, "another run")
+    monkeypatch.setattr(memory, "reservations", lambda folder: [ours, other])
+    assert memory.find_limits(24).memory == 11_000_000_000
+    assert memory.capacity() == 14_400_000_000
 
 
 def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from mlxtune.core.reports.plan_text import micro_batches_line, peak_line, plan_lines
+from mlxtune.core.reports.plan_text import (
+    larger_limit_line,
+    micro_batches_line,
+    peak_line,
+    plan_lines,
+)
 from mlxtune.core.runs.run_plan import RunPlan
 from mlxtune.core.steps.execution import Execution, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
@@ -42,6 +47,26 @@ def test_micro_batches_and_peak_take_a_line_each() -> None:
     again = replace(MEMORY, execution=Execution(None, 256, recompute=True))
     assert "recomputed" in micro_batches_line(again)
     assert peak_line(MEMORY) == "predicted peak memory 1.7 GB of 24 GB"
+
+
+def test_larger_limit_is_named_with_what_it_gains() -> None:
+    recomputed = replace(MEMORY, execution=Execution(None, 256, recompute=True))
+    # 1.9 GB with the plan's margin of 15% are 2.185.
+    peak = replace(MEMORY.peak, weights=1_400_000_000)
+    wide = replace(MEMORY, execution=Execution(None, 8192), peak=peak)
+    assert larger_limit_line(recomputed, wide, 64) == (
+        "the device has 64 GB: --memory-limit 3 would run micro-batches of up to 8,192 tokens "
+        "without recomputing activations"
+    )
+    assert larger_limit_line(MEMORY, wide, 64).endswith(
+        "would run micro-batches of up to 8,192 tokens"
+    )
+    assert larger_limit_line(recomputed, MEMORY, 64).endswith(
+        "would run without recomputing activations"
+    )
+    assert "--memory-limit 1 would" in larger_limit_line(recomputed, MEMORY, 1)
+    assert larger_limit_line(MEMORY, replace(MEMORY, limit=64_000_000_000), 64) == ""
+    assert larger_limit_line(wide, MEMORY, 64) == ""
 
 
 def test_lines_give_memory_parts_steps_and_shares() -> None:
