@@ -17,7 +17,7 @@ from mlxtune.backend.step import peers
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import files
-from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
+from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Counts, Side, TimedStep
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.bench_worker import OURS, Job
@@ -135,17 +135,19 @@ def _alternate(
     """
     ours = Side(OURS)
     theirs = Side(config.against) if config.against else None
+    steps = len(job.steps)
     sides = [side for side in (ours, theirs) if side is not None]
     for repeat, side in product(range(1, config.repeats + 1), sides):
         if side.failed:
             continue
 
         def show_step(done: int, run: str = f"{side.name}, run {repeat}") -> None:
-            console.show(f"{run}: step {done}/{len(job.steps)}")
+            console.show(f"{run}: step {done}/{steps}")
 
         show_step(0)
         try:
-            run = _run_process(replace(job, side=side.name), scratch, show_step)
+            work = replace(job, side=side.name, counts=repeat == 1)
+            run = _run_process(work, scratch, show_step)
         except MlxTuneError as error:
             if side is ours:
                 raise
@@ -153,6 +155,9 @@ def _alternate(
             console.warn(f"{side.name} failed: {error}")
             continue
         side.runs.append(run)
+        if side is ours and run.counts:
+            # The steps need the same of every side.
+            job = replace(job, needed_flops=run.counts.matmul_flops["needed"])
         console.say("Run", f"{repeat}/{config.repeats} {run_line(side.name, run)}")
     return ours, theirs
 
@@ -182,7 +187,9 @@ def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Ben
                 if "error" in record:
                     raise MlxTuneError(record["error"])
                 if "run" in record:
-                    return BenchmarkRun(steps, **record["run"])
+                    counts = record["run"].pop("counts", None)
+                    counted = None if counts is None else Counts(**counts)
+                    return BenchmarkRun(steps, counts=counted, **record["run"])
                 steps.append(TimedStep(**record["step"]))
                 on_step(len(steps))
             status = process.wait()

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mlxtune.backend.model import device, memory
+from mlxtune.backend.step.counts import GraphSource, StepCounts, count_steps, counted_evaluations
 from mlxtune.backend.step.peers import MlxLm
 from mlxtune.config import RunParts, TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.runs.benchmark import TimedStep
+from mlxtune.core.runs.benchmark import Counts, TimedStep
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
 
@@ -30,7 +31,8 @@ class Job:
     """The work of a process, and when it was started (time.time()).
 
     `adapter` is the folder of the adapter that all sides start from, `execution` how our side
-    computes.
+    computes. With `counts`, the graphs of the steps are counted after them; `needed_flops` are what
+    the steps need, once known.
     """
 
     side: str
@@ -39,6 +41,8 @@ class Job:
     adapter: Path
     steps: Sequence[Sequence[Example]]
     execution: str
+    counts: bool = True
+    needed_flops: int | None = None
     started: float = 0.0
 
 
@@ -90,18 +94,43 @@ class OurSide:
 
     def products(self, steps: Sequence[Sequence[Example]]) -> Iterator[dict[str, float]]:
         """Yield the seconds of the matrix products of each step, by kind."""
-        from mlxtune.backend.step.floor import product_seconds, step_products
+        from mlxtune.backend.step.floor import product_seconds
 
         for examples in steps:
-            batches = self._pipeline.micro_batches(examples)
-            products = step_products(
-                self._pipeline.model,
-                [stretch for _, batch in batches for stretch in batch.stretches],
-                sum(map(predicted_tokens, examples)),
-                vocab_size=self._base.vocab_size,
-                hidden_size=self._base.hidden_size,
-            )
-            yield product_seconds(products, self._base.dtype)
+            yield product_seconds(self._products(examples), self._base.dtype)
+
+    def needed_flops(self, steps: Sequence[Sequence[Example]]) -> int:
+        """Return those of the products that the steps need, attention's aside."""
+        from mlxtune.backend.step.floor import needed_flops
+
+        return sum(needed_flops(self._products(examples)) for examples in steps)
+
+    def graphs(self) -> GraphSource | None:
+        """Return the graphs of the steps; None where no graph computes them."""
+        from mlxtune.backend.step.pipeline_graphs import PipelineGraphs
+
+        # Kernels of the CPU compute as they are called.
+        return None if self.execution == "cpu" else PipelineGraphs(self._pipeline)
+
+    @property
+    def execution(self) -> str:
+        """How the steps are computed, as `bench --execution` names it."""
+        from mlxtune.backend.step.operations import MLX
+
+        ours = "gpu" if self._pipeline.forward.execution.operations is MLX else "cpu"
+        return "plain" if self._execution == "plain" else ours
+
+    def _products(self, examples: Sequence[Example]) -> Any:
+        from mlxtune.backend.step.floor import step_products
+
+        batches = self._pipeline.micro_batches(examples)
+        return step_products(
+            self._pipeline.model,
+            [stretch for _, batch in batches for stretch in batch.stretches],
+            sum(map(predicted_tokens, examples)),
+            vocab_size=self._base.vocab_size,
+            hidden_size=self._base.hidden_size,
+        )
 
 
 def run_job(job: Job) -> Iterator[dict[str, Any]]:
@@ -117,9 +146,11 @@ def run_job(job: Job) -> Iterator[dict[str, Any]]:
     with_pads = side.warm_up(job.steps[0])
     device.finish()
     warm = time.perf_counter()
-    for number, examples in enumerate(job.steps, 1):
-        yield {"step": asdict(_time_step(side, number, examples))}
+    with counted_evaluations() as evaluations:
+        for number, examples in enumerate(job.steps, 1):
+            yield {"step": asdict(_time_step(side, number, examples))}
     peak_rss = memory.peak_rss()
+    counts = asdict(_count(side, job, evaluations[0])) if job.counts else None
     products = list(side.products(job.steps)) if isinstance(side, OurSide) else []
     yield {
         "run": {
@@ -131,6 +162,7 @@ def run_job(job: Job) -> Iterator[dict[str, Any]]:
             "loss_function": side.loss_function,
             "loss_with_pad_targets": with_pads,
             "products": products,
+            "counts": counts,
         }
     }
 
@@ -152,6 +184,28 @@ def _time_step(side: OurSide | MlxLm, number: int, examples: Sequence[Example]) 
         padding=padding,
         loss=loss,
         peak_memory=peak,
+    )
+
+
+def _count(side: OurSide | MlxLm, job: Job, evaluations: int) -> Counts:
+    """Count what the steps need and compute."""
+    steps, needed = job.steps, job.needed_flops
+    if isinstance(side, OurSide):
+        needed = side.needed_flops(steps)
+    source = side.graphs()
+    found = StepCounts() if source is None else count_steps(source, steps)
+    launches = None
+    if found.launches is not None:
+        head, total = found.head_launches / len(steps), found.launches.total() / len(steps)
+        launches = {"head": head, "rest": total - head}
+    return Counts(
+        execution=side.execution,
+        matmul_flops={"needed": needed, "run": found.matmul_flops},
+        attention_flops=found.attention_flops,
+        launches_per_step=launches,
+        evaluations_per_step=evaluations / len(steps),
+        compiled_shapes=found.shapes,
+        host_memory_per_shape=found.memory_per_shape,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import MlxTuneError
@@ -77,6 +78,21 @@ def test_both_sides_take_the_same_steps_with_the_same_losses(
             assert one["tokens_run"] < other["tokens_run"]
     losses = [step["loss"] for step in found["ours"]["runs"][0]["steps"]]
     assert losses[0] > losses[-1]  # the rate is high enough for a difference to show
+
+
+def test_counts_are_of_the_same_steps(compared: tuple[Outcome, dict[str, Any]]) -> None:
+    _, found = compared
+    ours, theirs = found["ours"], found["theirs"]
+    needed = ours["matmul_flops"]["needed"]
+    assert needed == theirs["matmul_flops"]["needed"]
+    # The gradient of the first layer's output projection is not among what is needed.
+    assert needed < ours["matmul_flops"]["run"] < 1.1 * needed
+    assert theirs["matmul_flops"]["run"] > 1.5 * needed
+    assert 0 < ours["launches_per_step"]["head"] < ours["launches_per_step"]["rest"]
+    assert theirs["launches_per_step"]["head"] == 0
+    assert ours["evaluations_per_step"] == theirs["evaluations_per_step"] == 1
+    assert (ours["execution"], theirs["execution"]) == ("gpu", "eager" if on_cpu() else "compiled")
+    assert ours["compiled_shapes"] == 1  # the update
 
 
 def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from mlxtune.backend.model.compiling import compiled as compiled_function
 from mlxtune.config import InstructConfig
 
 # Keeps the scale of a clipped gradient finite, as in mlx.optimizers.clip_grad_norm.
@@ -38,7 +39,7 @@ class LoRAOptimizer:
     multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in PEFT); weight decay is
     scaled by each one's rate, as in PEFT's create_loraplus_optimizer with `loraplus_weight_decay`.
 
-    `compiled`: have MLX compile the update, which has the same shapes in each step.
+    `compiled`: have MLX compile the update.
     """
 
     def __init__(self, parameters: Any, config: InstructConfig, *, compiled: bool) -> None:
@@ -63,7 +64,14 @@ class LoRAOptimizer:
             "m": [mx.zeros_like(vector) for vector in vectors],
             "v": [mx.zeros_like(vector) for vector in vectors],
         }
-        self._step = mx.compile(self._take) if compiled else self._take
+        self._step = self._take
+        if compiled:
+            self.compile()
+
+    def compile(self) -> None:
+        """Have MLX compile the update, which has the same shapes in each step."""
+        if self._step == self._take:
+            self._step = compiled_function(self._take)
 
     def update(self, parameters: Any, gradients: Any, loss: mx.array, rate: float) -> Update:
         """Return the update at a rate, for `state` to be set; `loss` has to be finite, too."""

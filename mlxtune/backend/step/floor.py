@@ -70,15 +70,18 @@ def step_products(
       each what causal attention needs, n (n + 1) / 2 pairs of n², less in a sliding window.
     - head: (supervised, hidden, vocabulary) forward, and for the gradient of the hidden states.
 
-    Experts, and attention of unknown shape, are left out.
+    - experts: as projections and LoRA, for as many as a token is sent to.
+
+    Attention of unknown shape is left out.
     """
     counts: defaultdict[Product, float] = defaultdict(float)
     layers = list(model.layers)
     first = first_trained(layers)
-    window = getattr(getattr(model, "args", None), "sliding_window", None)
+    args = getattr(model, "args", None)
+    window, sent = getattr(args, "sliding_window", None), getattr(args, "num_experts_per_tok", 1)
     size, share = _rounded(sum(tokens for tokens, _ in stretches))
     for i, layer in enumerate(layers):
-        for product in _projections(layer, size, above=i > first, first=i == first):
+        for product in _projections(layer, size, sent, above=i > first, first=i == first):
             counts[product] += share
         for product, count in _attention(layer, stretches, window):
             counts[product] += count * (3 if i > first else 1)
@@ -88,29 +91,36 @@ def step_products(
     return counts
 
 
-def _projections(layer: nn.Module, size: int, *, above: bool, first: bool) -> Iterator[Product]:
-    adapted = {
-        name: module
-        for name, module in layer.named_modules()
-        if "lora_a" in module and module.lora_a.ndim == 2
-    }
+def needed_flops(products: Products) -> int:
+    """Return the multiplications and additions of products, those of attention aside."""
+    return round(sum(n * each.flops for each, n in products.items() if each.kind != "attention"))
+
+
+def _projections(
+    layer: nn.Module, size: int, sent: int, *, above: bool, first: bool
+) -> Iterator[Product]:
+    """Yield the products of projections and LoRA; each token is `sent` to so many experts."""
+    adapted = {name: module for name, module in layer.named_modules() if "lora_a" in module}
     attention = tuple({name.rpartition(".")[0] for name in adapted if "att" in name})
     for name, module in projections(layer).items():
-        if module.weight.ndim == 2:
-            inner, outer = _dims(module)
-            yield Product("projections", size, inner, outer)
-            if above or (first and attention and not name.startswith(attention)):
-                yield Product("projections", size, outer, inner)
+        kind, rows = ("experts", size * sent) if module.weight.ndim == 3 else ("projections", size)
+        inner, outer = _dims(module)
+        yield Product(kind, rows, inner, outer)
+        if above or (first and attention and not name.startswith(attention)):
+            yield Product(kind, rows, outer, inner)
     for module in adapted.values():
-        inner, rank = module.lora_a.shape
+        kind, rows = "LoRA", size
+        inner, rank = module.lora_a.shape[-2:]
         outer = module.lora_b.shape[1]
-        yield Product("LoRA", size, inner, rank)
-        yield Product("LoRA", size, rank, outer)
-        yield Product("LoRA", rank, size, outer)
-        yield Product("LoRA", size, outer, rank)
-        yield Product("LoRA", inner, size, rank)
+        if module.lora_a.ndim == 3:  # of experts, transposed
+            kind, rows, inner, rank = "experts", size * sent, rank, inner
+        yield Product(kind, rows, inner, rank)
+        yield Product(kind, rows, rank, outer)
+        yield Product(kind, rank, rows, outer)
+        yield Product(kind, rows, outer, rank)
+        yield Product(kind, inner, rows, rank)
         if above:
-            yield Product("LoRA", size, rank, inner)
+            yield Product(kind, rows, rank, inner)
 
 
 def _attention(
@@ -135,7 +145,7 @@ def _attention(
 
 
 def _dims(linear: nn.Module) -> tuple[int, int]:
-    outer, inner = linear.weight.shape
+    outer, inner = linear.weight.shape[-2:]
     return (inner * 32 // linear.bits if "scales" in linear else inner), outer
 
 
@@ -151,11 +161,14 @@ def _rounded(tokens: int) -> tuple[int, float]:
 def product_seconds(products: Products, dtype: str) -> dict[str, float]:
     """Return the seconds that products take, by kind, as the fastest plain ones of the device.
 
+    Those of experts, which are no plain products, are left out.
     On the CPU these are MLX's or numpy's, the latter in float32 whatever the dtype.
     """
     largest = _LARGEST_FLOPS_CPU if on_cpu() else _LARGEST_FLOPS_GPU
     spent: defaultdict[str, float] = defaultdict(float)
     for product, count in products.items():
+        if product.kind == "experts":
+            continue
         rows = max(1, int(product.m * min(1.0, largest / product.flops)))
         seconds = _seconds(product.batch, rows, product.k, product.n, dtype)
         spent[product.kind] += count * seconds * product.m / rows

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.model.compiling import compiled
 from mlxtune.backend.model.packed import Layout, laid_out
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import cross_entropies, head_loss_sum, head_losses
@@ -70,7 +71,7 @@ class Forward:
     def drop_compiled(self) -> None:
         """Drop all compiled graphs, with the memory that they hold."""
         gradients = mx.value_and_grad(self.scaled_loss)
-        self.gradients = mx.compile(gradients) if self.execution.compile else gradients
+        self.gradients = compiled(gradients) if self.execution.compile else gradients
 
     def restore_model(self) -> None:
         """Make the model compute as it did before."""

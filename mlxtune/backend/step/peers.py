@@ -1,6 +1,7 @@
 """mlx-lm as the other side of `mlxtune bench`: what it does in a step, on the same examples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,18 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.model.compiling import compiled
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_lazily
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
+from mlxtune.backend.step.counts import Gradient, GraphSource
 from mlxtune.config import InstructConfig, RunParts
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import make_folder
@@ -44,6 +47,7 @@ class MlxLm:
         if recommended is not None:
             mx.set_wired_limit(int(recommended))
         self.loss_function = "default"
+        self.execution = "eager" if on_cpu() else "compiled"
         self._lora = parts.lora
         self._batch_size = parts.data.batch_size
         step = parts.step
@@ -78,12 +82,8 @@ class MlxLm:
 
     def warm_up(self, examples: Sequence[Example]) -> float | None:
         """Take a step and take it back; return its loss with mlx-lm's own spans, if it has them."""
-        before = self._model.trainable_parameters()
-        state = tree_map(lambda value: value, self._optimizer.state)
-        loss = self._run(examples, beyond=1)
-        self._model.update(before)
-        # In the list, too, from which a compiled step reads its state.
-        self._optimizer.state = self._state[1] = state
+        with self._unchanged():
+            loss = self._run(examples, beyond=1)
         return loss if self.loss_function == "default" else None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
@@ -107,6 +107,8 @@ class MlxLm:
         loss = default_loss if self.loss_function == "default" else masked_loss
         loss_and_grad = nn.value_and_grad(self._model, loss)
 
+        self._loss_and_grad = loss_and_grad
+
         def step(
             tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
         ) -> tuple[mx.array, Any]:
@@ -119,22 +121,68 @@ class MlxLm:
                 gradients = None
             return value * share, gradients
 
+        self._compiled = compiled(step, inputs=self._state, outputs=self._state)
         # On the CPU compiling starts a C++ compiler and is no faster after.
-        return step if on_cpu() else mx.compile(step, inputs=self._state, outputs=self._state)
+        return step if on_cpu() else self._compiled
 
     def _run(self, examples: Sequence[Example], beyond: int = 0) -> float:
-        batches = [self._batch(batch, beyond) for batch in self._batches(examples)]
-        total = sum(count for _, _, count in batches)
-        loss, gradients = mx.array(0.0), None
-        for i, (tokens, supervised, count) in enumerate(batches, 1):
-            share, last = mx.array(count / total), i == len(batches)
-            part, gradients = self._step(tokens, supervised, share, gradients, last)
+        loss = mx.array(0.0)
+        for part, gradients in self._parts(self._step, examples, beyond):
             loss = loss + part
             mx.eval(self._state, loss, gradients)
             # As its train() does after each step by default.
             if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
                 mx.clear_cache()
         return float(loss)
+
+    def _parts(
+        self, step: Callable[..., Any], examples: Sequence[Example], beyond: int = 0
+    ) -> Iterator[tuple[mx.array, Any]]:
+        """Take a step batch by batch; yield the loss of each and the gradients so far."""
+        batches = [self._batch(batch, beyond) for batch in self._batches(examples)]
+        total = sum(count for _, _, count in batches)
+        gradients = None
+        for i, (tokens, supervised, count) in enumerate(batches, 1):
+            share, last = mx.array(count / total), i == len(batches)
+            part, gradients = step(tokens, supervised, share, gradients, last)
+            yield part, gradients
+
+    def graphs(self) -> GraphSource:
+        """Return the graphs of the steps."""
+        return self
+
+    def lazy_step(self, examples: Sequence[Example]) -> Any:
+        """Return all arrays that a step evaluates, compiled; the model keeps its state."""
+        with self._unchanged():
+            return list(self._parts(self._compiled, examples)), list(self._state)
+
+    def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
+        """Yield the gradient of each batch."""
+        for batch in self._batches(examples):
+            tokens, supervised, _ = self._batch(batch, 0)
+
+            def gradient(tokens: mx.array, supervised: mx.array = supervised) -> list[mx.array]:
+                with self._unchanged():
+                    _, gradients = self._loss_and_grad(self._model, tokens, supervised)
+                return [array for _, array in tree_flatten(gradients)]
+
+            yield gradient, tokens
+
+    def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
+        """Yield nothing: the head is part of the model."""
+        yield from ()
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Put the model and the optimizer back as they are, whatever runs inside the block."""
+        before = self._model.trainable_parameters()
+        state = tree_map(lambda value: value, self._optimizer.state)
+        try:
+            yield
+        finally:
+            self._model.update(before)
+            # In the list, too, from which a compiled step reads its state.
+            self._optimizer.state = self._state[1] = state
 
     def _batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
         """Return tokens (B, L), what of them is supervised, as the loss takes it, and its count."""

@@ -175,6 +175,17 @@ class InstructPipeline:
 
         return self._micro_batches.run(examples, compute)
 
+    def lazy_step(self, examples: Sequence[Example]) -> Any:
+        """Return all arrays that a step evaluates, with the update compiled as on a GPU.
+
+        For counting: nothing is evaluated where MLX does not evaluate, and nothing is updated.
+        """
+        self._optimizer.compile()
+        parameters = self.model.trainable_parameters()
+        found = self._accumulate(examples, self._steps + 1)
+        update = self._optimizer.update(parameters, found.gradients, found.loss, self.learning_rate)
+        return found.loss, update
+
     def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:
         self.model.train()
         parameters = self.model.trainable_parameters()

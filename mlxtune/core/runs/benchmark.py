@@ -42,13 +42,30 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What the steps of a run compute, counted and not timed; None where it cannot be counted.
+
+    docs/bench.md describes the fields.
+    """
+
+    execution: str
+    matmul_flops: dict[str, int | None]
+    attention_flops: int | None
+    launches_per_step: dict[str, float] | None
+    evaluations_per_step: float
+    compiled_shapes: int | None
+    host_memory_per_shape: int | None
+
+
+@dataclass(frozen=True)
 class BenchmarkRun:
     """What one process of a side measured, in seconds and bytes.
 
     `process_s` is the time from the start of the process to the first step, and `startup_s` the
     part of it after the weights are read. `peak_rss` is the largest memory of the process.
     `loss_function` names the loss of a peer, `loss_with_pad_targets` is its first loss with its own
-    targets. `products` are the seconds of each step's matrix products, by kind.
+    targets. `products` are the seconds of each step's matrix products, by kind. Only a side's first
+    run has `counts`.
     """
 
     steps: list[TimedStep]
@@ -60,6 +77,7 @@ class BenchmarkRun:
     loss_function: str = "own"
     loss_with_pad_targets: float | None = None
     products: list[dict[str, float]] = field(default_factory=list)
+    counts: Counts | None = None
 
     @property
     def seconds(self) -> float:
@@ -94,7 +112,10 @@ class BenchmarkRun:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the run for JSON."""
-        return asdict(self) | {
+        entries = asdict(self)
+        # Of the side, where they stand in the report.
+        del entries["counts"]
+        return entries | {
             "steps": [asdict(step) | {"loss": _finite(step.loss)} for step in self.steps],
             "loss_with_pad_targets": _finite(self.loss_with_pad_targets),
         }
@@ -134,11 +155,17 @@ class Side:
             return Spread.of(step.seconds for run in self.runs for step in run.steps)
         return Spread.of(getattr(run, quantity) for run in self.runs)
 
+    @property
+    def counts(self) -> Counts | None:
+        """The counts of the first run."""
+        return self.runs[0].counts if self.runs else None
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the spreads and the runs for JSON."""
+        """Return the counts, the spreads and the runs for JSON."""
+        counts = asdict(self.counts) if self.counts else {}
         spreads = {name: asdict(self.spread(name)) for name in _SPREADS if self.runs}
         runs = [run.as_dict() for run in self.runs]
-        return {"name": self.name, "failed": self.failed, **spreads, "runs": runs}
+        return {"name": self.name, "failed": self.failed, **counts, **spreads, "runs": runs}
 
 
 # What both sides are compared by, and all that is reported of a side.

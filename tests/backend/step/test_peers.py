@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import load_base, open_base
+from mlxtune.backend.step.counts import count_steps
 from mlxtune.backend.step.peers import MlxLm, masked_loss, one_span, padded, spans, write_start
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import TrainConfig
@@ -183,3 +184,26 @@ def test_peer_has_and_computes_in_the_dtype_that_is_asked_for(tmp_path: Path, dt
     model = MlxLm(half, options(half, dtype=dtype).split())._model
     assert {value.dtype for _, value in tree_flatten(model.parameters())} == {getattr(mx, dtype)}
     assert model(mx.array([[1, 2]])).dtype == getattr(mx, dtype)
+
+
+def test_products_run_on_padding_and_the_head_on_all(
+    folder: Path, adapter: Path, tmp_path: Path
+) -> None:
+    side = started(folder, adapter, [examples()])
+    before = [side.step(1, examples())]
+    found = count_steps(side, [examples()] * 2)
+    padded_tokens = side.tokens(examples())[0]
+    hidden, inner, heads, kv_heads, width, rank = 64, 96, 4, 2, 16, 4  # of tests/models.py
+    layers = len(load_model(folder, lazy=True)[0].layers)
+    layer = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    outputs = width * (heads + kv_heads)
+    attention_inputs = hidden * width * (heads + 2 * kv_heads)
+    own = hidden * VOCAB_SIZE * 2 + layers * layer * 2 - attention_inputs
+    lora = layers * rank * 3 * (2 * hidden + outputs) - rank * 2 * hidden
+    assert found.matmul_flops == 2 * 2 * padded_tokens * (own + lora)
+    assert found.shapes == 1
+    assert found.launches.total() > 0
+    # Nothing was taken: the next step is the second.
+    other = started(folder, adapter, [examples()])
+    assert before == [other.step(1, examples())]
+    assert side.step(2, examples()) == other.step(2, examples())

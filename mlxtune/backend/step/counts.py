@@ -1,0 +1,263 @@
+"""What a step costs, counted from its graph on any device: products, launches, compiled shapes.
+
+Nothing is computed. Products are counted from MLX's export of the gradient's graph, which has
+shapes, and launches from its drawing, which has compiled operations as they are.
+"""
+
+import ctypes
+import gc
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from mlxtune.backend.model import memory
+from mlxtune.backend.model.compiling import traces
+from mlxtune.core.data.encode import Example
+
+# A gradient as a function of the tokens of a micro-batch, with these.
+Gradient = tuple[Callable[[mx.array], list[mx.array]], mx.array]
+
+_PRODUCTS = {
+    "AddMM",
+    "BlockMaskedMM",
+    "GatherMM",
+    "GatherQMM",
+    "Matmul",
+    "QuantizedMatmul",
+    "SegmentedMM",
+}
+# Primitives that launch nothing: views, and those that only order others.
+_VIEWS = {
+    "AsStrided",
+    "Broadcast",
+    "BroadcastAxes",
+    "Copy",
+    "CustomTransforms",
+    "Depends",
+    "ExpandDims",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "StopGradient",
+    "Transpose",
+    "View",
+}
+# Views, unless the array is transposed: then they copy it.
+_RESHAPES = {"Flatten", "Reshape", "Unflatten"}
+
+
+class GraphSource(Protocol):
+    """A side of a benchmark whose steps can be built without being computed."""
+
+    def lazy_step(self, examples: Sequence[Example]) -> Any:
+        """Return all arrays that a step evaluates, compiled as on a GPU."""
+
+    def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
+        """Yield the gradient of each micro-batch of a step."""
+
+    def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
+        """Yield the arrays that the head of each micro-batch gives, with its gradient."""
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts over some steps; None where a graph cannot be exported.
+
+    `matmul_flops` are those of matrix products, `attention_flops` those of attention, whole squares
+    counted. `launches` are by primitive, `head_launches` the part of the head. `shapes` counts the
+    signatures that were compiled, each of which took `memory_per_shape` bytes.
+    """
+
+    matmul_flops: int | None = None
+    attention_flops: int | None = None
+    launches: Counter[str] | None = None
+    head_launches: int = 0
+    shapes: int | None = None
+    memory_per_shape: int | None = None
+
+
+def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
+    """Count what the steps compute and launch."""
+    found = StepCounts()
+    # Of any kind: what MLX cannot trace or export is not counted, and fails nothing.
+    with suppress(Exception):
+        found = _count_launches(source, steps)
+    with suppress(Exception):
+        gradients = (gradient for examples in steps for gradient in source.gradients(examples))
+        products = sum((flops(*gradient) for gradient in gradients), Counter[str]())
+        found = replace(
+            found, matmul_flops=products["products"], attention_flops=products["attention"]
+        )
+    return found
+
+
+def _count_launches(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
+    launched, head = Counter[str](), 0
+    start, grown = traces(), 0
+    for examples in steps:
+        before, known = _allocated_bytes(), traces()
+        with _fused(), _nothing_evaluated():
+            launched += launches(source.lazy_step(examples))
+        with _fused():
+            head += sum(launches(arrays).total() for arrays in source.heads(examples))
+        gc.collect()
+        if traces() > known:
+            grown += _allocated_bytes() - before
+    shapes = traces() - start
+    return StepCounts(
+        launches=launched,
+        head_launches=head,
+        shapes=shapes,
+        memory_per_shape=max(grown, 0) // shapes if shapes else None,
+    )
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2` (malloc.h)."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def _allocated_bytes() -> int:
+    """Return the bytes that malloc has given out; without glibc, the peak of the process."""
+    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
+        return memory.peak_rss()
+    mallinfo.restype = _MallInfo
+    info = mallinfo()
+    return int(info.hblkhd + info.uordblks)
+
+
+def flops(function: Callable[[mx.array], list[mx.array]], tokens: mx.array) -> Counter[str]:
+    """Return the multiplications and additions of a function's products, and of attention's.
+
+    Those of attention multiply arrays of four axes or more that both depend on the tokens.
+    """
+    counts, dependent = Counter[str](), set[str]()
+
+    def read(entry: Mapping[str, Any]) -> None:
+        if entry["type"] == "inputs":
+            dependent.update(name for name, _, _ in entry["inputs"])
+        if entry["type"] != "primitive":
+            return
+        depends = [name in dependent for name, _, _ in entry["inputs"]]
+        if any(depends):
+            dependent.update(name for name, _, _ in entry["outputs"])
+        shapes = [shape for _, shape, _ in entry["inputs"]]
+        out = entry["outputs"][0][1] if entry["outputs"] else ()
+        if entry["name"] in _PRODUCTS:
+            attends = entry["name"] == "Matmul" and len(out) > 3 and all(depends)
+            counts["attention" if attends else "products"] += 2 * math.prod(out) * shapes[0][-1]
+        elif entry["name"] == "Convolution":
+            counts["products"] += 2 * math.prod(out) * math.prod(shapes[1][1:])
+
+    # Where MLX's fused functions are their plain operations.
+    with mx.stream(mx.cpu):
+        mx.export_function(read, lambda tokens: function(tokens), tokens=tokens)
+    return counts
+
+
+def launches(tree: Any) -> Counter[str]:
+    """Return how many kernels a GPU launches to compute arrays, by the primitive's name."""
+    drawing, arrays = io.StringIO(), []
+    tree_map(lambda leaf: arrays.append(leaf) if isinstance(leaf, mx.array) else None, tree)
+    mx.export_to_dot(drawing, *arrays)
+    text = drawing.getvalue()
+    names = dict(re.findall(r'\{ (\d+) \[label ="([^"]+)"', text))
+    makers = {array: names[node] for node, array in re.findall(r'(\d+) -> "(\w+)"', text)}
+    inputs: dict[str, list[str]] = {node: [] for node in names}
+    for array, node in set(re.findall(r'"(\w+)" -> (\d+)', text)):
+        inputs[node].append(makers.get(array, ""))
+    counts = Counter[str]()
+    for node, name in names.items():
+        if name in _RESHAPES:
+            counts[name] += "Transpose" in inputs[node]
+        elif name == "Concatenate":
+            counts[name] += len(inputs[node])
+        elif name not in _VIEWS:
+            counts["Compiled" if name.startswith("Compiled") else name] += 1
+    return +counts
+
+
+@contextmanager
+def counted_evaluations() -> Iterator[list[int]]:
+    """Yield a list of one number: how often MLX is asked to evaluate inside the block."""
+    count = [0]
+
+    def counting(evaluate: Callable[..., None]) -> Callable[..., None]:
+        def call(*arrays: Any) -> None:
+            count[0] += 1
+            evaluate(*arrays)
+
+        return call
+
+    with _replaced(mx, eval=counting(mx.eval), async_eval=counting(mx.async_eval)):
+        yield count
+
+
+@contextmanager
+def _replaced(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+def _nothing_evaluated() -> Any:
+    return _replaced(mx, eval=lambda *_: None, async_eval=lambda *_: None)
+
+
+def _fused() -> Any:
+    """Have MLX's fused functions be one primitive each way, as on a GPU and not on the CPU.
+
+    Their places are taken by scans, which MLX compiles into nothing else.
+    """
+    norm = _stand_in(mx.cumsum, mx.cumprod)
+    return _replaced(
+        mx.fast,
+        rms_norm=norm,
+        layer_norm=norm,
+        rope=_stand_in(mx.cummax, mx.cummax),
+        scaled_dot_product_attention=_stand_in(mx.cummin, mx.logcumsumexp),
+        cross_entropy=_stand_in(mx.logsumexp, mx.softmax),
+    )
+
+
+def _stand_in(
+    forward: Callable[..., mx.array], backward: Callable[..., mx.array]
+) -> Callable[..., mx.array]:
+    @mx.custom_function
+    def function(*arrays: mx.array) -> mx.array:
+        made = forward(mx.depends(arrays[0], list(arrays)), axis=-1)
+        # Attention's values may be narrower than its queries.
+        if len(arrays) > 2 and arrays[2].ndim == made.ndim == 4:
+            made = mx.broadcast_to(made[..., :1], (*made.shape[:-1], arrays[2].shape[-1]))
+        return made
+
+    @function.vjp
+    def function_vjp(primals: Any, cotangent: mx.array, _: Any) -> Any:
+        arrays = [primals] if isinstance(primals, mx.array) else list(primals)
+        first = backward(mx.depends(arrays[0], [cotangent, *arrays]), axis=-1)
+        rest = [mx.depends(array, [first]) for array in arrays[1:]]
+        return [first, *rest] if rest else first
+
+    def call(*args: Any, **options: Any) -> mx.array:
+        given = [each for each in (*args, *options.values()) if isinstance(each, mx.array)]
+        return cast(mx.array, function(*given))
+
+    return call

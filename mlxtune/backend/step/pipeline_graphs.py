@@ -1,0 +1,59 @@
+"""The graphs of our own steps, for counting."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.model.autograd import recorded_backward
+from mlxtune.backend.step.counts import Gradient
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.data.encode import Example
+
+
+class PipelineGraphs:
+    """The graphs of our own side, where MLX's operations compute it."""
+
+    def __init__(self, pipeline: InstructPipeline) -> None:
+        self._pipeline = pipeline
+        self.lazy_step = pipeline.lazy_step
+
+    def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
+        """Yield the gradient of each micro-batch, with what custom gradients compute."""
+        forward = self._pipeline.forward
+        for arrays in self._arrays(examples):
+
+            def gradient(tokens: mx.array, arrays: Any = arrays) -> list[mx.array]:
+                parameters = self._pipeline.model.trainable_parameters()
+                with recorded_backward() as recorded:
+                    try:
+                        found = mx.value_and_grad(forward.scaled_loss)(
+                            parameters, {**arrays, "inputs": tokens}, mx.array(1.0)
+                        )
+                    finally:
+                        self._pipeline.model.update(parameters)
+                return [*(array for _, array in tree_flatten(found)), *recorded]
+
+            yield gradient, arrays["inputs"]
+
+    def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
+        """Yield the loss of each micro-batch's head, and its gradient."""
+        forward = self._pipeline.forward
+        found: list[Any] = []
+
+        def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+            alone = mx.zeros(rows.shape, rows.dtype)
+            mx.eval(alone)
+            found.append(mx.value_and_grad(head)(alone))
+            return rows.sum()
+
+        with forward.watched(around):
+            for arrays in self._arrays(examples):
+                parameters = self._pipeline.model.trainable_parameters()
+                forward.scaled_loss(parameters, arrays, mx.array(1.0))
+        yield from found
+
+    def _arrays(self, examples: Sequence[Example]) -> Iterator[dict[str, Any]]:
+        for _, batch in self._pipeline.micro_batches(examples):
+            yield self._pipeline.arrays(batch, 1)

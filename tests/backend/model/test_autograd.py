@@ -1,0 +1,59 @@
+"""Custom gradients, and their operations without MLX's own custom functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxtune.backend.model.autograd import differentiable, recorded_backward
+
+
+def square_forward(x: mx.array) -> mx.array:
+    return x * x
+
+
+def square_backward(primal: Any, cotangent: Any, output: Any) -> mx.array:
+    assert isinstance(primal, mx.array)
+    assert isinstance(output, mx.array)
+    return cotangent * 3 * primal  # not the true gradient, which shows that it is this one
+
+
+def test_gradient_is_the_given_one() -> None:
+    square = differentiable(square_forward, square_backward)
+    assert mx.grad(square)(mx.array(2.0)).item() == 6.0
+
+
+def test_recorded_gradients_let_others_flow_on() -> None:
+    square = differentiable(square_forward, square_backward)
+
+    def gradients(x: mx.array) -> list[mx.array]:
+        with recorded_backward() as recorded:
+            found = mx.grad(lambda x: mx.exp(square(mx.sin(x))))(x)
+        return [found, *recorded]
+
+    with pytest.raises((ValueError, RuntimeError), match="CustomTransforms"):
+        mx.export_function(lambda _: None, lambda x: [square(x)], x=mx.array(2.0))
+    names = []
+    mx.export_function(
+        lambda entry: names.append(entry.get("name")), lambda x: gradients(x), x=mx.array(2.0)
+    )
+    # Of sin and exp, which MLX differentiates, and of the custom gradient.
+    assert {"Sin", "Cos", "Exp"} <= set(names)
+    assert gradients(mx.array(2.0))[1].item() == pytest.approx(3 * 0.9092974)
+
+
+def test_functions_of_several_arrays_give_several() -> None:
+    def forward(x: mx.array, y: mx.array) -> list[mx.array]:
+        return [x + y, x * y]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        assert len(primals) == len(cotangents) == len(outputs) == 2
+        return [cotangents[0], cotangents[1]]
+
+    both = differentiable(forward, backward)
+    with recorded_backward() as recorded:
+        added, product = both(mx.array(2.0), mx.array(3.0))
+    assert (added.item(), product.item()) == (5.0, 6.0)
+    assert [each.item() for each in recorded] == [1.0, 1.0]
