@@ -8,6 +8,7 @@ from pathlib import Path
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import loading, model_folder
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.config import StepConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.machine.files import file_hash
 from mlxtune.core.machine.hashing import model_hash
@@ -112,4 +113,6 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
     problem = None
     if not same or not same_except_measurements(records, before):
         problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
+        if not on_cpu():
+            problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
     found.add("replay", problem, f"{start}: the same bytes")

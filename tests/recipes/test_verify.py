@@ -177,7 +177,9 @@ def test_replay_trains_to_the_same_bytes_from_the_first_checkpoint_or_the_start(
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
-def test_replay_finds_a_run_that_was_not_trained_as_it_says(cli: Cli, run: Path) -> None:
+def test_replay_finds_a_run_that_was_not_trained_as_it_says(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlxtune.core.training.checkpoint import _manifest
 
     for folder in run.glob("*/manifest.json"):
@@ -187,7 +189,9 @@ def test_replay_finds_a_run_that_was_not_trained_as_it_says(cli: Cli, run: Path)
         folder.write_text(json.dumps(_manifest(folder.parent)))
     outcome = cli("verify", run, "--replay")
     assert outcome.code == 1
-    assert "to 8: the adapter differs" in outcome.out
+    assert "to 8: the adapter differs\n" in outcome.out
+    monkeypatch.setattr("mlxtune.recipes.verify.on_cpu", lambda: False)
+    assert "differs, perhaps by rounding" in cli("verify", run, "--replay").out
 
 
 @pytest.mark.parametrize("place", ["none", "empty"])
