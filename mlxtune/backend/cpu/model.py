@@ -21,6 +21,7 @@ from mlxtune.backend.model.layers import (
     DequantizedLinear,
     PackedRows,
     StoredEmbedding,
+    StoredLinear,
 )
 from mlxtune.backend.model.nf4 import NF4Linear
 
@@ -189,7 +190,7 @@ def _subclasses(mixin: type, *kinds: type) -> dict[type, type]:
 
 # The faster subclass of each layer. Quantised layers that use MLX's own products have none.
 _KINDS: dict[type, type] = {
-    **_subclasses(_Product, nn.Linear, DequantizedLinear, NF4Linear),
+    **_subclasses(_Product, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **_subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,

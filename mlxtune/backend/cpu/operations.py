@@ -21,13 +21,6 @@ class CpuOperations:
     by_segments = True
     memory: MemoryUse = KernelMemory()
 
-    @property
-    def linear_head(self) -> ModuleType:
-        """Cross-entropy by blocks of the vocabulary."""
-        from mlxtune.backend.cpu import products
-
-        return products
-
     def load(self) -> None:
         """Import numba and the kernels."""
         from mlxtune.backend.cpu import kernels
@@ -38,6 +31,12 @@ class CpuOperations:
         """Return whether this is float32, all that the kernels take."""
         return dtype is not None and dtype == mx.float32
 
+    def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
+        """Return cross-entropy by blocks of the vocabulary."""
+        from mlxtune.backend.cpu import products
+
+        return products
+
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Make a model compute with the kernels; return a function that undoes it."""
         from mlxtune.backend.cpu.model import make_fast
@@ -46,7 +45,7 @@ class CpuOperations:
 
     def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
         """Return the cross-entropy (P,) of logits (P, V) against targets (P,)."""
-        return self.linear_head.losses(logits, targets)
+        return self.linear_head(mx.float32).losses(logits, targets)
 
     def layer_passes(self, recompute: bool) -> KernelLayers:
         """Return passes that keep the products of each layer, or its input only."""

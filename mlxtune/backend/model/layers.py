@@ -25,12 +25,29 @@ class StoredEmbedding(nn.Embedding):
         return super().__call__(x).astype(mx.float32)
 
 
+class StoredLinear(nn.Linear):
+    """A linear layer that is stored in 16 bits, and cast to float32 for each product."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        for name, value in linear.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = _product(x, self.cast)
+        return y + self["bias"] if "bias" in self else y
+
+    def cast(self, dtype: mx.Dtype, after: mx.array) -> mx.array:
+        """Return the weight (out, in) in a dtype, computed after `after`."""
+        return mx.depends([self["weight"]], [after])[0].astype(dtype)
+
+
 class _Dequantized(nn.Module):
     """A quantised layer whose weight is dequantised for each product."""
 
-    def unpacked(self, dtype: mx.Dtype, rows: Any = ..., after: mx.array | None = None) -> mx.array:
+    def unpacked(self, dtype: mx.Dtype, after: mx.array | None = None, rows: Any = ...) -> mx.array:
         """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
-        return _dequantize(self, dtype, rows, after)
+        return _dequantize(self, dtype, after, rows)
 
 
 class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
@@ -41,7 +58,7 @@ class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
         _copy_quantized(linear, self)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _dequantized_product(x, self)
+        y = _product(x, self.unpacked)
         return y + self["bias"] if "bias" in self else y
 
 
@@ -59,7 +76,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
         self.compute_dtype = compute_dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _dequantize(self, self.compute_dtype, x)
+        return _dequantize(self, self.compute_dtype, rows=x)
 
 
 class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
@@ -67,7 +84,7 @@ class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., V) of hidden states (..., H)."""
-        return _dequantized_product(x, self)
+        return _product(x, self.unpacked)
 
 
 def _copy_quantized(source: nn.Module, target: nn.Module) -> None:
@@ -90,7 +107,7 @@ class PackedRows:
         self.size = self.shape[0] * inputs
 
     def __getitem__(self, rows: Any) -> mx.array:
-        return self._module.unpacked(mx.float32, rows)
+        return self._module.unpacked(mx.float32, rows=rows)
 
 
 def dequantized_weight(module: nn.Module) -> mx.array:
@@ -105,7 +122,9 @@ def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
     if "bias" not in linear:
         return linear(x)
     if hasattr(linear, "unpacked"):
-        return _dequantized_product(x, linear)
+        return _product(x, linear.unpacked)
+    if isinstance(linear, StoredLinear):
+        return _product(x, linear.cast)
     if not isinstance(linear, nn.QuantizedLinear):
         return x @ linear["weight"].T
     return mx.quantized_matmul(
@@ -120,28 +139,26 @@ def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
     )
 
 
-def _dequantized_product(x: mx.array, module: Any) -> mx.array:
-    """Return x (..., in) times the transpose of a module's frozen matrix, in the dtype of x.
+def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> mx.array:
+    """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
 
-    The matrix is dequantised for the product, and again for the gradient of x; on the CPU in
-    float32, whose products of other dtypes are slow. Dequantising waits for the other factor, so
-    that a graph of many layers does not dequantise all of them first.
+    `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x; on the
+    CPU in float32, whose products of other dtypes are slow. It waits for the other factor, so that
+    a graph of many layers does not unpack all of them first.
     """
     dtype = mx.float32 if on_cpu() else x.dtype
 
     def forward(x: mx.array) -> mx.array:
-        weight = module.unpacked(dtype, after=x)
-        return (x.astype(dtype) @ weight.T).astype(x.dtype)
+        return (x.astype(dtype) @ unpack(dtype, x).T).astype(x.dtype)
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
-        weight = module.unpacked(dtype, after=cotangent)
-        return (cotangent.astype(dtype) @ weight).astype(cotangent.dtype)
+        return (cotangent.astype(dtype) @ unpack(dtype, cotangent)).astype(cotangent.dtype)
 
     return differentiable(forward, gradient)(x)
 
 
 def _dequantize(
-    module: Any, dtype: mx.Dtype = mx.float32, rows: Any = ..., after: mx.array | None = None
+    module: Any, dtype: mx.Dtype = mx.float32, after: mx.array | None = None, rows: Any = ...
 ) -> mx.array:
     """Return the weight of a module in one of MLX's formats, or some of its rows, in a dtype."""
     weight, scales = module["weight"][rows], module["scales"][rows]

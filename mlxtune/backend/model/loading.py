@@ -17,6 +17,7 @@ from mlxtune.backend.model.layers import (
     DEQUANTIZED,
     QUANTIZED,
     StoredEmbedding,
+    StoredLinear,
     cast_parameters,
     compute_quantized,
     replace_modules,
@@ -228,8 +229,9 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     cast_parameters(model, dtype, kept)
 
     def stored(module: nn.Module) -> nn.Module | None:
-        in_16_bits = type(module) is nn.Embedding and module.weight.dtype != mx.float32
-        return StoredEmbedding(module) if in_16_bits else None
+        kinds = {nn.Embedding: StoredEmbedding, nn.Linear: StoredLinear}
+        kind = kinds.get(type(module))
+        return kind(module) if kind and module.weight.dtype != mx.float32 else None
 
     if casts_stored:
         replace_modules(model, stored)

@@ -53,7 +53,7 @@ class NF4Linear(DequantizedLinear):
             self.bias = linear.bias
         self.freeze()
 
-    def unpacked(self, dtype: mx.Dtype, rows: Any = ..., after: mx.array | None = None) -> mx.array:
+    def unpacked(self, dtype: mx.Dtype, after: mx.array | None = None, rows: Any = ...) -> mx.array:
         """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
         codes, scales = self["weight"][rows], self.plain_scales()[rows]
         if after is not None:

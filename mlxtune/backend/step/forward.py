@@ -64,7 +64,7 @@ class Forward:
         )
         passes = operations.layer_passes(execution.recompute) if trains else None
         self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
-        self._linear_head = None if split.weight is None else operations.linear_head
+        self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
         self.drop_compiled()
 

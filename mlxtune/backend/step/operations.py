@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.step import linear_head
 from mlxtune.backend.step.loss import softmax_cross_entropies
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
 
@@ -60,7 +62,6 @@ class MlxOperations:
 
     by_segments = False
     memory: MemoryUse = GraphMemory()
-    linear_head = None
     cross_entropies = staticmethod(softmax_cross_entropies)
 
     def load(self) -> None:
@@ -69,6 +70,10 @@ class MlxOperations:
     def serves(self, dtype: mx.Dtype | None) -> bool:
         """Return True: MLX computes in any dtype."""
         return True
+
+    def linear_head(self, dtype: mx.Dtype | None) -> ModuleType | None:
+        """Return cross-entropy by blocks of the vocabulary; in 16 bits, MLX's own is fused."""
+        return linear_head if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Leave a model as it is."""

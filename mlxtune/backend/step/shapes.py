@@ -70,7 +70,6 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_matrix=max(m.entries for m in every),
         cast=sum(casts),
-        layer_cast=max(casts),
         head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),

@@ -23,6 +23,9 @@ from mlxtune.core.steps.pack import plan_packs
 _COMPILED_WIDTHS = 32
 # Rows of the vocabulary that the CPU's head casts at once, and how many casts exist at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
+# For MLX's own graph: the fewest rows and the most logits of a block, and how many blocks of casts
+# and of logits exist at once, in use or in flight; no more than so many copies of all.
+_FEWEST, _BLOCK_LOGITS, _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 512, 1 << 21, 5, 9, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
 # CPU's own functions.
 _LOGITS, _CPU_LOGITS = 5, 2
@@ -30,7 +33,7 @@ _LOGITS, _CPU_LOGITS = 5, 2
 # functions (rotated, gated), and its input, the normed input and the residual in between.
 _GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
 # The products and the outputs of functions of them, if a layer is recomputed, and LoRA's share.
-_AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.5
+_AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.25
 # What DoRA adds where a layer is recomputed, and in the CPU's own functions: its scaled products,
 # and the gradients of these.
 _SCALED = 2
@@ -52,8 +55,8 @@ class ModelShapes:
     first with LoRA; the outputs of all their linear layers are `products` wide together, those of
     one layer `layer_products`, that of a single linear layer `widest_product`. `updated` is the
     width of one layer's outputs with LoRA, `read` of all inputs with LoRA that are not hidden
-    states, `scaled` of all outputs that DoRA scales. `cast` and `layer_cast` are the entries of
-    matrices that are cast for each use, of all layers and of one, `head_cast` those of the head.
+    states, `scaled` of all outputs that DoRA scales. `cast` are the entries of all
+    layers' matrices that are cast for each use, `head_cast` those of the head.
     `plain_head`: the head is one product. `unpacked` are the entries of the largest quantised
     matrix that is unpacked for each product.
     """
@@ -73,7 +76,6 @@ class ModelShapes:
     read: int
     largest_matrix: int
     cast: int
-    layer_cast: int
     head_cast: int
     plain_head: bool
     scaled: int = 0
@@ -132,6 +134,11 @@ def _logits(execution: Execution, positions: int, shapes: ModelShapes) -> int:
     return shapes.vocab * held
 
 
+def vocabulary_block(positions: int) -> int:
+    """Return how many rows of the vocabulary a linear head takes at once, in MLX's own graph."""
+    return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
+
+
 class GraphMemory:
     """The memory of MLX's own graph, in entries of arrays of the compute dtype.
 
@@ -149,28 +156,32 @@ class GraphMemory:
         widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs
         widths += shapes.read + shapes.scaled
         scores = shapes.heads * shapes.layers * load.scores if execution.holds_scores else 0
-        return load.tokens * widths + scores + shapes.cast
+        return load.tokens * widths + scores
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of one layer's backward pass, in addition to those kept."""
         widths = _GRADIENTS * (shapes.widest_product + shapes.hidden)
-        matrices = _UNPACKED * shapes.unpacked
+        matrices = _UNPACKED * max(shapes.unpacked, shapes.largest_matrix if shapes.cast else 0)
         if execution.recompute:
             widths += _AGAIN_PRODUCTS * shapes.layer_products + int(_AGAIN_UPDATES * shapes.updated)
             widths += _GRAPH_HIDDEN * shapes.hidden
             widths += _SCALED * shapes.updated if shapes.scaled else 0
-            matrices += shapes.layer_cast
         scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
         return load.tokens * widths + scores + matrices
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
         positions, hidden = _head_states(shapes, execution, load)
+        if execution.split_head and not self.holds_logits(shapes):
+            rows = vocabulary_block(positions)
+            casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
+            logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
+            return hidden + casts * shapes.hidden + logits * positions
         return hidden + shapes.head_cast + _LOGITS * _logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits, fewer in smaller chunks."""
-        return True
+        """Return whether the head holds logits: in 16 bits, or unless it is one product."""
+        return shapes.itemsize != 4 or not shapes.plain_head
 
 
 class KernelMemory:
@@ -210,22 +221,23 @@ MemoryUse = GraphMemory | KernelMemory
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `by_segments`: causal attention keeps apart the examples of a line by itself. `linear_head`
-    computes the losses of a head that is one product without its logits; None if it is computed
-    like any other.
+    `by_segments`: causal attention keeps apart the examples of a line by itself.
     """
 
     by_segments: bool
     memory: MemoryUse
-
-    @property
-    def linear_head(self) -> Any: ...
 
     def load(self) -> None:
         """Load libraries and kernels ahead of their first use."""
 
     def serves(self, dtype: Any) -> bool:
         """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
+
+    def linear_head(self, dtype: Any) -> Any:
+        """Return what computes the losses of a head that is one product without its logits.
+
+        None if it is computed like any other.
+        """
 
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that undoes it."""

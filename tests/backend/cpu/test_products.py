@@ -13,12 +13,6 @@ from tests.backend.cpu.compared import assert_close, assert_same_function, rando
 STORED = [mx.float32, mx.bfloat16, mx.float16]
 
 
-def cross_entropy(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
-    logits = hidden @ weight.astype(mx.float32).T
-    losses: mx.array = nn.losses.cross_entropy(logits, targets, reduction="sum")
-    return losses
-
-
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 def test_product_and_its_gradient(dtype: mx.Dtype) -> None:
     weight, x = random(7, 5).astype(dtype), random(2, 3, 5)
@@ -26,50 +20,6 @@ def test_product_and_its_gradient(dtype: mx.Dtype) -> None:
     assert_close(products.forward(x, weight), x @ wide.T, 2e-6)
     cotangent = random(2, 3, 7, seed=1)
     assert_close(products.backward(cotangent, weight), cotangent @ wide, 2e-6)
-
-
-@pytest.mark.parametrize("dtype", STORED, ids=str)
-@pytest.mark.parametrize("size", [11, 4096, 4097, 9000])
-def test_head_loss_and_gradient(size: int, dtype: mx.Dtype) -> None:
-    weight = random(size, 16).astype(dtype)
-    targets = mx.array([0, size - 1, size // 2, 3, 3])
-    assert_same_function(
-        lambda hidden: products.head_loss_sum(weight, hidden, targets),
-        lambda hidden: cross_entropy(weight, hidden, targets),
-        random(5, 16),
-        tolerance=5e-6,
-    )
-
-
-def test_head_loss_of_one_position() -> None:
-    weight, targets = random(50, 8), mx.array([7])
-    assert_same_function(
-        lambda hidden: products.head_loss_sum(weight, hidden, targets),
-        lambda hidden: cross_entropy(weight, hidden, targets),
-        random(1, 8),
-    )
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_logits_of_ten_thousand(order: int) -> None:
-    """The highest logit in the first block, or in the last: sums are scaled as it is met."""
-    weight, hidden = random(9000, 16), 2500 * random(4, 16)
-    weight = weight[np.argsort(np.array(hidden @ weight.T)[0])[::-order].tolist()]
-    assert mx.abs(hidden @ weight.T).max() > 1e4
-    targets = mx.array([0, 8999, 4500, 17])
-    assert_same_function(
-        lambda hidden: products.head_loss_sum(weight, hidden, targets),
-        lambda hidden: cross_entropy(weight, hidden, targets),
-        hidden,
-        tolerance=1e-5,
-    )
-
-
-def test_certain_prediction_costs_nothing() -> None:
-    weight = mx.eye(8) * 1e4
-    loss = products.head_loss_sum(weight, mx.eye(8), mx.arange(8))
-    assert loss.item() == 0
-    assert products.losses(mx.eye(8) * 1e4, mx.arange(8)).max().item() == 0
 
 
 @pytest.mark.parametrize("count, size", [(5, 11), (1, 1), (40, 3000)])

@@ -14,7 +14,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model import layers
-from mlxtune.backend.model.layers import DequantizedLinear, PackedRows
+from mlxtune.backend.model.layers import (
+    DequantizedLinear,
+    PackedRows,
+    StoredLinear,
+    frozen_product,
+)
 from mlxtune.backend.model.loading import load_base, slow_products
 from mlxtune.backend.model.quantize import FORMATS
 from mlxtune.backend.step.operations import MLX
@@ -136,10 +141,21 @@ def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
     assert mx.array_equal(packed[mx.array([5, 3])], whole[mx.array([5, 3])])
 
 
-def test_unpacked_matrices_are_not_kept() -> None:
-    size, layers = 512, 16
-    plain = [nn.QuantizedLinear(size, size, bias=False) for _ in range(layers)]
-    stack = [DequantizedLinear(layer) for layer in plain]
+def half(size: int) -> nn.Linear:
+    linear = nn.Linear(size, size, bias=False)
+    linear.weight = linear.weight.astype(mx.bfloat16)
+    return linear
+
+
+@pytest.mark.parametrize("kind", [DequantizedLinear, StoredLinear])
+def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
+    size, layers = 256, 64
+    quantized = kind is DequantizedLinear
+    plain = [
+        nn.QuantizedLinear(size, size, bias=False) if quantized else half(size)
+        for _ in range(layers)
+    ]
+    stack = [kind(layer) for layer in plain]
     x = mx.ones((4, size))
     mx.eval([layer.parameters() for layer in stack], x)
 
@@ -153,7 +169,7 @@ def test_unpacked_matrices_are_not_kept() -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(mx.value_and_grad(run)(x))
-    # Of 16 matrices, few at a time.
+    # Of 64 matrices, few at a time.
     assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
 
 
@@ -185,3 +201,21 @@ def test_stored_embedding_gives_float32_of_what_mlx_gives() -> None:
     found = layers.StoredEmbedding(plain)(tokens)
     assert found.dtype == mx.float32
     assert mx.array_equal(found, plain(tokens).astype(mx.float32))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_stored_linear_multiplies_by_its_weight_in_float32(bias: bool) -> None:
+    linear = nn.Linear(48, 32, bias=bias)
+    linear.weight = linear.weight.astype(mx.bfloat16)
+    stored = StoredLinear(linear)
+    x = mx.random.normal((2, 3, 48), key=mx.random.key(0))
+
+    def plain(x: mx.array) -> mx.array:
+        y = x @ linear.weight.astype(mx.float32).T
+        return y + linear.bias if bias else y
+
+    assert mx.allclose(stored(x), plain(x), rtol=1e-5, atol=1e-6)
+    assert mx.allclose(frozen_product(stored, x), plain(x) - plain(0 * x), rtol=1e-5, atol=1e-6)
+    ours = mx.grad(lambda x: (stored(x) ** 2).sum())(x)
+    theirs = mx.grad(lambda x: (plain(x) ** 2).sum())(x)
+    assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)

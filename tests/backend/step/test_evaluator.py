@@ -13,7 +13,6 @@ import pytest
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
-from mlxtune.backend.cpu import products
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator
@@ -120,15 +119,3 @@ def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int)
     )
     np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
     np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
-
-
-def test_head_on_the_cpu_gives_each_position_its_own_loss() -> None:
-    rng = np.random.default_rng(0)
-    # More than the rows of a vocabulary that are worked on at once.
-    weight, hidden = rng.standard_normal((5000, 8)), rng.standard_normal((7, 8))
-    targets = rng.integers(0, 5000, 7)
-    logits = hidden @ weight.T
-    wanted = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(7), targets]
-    arrays = mx.array(weight.astype(np.float32)), mx.array(hidden.astype(np.float32))
-    found = np.array(products.head_losses(*arrays, mx.array(targets)))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -30,7 +30,6 @@ def shapes(**changes: Any) -> ModelShapes:
         "read": 20,
         "largest_matrix": 300,
         "cast": 0,
-        "layer_cast": 0,
         "head_cast": 0,
         "plain_head": True,
     }

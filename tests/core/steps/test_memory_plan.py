@@ -81,9 +81,9 @@ def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
     given = Work([[one]], (Load.single(300, 299),))
-    large = shapes(vocab=100_000)
+    large = shapes(vocab=100_000, itemsize=2)
     free = chosen(given, execution=GRAPH, of=large)
-    tight = chosen(given, 60_000_000, execution=GRAPH, of=large)
+    tight = chosen(given, 30_000_000, execution=GRAPH, of=large)
     assert free
     assert tight
     assert free.execution.loss_chunk == 256

@@ -1,0 +1,74 @@
+"""Cross-entropy of a head that is one product, in float32, one block of logits at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.layers import PackedRows
+from mlxtune.core.steps.execution import vocabulary_block
+
+
+class _OnlineSoftmax:
+    """The softmax of some rows whose logits are taken in blocks, arXiv:1805.02867, algorithm 3."""
+
+    def __init__(self, rows: int) -> None:
+        self._highest = mx.full((rows, 1), -mx.inf)
+        self.total = mx.zeros((rows, 1))
+
+    def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Return exp(logit - the highest so far) of a block, and what corrects those before it."""
+        highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
+        shares, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
+        self.total = self.total * correction + shares.sum(axis=1, keepdims=True)
+        self._highest = highest
+        return shares, correction
+
+    def log_sums(self) -> mx.array:
+        """Return the logarithm of each row's sum of exp(logit), (P,)."""
+        return (self._highest + mx.log(self.total))[:, 0]
+
+
+def head_loss_sum(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.array) -> mx.array:
+    """Return the summed cross-entropy, in nats, of a head that is one product.
+
+    `weight` is (V, H), in any dtype, `hidden` float32 (P, H), `targets` int32 (P,). The forward
+    pass computes the gradient of the hidden states, too.
+    """
+
+    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        softmax = _OnlineSoftmax(len(hidden))
+        expected = mx.zeros_like(hidden)
+        for block in _blocks(weight, len(hidden)):
+            # One block after the other, or the graph would hold several at once.
+            rows = mx.depends([hidden], [expected, softmax.total])[0]
+            shares, correction = softmax.take(rows @ block.T)
+            expected = mx.addmm(expected * correction, shares, block)
+        right = _rows(weight, targets)
+        loss = (softmax.log_sums() - (hidden * right).sum(axis=1)).sum()
+        return loss, expected / softmax.total - right
+
+    def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0] * outputs[1]
+
+    return differentiable(summed, scaled)(hidden)[0]
+
+
+def head_losses(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.array) -> mx.array:
+    """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
+    softmax = _OnlineSoftmax(len(hidden))
+    for block in _blocks(weight, len(hidden)):
+        softmax.take(hidden @ block.T)
+    return softmax.log_sums() - (hidden * _rows(weight, targets)).sum(axis=1)
+
+
+def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]:
+    """Yield the rows of a weight in float32, a block at a time."""
+    rows = vocabulary_block(positions)
+    for start in range(0, weight.shape[0], rows):
+        yield weight[start : start + rows].astype(mx.float32)
+
+
+def _rows(weight: mx.array | PackedRows, rows: mx.array) -> mx.array:
+    return weight[rows].astype(mx.float32)
