@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from mlxtune.recipes.generate import generate
     from mlxtune.recipes.import_adapter import import_adapter
     from mlxtune.recipes.inspect import inspect
+    from mlxtune.recipes.prove import prove
     from mlxtune.recipes.report import report
     from mlxtune.recipes.runs import runs
     from mlxtune.recipes.train import TrainResult, resume, train
@@ -94,6 +95,7 @@ __all__ = [
     "generate",
     "import_adapter",
     "inspect",
+    "prove",
     "report",
     "resume",
     "runs",
@@ -103,7 +105,7 @@ __all__ = [
 
 _RECIPES = (
     *("doctor", "evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
-    *("report", "runs", "train", "verify"),
+    *("prove", "report", "runs", "train", "verify"),
 )
 _LAZY = {
     "Evaluation": "mlxtune.core.training.evaluation",

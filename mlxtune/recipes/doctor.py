@@ -1,21 +1,14 @@
 """The recipe of `mlxtune doctor`: whether training works here, and how well."""
 
-import json
-import os
 import platform
-import subprocess
 import sys
-from pathlib import Path
 
 from mlxtune.config import StepConfig, user_cache
 from mlxtune.core.machine import facts, requirements
 from mlxtune.core.machine.diagnosis import Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.reservation import reservations
-from mlxtune.errors import one_line
+from mlxtune.setup.children import probe_device
 from mlxtune.terminal.output import print_json, print_line
-
-# MLX starts within a second; the first time after an update perhaps within a few.
-_MLX_SECONDS = 30.0
 
 
 def doctor() -> Diagnosis:
@@ -23,7 +16,7 @@ def doctor() -> Diagnosis:
 
     Raises nothing: problems are among the checks.
     """
-    device, problem = _device()
+    device, problem = probe_device()
     return diagnose(
         facts.Machine(
             system=platform.system(),
@@ -53,32 +46,6 @@ def show(*, as_json: bool) -> bool:
         for line in (*check_lines(diagnosis.checks), diagnosis.summary()):
             print_line(line)
     return diagnosis.can_train
-
-
-def _device() -> tuple[facts.Device | None, str]:
-    """Return what MLX computes on; or None, and why it does not start."""
-    # A separate process survives a crash of MLX. It imports this very package.
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(part for part in (package, os.environ.get("PYTHONPATH")) if part)
-    try:
-        process = subprocess.run(
-            [sys.executable, "-m", "mlxtune.backend.model.probe"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_MLX_SECONDS,
-            env={**os.environ, "PYTHONPATH": path},
-            # Files in the current folder could shadow libraries.
-            cwd="/",
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_MLX_SECONDS:.0f} seconds"
-    if process.returncode < 0:
-        return None, f"it was killed by signal {-process.returncode}"
-    if process.returncode:
-        lines = process.stderr.split("\n\n")[-1].strip().splitlines()
-        return None, one_line(RuntimeError(lines[-1] if lines else "it failed without a message"))
-    return facts.Device(**json.loads(process.stdout)), ""
 
 
 def _mlx_first(device: facts.Device | None) -> bool:

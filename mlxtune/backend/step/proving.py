@@ -1,0 +1,130 @@
+"""Every way to compute a step, measured on the device at hand for `mlxtune doctor --prove`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.model import loading, memory
+from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.shapes import model_shapes, planned_execution
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution, load_of, predict
+
+# Large enough for the CPU's kernels to be chosen, whatever the model.
+_LARGE = 10**9
+_ONE_STEP, _SMALL_CHUNK = 10**6, 16
+_DROPOUT = 0.3
+
+Gradients = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute a step, with or without dropout."""
+
+    name: str
+    execution: Execution
+    dropout: float = 0.0
+
+
+def ways() -> list[Way]:
+    """Return the ways that this device has.
+
+    Where layers are recomputed, there are also dropout, several micro-batches and small chunks of
+    the head.
+    """
+    kinds = ("plain", "gpu", "cpu") if on_cpu() else ("plain", "gpu")
+    found = []
+    for kind in kinds:
+        execution = replace(best_execution(_LARGE, kind=kind), micro_batch_tokens=_ONE_STEP)
+        found.append(Way(kind, execution))
+        if kind == "plain":
+            continue
+        small = replace(execution, recompute=True, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
+        found.append(Way(f"{kind}, recomputed", small, _DROPOUT))
+        # On the CPU compiling starts a C++ compiler.
+        if not on_cpu():
+            compiled = replace(execution, compile=True, packs=False)
+            found.append(Way(f"{kind}, compiled", compiled))
+    return found
+
+
+def gradient_differences(
+    folder: Path, examples: Sequence[Example]
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each way, and how far its loss and its gradients are from the plain ones in float32.
+
+    The plain path runs one example at a time through the model as mlx-lm has it, on dequantised
+    weights. Losses are relative, gradients are relative to their largest entry.
+    """
+    plain = replace(best_execution(0, kind="plain"), micro_batch_tokens=1)
+    references = {
+        dropout: _computed(folder, examples, Way("", plain, dropout), "dequantized")
+        for dropout in (0.0, _DROPOUT)
+    }
+    for way in ways():
+        loss, gradients = _computed(folder, examples, way, "auto")
+        expected_loss, expected = references[way.dropout]
+        largest = max(np.abs(value).max() for value in expected.values())
+        # Python's max may pass over a NaN.
+        apart = np.max([np.abs(gradients[name] - value).max() for name, value in expected.items()])
+        yield way.name, abs(loss / expected_loss - 1), float(apart / largest)
+
+
+def _computed(
+    folder: Path, examples: Sequence[Example], way: Way, compute: str
+) -> tuple[float, Gradients]:
+    """Return loss and gradients of a step, with seeded LoRA matrices."""
+    base = loading.load_base(folder, "float32", quantized_compute=compute)
+    config = InstructConfig(targets=("all",), lora_rank=8, dropout=way.dropout)
+    pipeline = InstructPipeline(base.model, config, execution=way.execution)
+    _fill_lora_b(pipeline)
+    result = pipeline.loss_and_gradients(examples, step=1)
+    return result.loss, {name: np.array(value) for name, value in tree_flatten(result.gradients)}
+
+
+def _fill_lora_b(pipeline: InstructPipeline) -> None:
+    """Give B random values: at zero, as it starts, the gradient of A would be zero too."""
+    rng = np.random.default_rng(1)
+    filled = [
+        (name, mx.array(0.1 * rng.standard_normal(value.shape), dtype=value.dtype))
+        for name, value in tree_flatten(pipeline.model.trainable_parameters())
+        if name.endswith("lora_b")
+    ]
+    pipeline.model.update(tree_unflatten(filled))
+
+
+def memory_peaks(
+    folder: Path, examples: Sequence[Example], sizes: Sequence[int], limit: float
+) -> Iterator[tuple[int, int, int]]:
+    """Yield each size of a micro-batch in tokens, the predicted and the measured peak in bytes.
+
+    `limit` is that of MLX's memory in GB.
+    """
+    memory.set_limits(limit)
+    config = InstructConfig(targets=("all",), lora_rank=8)
+    for size in sizes:
+        memory.release()
+        base = loading.load_base(folder, "auto")
+        execution = planned_execution(best_execution(base.parameters, base.dtype), base)
+        execution = replace(execution, micro_batch_tokens=size)
+        shapes = model_shapes(base, config, execution.operations.memory)
+        pipeline = InstructPipeline(base.model, config, execution=execution)
+        # As the loaded model runs.
+        execution = pipeline.forward.execution
+        plain_head = shapes.plain_head and pipeline.forward.plain_head
+        shapes = replace(shapes, plain_head=plain_head)
+        loads = [load_of(group, examples) for group in execution.plan(examples)]
+        predicted = max(predict(shapes, execution, load).total for load in loads)
+        memory.forget_peak()
+        pipeline.train_batch(examples)
+        yield size, predicted, memory.peak_bytes()

@@ -1,0 +1,159 @@
+"""The checks of `mlxtune doctor --prove`, and what each may differ by. Pure.
+
+A check passes or fails; one whose `passed` is None only reports.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+from mlxtune.core.text import byte_size
+
+SCHEMA_VERSION = 1
+# How far float32 may differ from the plain path: the loss relative to its size, the gradients
+# relative to their largest entry.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+# How far a measured peak may exceed its prediction, as a share.
+MEMORY_MARGIN = 0.3
+# Kinds of checks.
+GRADIENTS, BYTES, MEMORY, PEER = "gradients", "bytes", "memory", "mlx-lm"
+
+
+@dataclass(frozen=True)
+class ProofCheck:
+    """One check; `values` are its numbers."""
+
+    kind: str
+    name: str
+    expected: str
+    found: str
+    passed: bool | None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def taking(self, seconds: float) -> Self:
+        """Return the check with the time it took."""
+        return replace(self, seconds=round(seconds, 3))
+
+
+@dataclass(frozen=True)
+class MachineProof:
+    """All checks of a machine, and what they ran on."""
+
+    checks: Sequence[ProofCheck]
+    machine: Mapping[str, Any]
+    device: Mapping[str, Any]
+    versions: Mapping[str, str]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True if no check failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[ProofCheck]:
+        """The checks that failed."""
+        return [check for check in self.checks if check.passed is False]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it for JSON; docs/doctor.md describes it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "passed": self.passed,
+            "seconds": round(self.seconds, 1),
+            "machine": dict(self.machine),
+            "device": dict(self.device),
+            "versions": dict(self.versions),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+
+def check_gradients(model: str, way: str, loss: float, gradient: float) -> ProofCheck:
+    """Judge how far loss and gradients of a way to compute a step are from the plain ones."""
+    return ProofCheck(
+        kind=GRADIENTS,
+        name=f"{model}: {way}",
+        expected=f"≤ {LOSS_TOLERANCE:.0e}, {GRADIENT_TOLERANCE:.0e}",
+        found=f"{loss:.0e}, {gradient:.0e}",
+        # A NaN is within nothing.
+        passed=loss <= LOSS_TOLERANCE and gradient <= GRADIENT_TOLERANCE,
+        values={"loss_difference": _finite(loss), "gradient_difference": _finite(gradient)},
+    )
+
+
+def check_bytes(
+    name: str, expected: str, found: str, *, promised: bool, stopped_after: int | None = None
+) -> ProofCheck:
+    """Judge whether two adapters with these SHA-256 hashes are the same.
+
+    Other bytes fail where equal ones are `promised`. `stopped_after` is the step after which the
+    run was stopped and resumed.
+    """
+    equal = expected == found
+    where = "" if stopped_after is None else f", from step {stopped_after}"
+    return ProofCheck(
+        kind=BYTES,
+        name=name,
+        expected="equal" if promised else "–",
+        found=("equal" if equal else "not equal") + where,
+        passed=equal or (False if promised else None),
+        values={
+            "expected_sha256": expected,
+            "found_sha256": found,
+            "stopped_after": stopped_after,
+        },
+    )
+
+
+def check_memory(name: str, predicted: int, measured: int) -> ProofCheck:
+    """Judge a measured peak in bytes: at most a share MEMORY_MARGIN above the predicted one."""
+    return ProofCheck(
+        kind=MEMORY,
+        name=name,
+        expected=f"{byte_size(predicted)} +{MEMORY_MARGIN:.0%}",
+        found=f"{byte_size(measured)} ({measured / predicted - 1:+.0%})",
+        passed=measured <= predicted * (1 + MEMORY_MARGIN),
+        values={"predicted": predicted, "measured": measured, "margin": MEMORY_MARGIN},
+    )
+
+
+def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
+    """Report the speed beside mlx-lm; judge whether both had the same losses.
+
+    `benchmark` is the JSON of `mlxtune bench`. If mlx-lm failed, nothing is compared.
+    """
+    sides = (benchmark["ours"], benchmark["theirs"])
+    ours, theirs = (side.get("real_tokens_per_s", {}).get("median") for side in sides)
+    ratio = theirs and benchmark["ratio"]["real_tokens_per_s"]
+    speed = ProofCheck(
+        kind=PEER,
+        name="real tokens/s",
+        expected=f"mlx-lm {theirs:,.0f}" if theirs else "–",
+        found=f"{ours:,.0f} ({ratio:.2f}x)" if theirs else sides[1]["failed"],
+        passed=None,
+        values={"tokens_per_s": ours, "peer_tokens_per_s": theirs, "ratio": ratio},
+    )
+    if not theirs:
+        return [speed]
+    apart = benchmark["loss_difference"]
+    first, largest = apart["first"], apart["largest"]
+    losses = ProofCheck(
+        kind=PEER,
+        name="losses of these steps",
+        expected=f"≤ {apart['first_tolerance']:.0e}, {apart['tolerance']:.0e}",
+        found="not finite" if first is None else f"{first:.0e}, {largest:.0e}",
+        passed=benchmark["losses_agree"],
+        values={"first_difference": first, "largest_difference": largest},
+    )
+    return [speed, losses]
+
+
+def failed_check(kind: str, name: str, error: str) -> ProofCheck:
+    """Return a check that an error ended."""
+    return ProofCheck(kind, name, "no error", error, passed=False)
+
+
+def _finite(value: float) -> float | None:
+    """Return a number for JSON, which has no NaN and infinity."""
+    return value if abs(value) < float("inf") else None

@@ -1,0 +1,66 @@
+"""A process of `mlxtune doctor --prove`, for what needs a model in memory.
+
+    python -m mlxtune.setup.proving_worker RECORDS JOB PATH...
+
+Each result is a line of JSON, appended to the file RECORDS.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlxtune.backend.model.made_base import write_base
+from mlxtune.backend.step import proving
+from mlxtune.config import DataConfig, StepConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.files import append_line
+from mlxtune.setup.dataset import Reader, load_dataset
+
+# Tokens of a micro-batch, and rows that fill the largest.
+SIZES, ROWS = (128, 512, 2048), 24
+
+
+def gradients(model: Path, data: Path) -> Iterator[dict[str, Any]]:
+    """Yield how far each way to compute a step is from the plain one."""
+    for way, loss, gradient in proving.gradient_differences(model, _examples(model, data)):
+        yield {"way": way, "loss": loss, "gradient": gradient}
+
+
+def memory(model: Path, data: Path) -> Iterator[dict[str, Any]]:
+    """Yield the predicted and the measured peak of each size of a micro-batch."""
+    examples = _examples(model, data)[:ROWS]
+    peaks = proving.memory_peaks(model, examples, SIZES, StepConfig.memory_limit)
+    for tokens, predicted, measured in peaks:
+        yield {"tokens": tokens, "predicted": predicted, "measured": measured}
+
+
+def base(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Write the base in 4 bits."""
+    write_base(like, folder)
+    yield {}
+
+
+JOBS = {job.__name__: job for job in (gradients, memory, base)}
+
+
+def _examples(model: Path, data: Path) -> list[Example]:
+    """Return all examples of a data file, as `train` encodes them."""
+    config = DataConfig(model_path=str(model), data=(str(data),), val_split=0.0, no_cache=True)
+    return list(load_dataset(config, Reader(config, model)).corpus)
+
+
+def main() -> None:
+    """Do the job that the command line names."""
+    records, job, *paths = sys.argv[1:]
+    began = time.perf_counter()
+    for record in JOBS[job](*map(Path, paths)):
+        now = time.perf_counter()
+        append_line(Path(records), json.dumps(record | {"seconds": now - began}))
+        began = now
+
+
+if __name__ == "__main__":
+    main()

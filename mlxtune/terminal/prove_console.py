@@ -1,0 +1,47 @@
+"""The table of `mlxtune doctor --prove` on a terminal."""
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from mlxtune.core.machine.proving import BYTES, GRADIENTS, MEMORY, PEER, MachineProof
+from mlxtune.core.text import count
+from mlxtune.errors import printable
+from mlxtune.terminal.tables import plain_table
+
+_HEADINGS = {
+    GRADIENTS: "loss and gradients",
+    BYTES: "bytes of the adapter",
+    MEMORY: "peak memory",
+    PEER: "beside mlx-lm",
+}
+_RESULTS = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("–")}
+
+
+def show_proof(proof: MachineProof, console: Console) -> None:
+    """Print a line for each check, and the result."""
+    table = plain_table(["check", "expected", "found", "", "s"])
+    for column in table.columns[1:3]:
+        column.justify = "left"
+    for kind, checks in groupby(proof.checks, key=lambda check: check.kind):
+        table.add_row(Text(_HEADINGS[kind], "bold"))
+        for check in checks:
+            cells = (f"  {check.name}", check.expected, check.found)
+            table.add_row(
+                *(Text(printable(cell)) for cell in cells),
+                _RESULTS[check.passed],
+                f"{check.seconds:.1f}",
+            )
+    console.print(table)
+    console.print(Text(summary(proof), "bold"), soft_wrap=True)
+
+
+def summary(proof: MachineProof) -> str:
+    """Return the result in a line."""
+    device = f"{proof.device['name']} ({proof.device['kind']})"
+    took = f"{proof.seconds:.0f} s on {device}"
+    if proof.passed:
+        return f"{count(len(proof.checks), 'check')}, nothing failed, in {took}"
+    failed = f"{len(proof.failures)} of {count(len(proof.checks), 'check')} failed, in {took}"
+    return f"{failed}: attach the output of mlxtune doctor --prove --json to an issue"
