@@ -239,7 +239,10 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Run": {
         "memory_limit": Option(
-            "Memory that MLX may use, in GB (10^9 bytes).", EXECUTION, above=0, at_most=1e6
+            "Memory that MLX may use, in GB (10^9 bytes); at most what the device can give.",
+            EXECUTION,
+            above=0,
+            at_most=1e6,
         ),
         "dtype": Option(
             "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",

@@ -1,16 +1,17 @@
 """Examples split into micro-batches, and what is tried after a fault of the GPU."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxtune.backend.model import device, memory
+from mlxtune.backend.model import memory
+from mlxtune.backend.model.recovery import retried
 from mlxtune.backend.step.forward import Forward
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
+from mlxtune.core.machine.gpu_faults import Fault, fault_error
 from mlxtune.core.steps.batch import MicroBatch, collate
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
@@ -61,20 +62,10 @@ class MicroBatches:
     def run(self, examples: Sequence[Example], compute: Callable[[], Result]) -> Result:
         """Return what `compute` gives, which runs `of(examples)` and changes nothing if it fails.
 
-        It is called again after a fault of the GPU that `_recover` has an answer to. Raises
+        It is called again after a fault of the GPU that there is an answer to. Raises
         MemoryLimitError or GpuError after any other.
         """
-        repeated: set[Fault] = set()
-        while True:
-            try:
-                return compute()
-            except (RuntimeError, MemoryError) as error:
-                fault, text = fault_of(error), str(error)
-                if fault is None:
-                    raise
-            # Out here, the exception no longer holds the arrays of the pass.
-            self._recover(fault, text, examples, repeated)
-            repeated.add(fault)
+        return retried(compute, partial(self._change, examples))
 
     def warn_of_limit(self) -> None:
         """Warn once of a pass that took more than the limit, which changes nothing by itself.
@@ -89,26 +80,12 @@ class MicroBatches:
                 "lower --memory-limit if the machine swaps"
             )
 
-    def _recover(
-        self, fault: Fault, text: str, examples: Sequence[Example], repeated: Set[Fault]
-    ) -> None:
-        """Change what may let the pass succeed; raise if nothing is left to change.
-
-        What takes too much memory or time is made smaller until it cannot be. Any other fault may
-        come from what ran before, or from another program, so that the same pass is tried once.
-        """
+    def _change(self, examples: Sequence[Example], fault: Fault, text: str) -> None:
+        """Change what may let a pass succeed after a fault; raise if nothing is left to change."""
         what = fault.meaning
-        if fault is Fault.LOST:
-            raise fault_error(fault, text)
-        # Work that is queued behind a failed command fails too, and must not fail the next pass.
-        with suppress(RuntimeError):
-            device.finish()
-        if fault is Fault.RESOURCE_LIMIT:
-            self._forward.drop_compiled()
-        memory.release()
-        if fault in (Fault.RESOURCE_LIMIT, Fault.VICTIM):
-            if fault in repeated:
-                raise fault_error(fault, text, "twice in a row")
+        if not fault.asks_for_less:
+            if fault is Fault.RESOURCE_LIMIT:
+                self._forward.drop_compiled()
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self._shorten():
             self._warn(f"{what}: shorter evaluations from here on")

@@ -14,10 +14,12 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from mlxtune.backend.model import device
+from mlxtune.backend.model.recovery import retried
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
+from mlxtune.errors import MlxTuneError
 
 # Prompts in a batch.
 _AT_ONCE = 32
@@ -217,9 +219,13 @@ def _faults_as_errors() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if (fault := fault_of(error)) is None:
             raise
-        remedy = "shorten the prompt, lower --max-new-tokens, or use a quantised base"
-        remedy = remedy if fault is Fault.OUT_OF_MEMORY else ""
-        raise fault_error(fault, str(error), "while the answer was generated", remedy) from error
+        raise _fault_error(fault, str(error)) from error
+
+
+def _fault_error(fault: Fault, text: str) -> MlxTuneError:
+    remedy = "shorten the prompt, lower --max-new-tokens, or use a quantised base"
+    remedy = remedy if fault is Fault.OUT_OF_MEMORY else ""
+    return fault_error(fault, text, "while the answer was generated", remedy)
 
 
 @dataclass(frozen=True)
@@ -243,30 +249,44 @@ def answers(
 ) -> list[str]:
     """Return the answer to each prompt.
 
-    `on_progress` is called after each batch, with the number of answers done and of all. Stop texts
-    are ignored. Raises MemoryLimitError or GpuError.
+    `on_progress` is called after each batch, with the number of answers done and of all. A batch is
+    tried again after a fault of the GPU, smaller where that helps. Stop texts are ignored.
+
+    Raises MemoryLimitError or GpuError.
     """
     model.eval()
     sampler = sampling.sampler(vocab_size)
     texts: dict[int, str] = {}
     # Sorted by length, batches have the least padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    for start in range(0, len(order), _AT_ONCE):
-        chosen = order[start : start + _AT_ONCE]
-        batch = [prompts[i] for i in chosen]
-        ends = tokenizer.eos_ids | {each.end for each in batch if each.end is not None}
+    at_once = _AT_ONCE
+
+    def batch() -> list[Prompt]:
+        return [prompts[i] for i in order[len(texts) : len(texts) + at_once]]
+
+    def answer() -> list[str]:
+        ends = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
         try:
-            with _faults_as_errors():
-                answered = batch_generate(
-                    model,
-                    _BatchTokenizer(tokenizer, ends),
-                    [list(each.ids) for each in batch],
-                    max_tokens=sampling.max_new_tokens,
-                    sampler=sampler,
-                ).texts
+            return batch_generate(
+                model,
+                _BatchTokenizer(tokenizer, ends),
+                [list(each.ids) for each in batch()],
+                max_tokens=sampling.max_new_tokens,
+                sampler=sampler,
+            ).texts
         except ValueError:  # an architecture whose cache mlx-lm cannot batch
             generator = Generator(model, tokenizer, vocab_size)
-            answered = [generator.answer(each, sampling).text for each in batch]
-        texts.update(zip(chosen, answered, strict=True))
+            return [generator.answer(each, sampling).text for each in batch()]
+
+    def change(fault: Fault, text: str) -> None:
+        nonlocal at_once
+        if fault.asks_for_less:
+            if len(batch()) == 1:
+                raise _fault_error(fault, text)
+            at_once = len(batch()) // 2
+
+    while len(texts) < len(order):
+        answered = retried(answer, change)
+        texts.update(zip(order[len(texts) :], answered, strict=False))
         on_progress(len(texts), len(order))
     return [texts[i] for i in range(len(prompts))]

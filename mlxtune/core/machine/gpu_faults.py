@@ -57,6 +57,11 @@ class Fault(Enum):
         self.meaning = meaning
         self.remedy = remedy
 
+    @property
+    def asks_for_less(self) -> bool:
+        """Whether less work at once may succeed; others may pass, and are tried once more."""
+        return self in (Fault.OUT_OF_MEMORY, Fault.TIMEOUT, Fault.INTERACTIVITY)
+
 
 def fault_of(error: BaseException) -> Fault | None:
     """Return the fault that an exception reports, None if it is none."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.model import memory
+from mlxtune.backend.model.probe import device_facts
 from mlxtune.core.machine.reservation import Reservation
 
 SIZE = 50_000_000
@@ -70,6 +71,12 @@ def test_device_gives_less_than_it_has(
     assert memory.find_limits(24).recommended == recommended
     assert memory.find_limits(1000).memory == recommended
     assert memory.capacity() == shared
+    facts = device_facts()
+    assert (facts.recommended, facts.limit, facts.capacity) == (
+        recommended,
+        min(24_000_000_000, recommended),
+        shared,
+    )
 
 
 def test_cpu_caps_no_limit_and_shares_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,28 +205,6 @@ def test_resource_limit_drops_compiled_graphs_and_makes_no_new_shapes(
     assert pipeline.micro_batch_tokens == 80
 
 
-def test_device_that_is_lost_is_not_asked_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, _ = make(80)
-    fail(monkeypatch, "cudaStreamSynchronize(s) failed: the launch timed out and was terminated")
-    monkeypatch.setattr("mlxtune.backend.model.memory.release", pytest.fail)
-    with pytest.raises(GpuError, match="no longer serves"):
-        pipeline.train_batch(EXAMPLES)
-
-
-def test_fault_of_work_that_was_queued_does_not_fail_the_next_try(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline, warnings = make(80)
-
-    def queued_work_fails() -> None:
-        raise RuntimeError(IGNORED)
-
-    monkeypatch.setattr("mlxtune.backend.model.device.finish", queued_work_fails)
-    fail(monkeypatch, TIMEOUT)
-    pipeline.train_batch(EXAMPLES)
-    assert len(warnings) == 1
-
-
 def test_fault_at_the_wait_for_an_earlier_micro_batch_is_one_of_the_step(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,12 @@ from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.model import device
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.text import generate
 from mlxtune.backend.text.generate import Generator, Sampling, answers, seed
 from mlxtune.backend.text.tokenizer import load_tokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import text_of
+from mlxtune.errors import MemoryLimitError
 from tests.models import sums, write_chat, write_model
 
 GREEDY = Sampling(max_new_tokens=24)
@@ -109,6 +111,44 @@ def test_answers_to_many_prompts_are_those_of_each(folder: Path) -> None:
     spelled = [[token for token in tokens if token != 0] for tokens in alone]
     assert found == [text_of(Bytes().spell(tokens)) for tokens in spelled]
     assert told == [(4, 4)]
+
+
+def test_batches_are_smaller_after_memory_ran_out_and_tried_again_after_what_may_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(tuple(range(3, 4 + n)), None) for n in (9, 1, 5, 14)]
+    model = load_base(folder, "float32").model
+    short = Sampling(max_new_tokens=3)
+    expected = answers(model, Bytes(), prompts, short)
+    whole, sizes = generate.batch_generate, []
+    texts = iter(["", "[malloc] Unable to allocate 9 bytes.", "Innocent Victim"])
+
+    def failing(model: Any, tokenizer: Any, prompts: list[Any], **options: Any) -> Any:
+        sizes.append(len(prompts))
+        if text := next(texts, ""):
+            raise RuntimeError(text)
+        return whole(model, tokenizer, prompts, **options)
+
+    monkeypatch.setattr(generate, "batch_generate", failing)
+    monkeypatch.setattr(generate, "_AT_ONCE", 3)
+    told: list[tuple[int, int]] = []
+    found = answers(model, Bytes(), prompts * 2, short, on_progress=lambda *done: told.append(done))
+    assert found == expected * 2
+    assert sizes == [3, 3, 1, 1, 1, 1, 1, 1]
+    assert told == [(3, 8), (4, 8), (5, 8), (6, 8), (7, 8), (8, 8)]
+
+
+def test_prompt_that_takes_too_much_memory_alone_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
+
+    monkeypatch.setattr(generate, "batch_generate", failing)
+    model = load_base(folder, "float32").model
+    prompts = [Prompt((3, 4), None)] * 5
+    with pytest.raises(MemoryLimitError, match="while the answer was generated: shorten"):
+        answers(model, Bytes(), prompts, GREEDY)
 
 
 def test_end_of_the_turn_ends_the_answer_and_is_not_shown(folder: Path) -> None:
@@ -239,6 +279,7 @@ def test_what_an_error_leaves_is_not_gone_on_with(folder: Path) -> None:
 _DRAWN = """
 import mlxtune.backend
 import mlx.core as mx
+from mlxtune.backend.text import generate
 from mlxtune.backend.text.generate import Sampling
 
 sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5)
