@@ -73,7 +73,7 @@ def show(*, as_json: bool) -> bool:
 
 def parts(bench: Workbench, device: str) -> list[Part]:
     """Return all parts, as they are on a kind of device."""
-    # docs/reliability.md tells why.
+    # docs/reliability.md says why.
     promised = device != "CUDA"
     timed = _CPU_TIMED if device == "CPU" else _GPU_TIMED
     found: list[Part] = []
@@ -101,7 +101,7 @@ def carry_out(
             for check in part():
                 yield check if check.seconds else check.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, it belongs into the report, and the other checks still run.
+            # Whatever it is, it belongs in the report, and the other checks still run.
             failed = proving.failed_check(kind, name, one_line(error))
             yield failed.taking(time.monotonic() - began)
 

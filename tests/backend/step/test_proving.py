@@ -52,10 +52,10 @@ def wrong(scale: float) -> Any:
     def changed(self: InstructPipeline, *arguments: Any, **options: Any) -> Any:
         result = whole(self, *arguments, **options)
         if self.forward.execution.packs:
-            layer = result.gradients["model"]["layers"][-1]["self_attn"]["q_proj"]
-            value = np.array(layer["lora_a"])
+            layer = result.gradients["model"]["layers"][-1]["mlp"]["down_proj"]
+            value = np.array(layer["lora_b"])
             value.flat[0] += scale
-            layer["lora_a"] = value
+            layer["lora_b"] = value
         return result
 
     return changed
@@ -74,6 +74,13 @@ def test_one_wrong_entry_is_found(
     assert not packed <= 1e-4
 
 
+def test_gpu_has_a_compiled_way_and_none_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "on_cpu", lambda: False)
+    ways = {way.name: way.execution for way in proving.ways()}
+    assert list(ways) == ["plain", "gpu", "gpu, recomputed", "gpu, compiled"]
+    assert [name for name, execution in ways.items() if execution.compile] == ["gpu, compiled"]
+
+
 def test_dropout_of_the_ways_is_that_of_the_plain_step(folder: Path) -> None:
     way = next(way for way in proving.ways() if way.dropout)
     assert way.execution.recompute
@@ -87,7 +94,8 @@ def test_memory_is_that_of_each_size(folder: Path) -> None:
     def peaks(*sizes: int) -> Iterator[tuple[int, int, int]]:
         return proving.memory_peaks(folder, random_examples(12), sizes, 24.0)
 
-    (small, large) = peaks(32, 512)
+    # The larger first: its peak is not that of the next.
+    (large, small) = peaks(512, 32)
     assert (small[0], large[0]) == (32, 512)
     for _, predicted, measured in (small, large):
         assert measured > 0
