@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import dequantized_weight, frozen_product
 from mlxtune.errors import ModelError
 
@@ -81,7 +82,10 @@ class LoRALinear(nn.Module):
         self._salt = salt
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.linear(x) + self.lora_update(x)
+        if self.drops():
+            return self.linear(x) + self.lora_update(x)
+        a, b = self.factors()
+        return _updated(self.linear, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
 
     def factors(self) -> tuple[mx.array, mx.array]:
         """Return A (in, k) and B (k, out), whose product is the update of the stored weight.
@@ -133,6 +137,33 @@ class LoRALinear(nn.Module):
         draw = mx.vmap(lambda key: mx.random.bernoulli(keep_probability, (width,), key=key))
         keep = draw(keys).reshape(x.shape)
         return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
+
+
+def _updated(linear: nn.Module, x: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:
+    """Return linear(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
+
+    With its gradient, it takes 8 operations, where MLX's own takes 12.
+    """
+
+    def forward(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
+        narrow = x @ a
+        return [mx.addmm(linear(x), narrow, b, alpha=scale), narrow]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
+        # The product of this second call is not computed: nothing reads it.
+        (frozen,) = mx.vjp(linear, [x], [cotangent])[1]
+        d_narrow = cotangent @ b.T
+        d_x = mx.addmm(frozen, d_narrow, a.T, alpha=scale)
+        return [d_x, _summed(x, d_narrow, scale), _summed(narrow, cotangent, scale)]
+
+    return differentiable(forward, backward)(x, a, b)[0]
+
+
+def _summed(x: mx.array, y: mx.array, scale: float) -> mx.array:
+    """Return the sum over all tokens of scale * x y^T, (in, out), for x (..., in), y (..., out)."""
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    return mx.addmm(mx.array(0, x.dtype), x.T, y, alpha=scale, beta=0)
 
 
 class DoRALinear(LoRALinear):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxtune.backend.model.compiling import compiled as compiled_function
+from mlxtune.backend.model.compiling import compiled, compiles
 from mlxtune.config import InstructConfig
 
 # Keeps the scale of a clipped gradient finite, as in mlx.optimizers.clip_grad_norm.
@@ -20,11 +20,12 @@ _ROW = 1024
 class Update(NamedTuple):
     """The result of an update, not yet computed.
 
-    `norm` is that of the gradient before clipping. Unless `finite`, `parameters` and `state`, the
-    optimizer's, are those before.
+    `norm` is that of the gradient before clipping. Unless `finite`, `parameters`, the `vectors`
+    that they are parts of, and `state`, the optimizer's, are those before.
     """
 
     parameters: dict[str, Any]
+    vectors: list[mx.array]
     state: dict[str, Any]
     norm: mx.array
     finite: mx.array
@@ -34,20 +35,16 @@ class LoRAOptimizer:
     """Clipping and AdamW over all LoRA matrices, and a check that all numbers are finite.
 
     AdamW has decoupled weight decay and bias correction, arXiv:1711.05101, algorithm 2. The
-    matrices are joined into two vectors, all A and the rest (B and DoRA's `m`), so that an update
-    is a few operations however many there are. With an `lr_ratio`, the rest learns at that
-    multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in PEFT); weight decay is
+    matrices are joined into one vector, so that an update is a few operations however many there
+    are. With an `lr_ratio`, there are two, all A and the rest (B and DoRA's `m`), which learns at
+    that multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in PEFT); weight decay is
     scaled by each one's rate, as in PEFT's create_loraplus_optimizer with `loraplus_weight_decay`.
-
-    `compiled`: have MLX compile the update.
     """
 
-    def __init__(self, parameters: Any, config: InstructConfig, *, compiled: bool) -> None:
+    def __init__(self, parameters: Any, config: InstructConfig) -> None:
         named = tree_flatten(parameters)
-        self._names = [
-            [name for name, _ in named if name.endswith("lora_a")],
-            [name for name, _ in named if not name.endswith("lora_a")],
-        ]
+        a, rest = ([n for n, _ in named if n.endswith("lora_a") == is_a] for is_a in (True, False))
+        self._names = [a + rest] if config.lr_ratio == 1 else [a, rest]
         self._shapes = {name: value.shape for name, value in named}
         self._ratios = 1.0, config.lr_ratio
         self._max_norm = config.gradient_clip_norm or math.inf
@@ -58,27 +55,43 @@ class LoRAOptimizer:
             weight_decay=config.weight_decay,
             bias_correction=True,
         )
-        vectors = self._join(parameters)
+        # Of the last update: the parameters by name, and the vectors that they are parts of.
+        self._parts: dict[str, mx.array] = {}
+        self._vectors = vectors = self._join(parameters)
         self.state: dict[str, Any] = {
             "step": mx.array(0, mx.uint64),
             "m": [mx.zeros_like(vector) for vector in vectors],
             "v": [mx.zeros_like(vector) for vector in vectors],
         }
-        self._step = self._take
-        if compiled:
-            self.compile()
+        # It has the same shapes in each step.
+        self._compiled = compiled(self._take)
 
-    def compile(self) -> None:
-        """Have MLX compile the update, which has the same shapes in each step."""
-        if self._step == self._take:
-            self._step = compiled_function(self._take)
-
-    def update(self, parameters: Any, gradients: Any, loss: mx.array, rate: float) -> Update:
-        """Return the update at a rate, for `state` to be set; `loss` has to be finite, too."""
-        vectors, state, norm, finite = self._step(
-            self._join(parameters), self._join(gradients), loss, self.state, mx.array(rate)
+    def update(
+        self,
+        parameters: Any,
+        gradients: Any,
+        loss: mx.array,
+        rate: float,
+        after: Update | None = None,
+    ) -> Update:
+        """Return the update at a rate, after one that is not committed; `loss` is checked, too."""
+        state, vectors = (after.state, after.vectors) if after else (self.state, self._vectors)
+        if after is None and not self._are_parts(parameters):
+            vectors = self._join(parameters)
+        step = self._compiled if compiles() else self._take
+        vectors, state, norm, finite = step(
+            vectors, self._join(gradients), loss, state, mx.array(rate)
         )
-        return Update(self._split(vectors), state, norm, finite)
+        return Update(self._split(vectors), vectors, state, norm, finite)
+
+    def commit(self, update: Update) -> None:
+        """Make an update the state that the next one starts from."""
+        self.state, self._vectors = update.state, update.vectors
+        self._parts = dict(tree_flatten(update.parameters))
+
+    def _are_parts(self, parameters: Any) -> bool:
+        """Return whether these are the parameters of the last update, as they were."""
+        return all(self._parts.get(name) is value for name, value in tree_flatten(parameters))
 
     def _take(
         self,
@@ -89,11 +102,11 @@ class LoRAOptimizer:
         rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
         squares = [mx.square(vector).reshape(-1, _ROW).sum(axis=1).sum() for vector in gradients]
-        norm = mx.sqrt(squares[0] + squares[1])
+        norm = mx.sqrt(sum(squares[1:], squares[0]))
         scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)
         step = state["step"] + 1
         updated, moments = [], []
-        for i, ratio in enumerate(self._ratios):
+        for i, ratio in zip(range(len(parameters)), self._ratios, strict=False):
             moment = {"m": state["m"][i], "v": state["v"][i]}
             self._adamw.state = {"step": step, "learning_rate": rate * ratio}
             updated.append(self._adamw.apply_single(gradients[i] * scale, parameters[i], moment))

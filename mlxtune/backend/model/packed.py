@@ -13,6 +13,8 @@ from mlx_lm.models.base import create_causal_mask
 
 from mlxtune.core.steps.pack import Segment
 
+Ints = npt.NDArray[np.int32]
+
 
 class CannotPackError(Exception):
     """An architecture's attention does not support segments."""
@@ -23,7 +25,7 @@ class Layout:
     """The segments of a line; `positions` int32 (T,) is each token's position in its example."""
 
     segments: Sequence[Segment]
-    positions: npt.NDArray[np.int32] = field(init=False)
+    positions: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         each = [np.arange(len(one), dtype=np.int32) + one.position for one in self.segments]
@@ -48,7 +50,7 @@ class Layout:
 
         Shorter ones are padded with place 0.
         """
-        return mx.array(self._side_by_side[0])
+        return mx.array(np.maximum(self._side_by_side[0], 0))
 
     @cached_property
     def places(self) -> mx.array:
@@ -56,16 +58,45 @@ class Layout:
         return mx.array(self._side_by_side[1])
 
     @cached_property
-    def _side_by_side(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def shared(self) -> tuple[mx.array, mx.array] | None:
+        """The tokens that several rows have, int32 (S,), and `places` with all of theirs.
+
+        Of each shared token there are R places, the last of which may be padding. None if no token
+        is shared.
+        """
+        rows, first = self._side_by_side
+        counts = np.bincount(rows[rows >= 0], minlength=len(self.positions))
+        tokens = np.flatnonzero(counts > 1).astype(np.int32)
+        if not len(tokens):
+            return None
+        flat = rows.reshape(-1)
+        padding = np.flatnonzero(flat < 0)
+        # Of each token, all its places one after the other.
+        order = np.argsort(flat, kind="stable")[len(padding) :]
+        starts = np.cumsum(counts) - counts
+        places = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)
+        for i in range(counts.max()):
+            has = counts[tokens] > i
+            places[has, i] = order[starts[tokens[has]] + i]
+        return mx.array(tokens), mx.array(np.concatenate([first, places.reshape(-1)]))
+
+    @cached_property
+    def _side_by_side(self) -> tuple[Ints, Ints]:
+        """`rows`, with -1 for padding, and `places`."""
         continued = {segment.parent for segment in self.segments}
         ends = [segment for i, segment in enumerate(self.segments) if i not in continued]
-        rows = np.zeros((len(ends), self.longest), dtype=np.int32)
-        places = np.zeros(len(self.positions), dtype=np.int32)
-        for i, segment in enumerate(ends):
+        lines = []
+        for segment in ends:
             own = slice(segment.start, segment.end)
-            line = np.concatenate([np.r_[each] for each in (*self.before(segment), own)])
+            lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
+        lengths = [len(line) for line in lines]
+        # Tokens that some rows share, and others do not, need a place of padding: see `shared`.
+        width = max(lengths) + (min(lengths) == max(lengths) and len(continued) > 1)
+        rows = np.full((len(ends), width), -1, dtype=np.int32)
+        places = np.zeros(len(self.positions), dtype=np.int32)
+        for i, line in enumerate(lines):
             rows[i, : len(line)] = line
-            places[line] = i * self.longest + np.arange(len(line), dtype=np.int32)
+            places[line] = i * width + np.arange(len(line), dtype=np.int32)
         return rows, places
 
 
@@ -108,7 +139,7 @@ class LineCache:
         """
         if not options:
             return None
-        width = length if _layout is None else _layout.longest
+        width = length if _layout is None else _layout.rows.shape[1]
         window = options.get("window_size")
         if options.get("return_array") or width > (window or width):
             return create_causal_mask(width, window_size=window)

@@ -16,6 +16,7 @@ from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step import linear_head
+from mlxtune.backend.step.gates import replace_gates
 from mlxtune.backend.step.loss import softmax_cross_entropies
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
 
@@ -58,11 +59,14 @@ LayerPasses = Recompute | KernelLayers
 
 
 class MlxOperations:
-    """MLX's own, for any device; see `Operations`."""
+    """MLX's own, for any device; see `Operations`. `plain` leaves models as mlx-lm made them."""
 
     by_segments = False
     memory: MemoryUse = GraphMemory()
     cross_entropies = staticmethod(softmax_cross_entropies)
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self._plain = plain
 
     def load(self) -> None:
         """Do nothing: MLX is loaded."""
@@ -76,15 +80,15 @@ class MlxOperations:
         return linear_head if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
-        """Leave a model as it is."""
-        return lambda: None
+        """Replace a model's gates; return a function that undoes it."""
+        return (lambda: None) if self._plain else replace_gates(model)
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
         """Return what runs layers again, None where the graph keeps what it needs."""
         return Recompute() if recompute else None
 
 
-MLX = MlxOperations()
+MLX, PLAIN = MlxOperations(), MlxOperations(plain=True)
 
 
 def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") -> Execution:
@@ -94,7 +98,7 @@ def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") 
     reference, whatever the device.
     """
     if kind == "plain":
-        return Execution(MLX, split_head=False, packs=False, holds_scores=on_cpu())
+        return Execution(PLAIN, split_head=False, packs=False, holds_scores=on_cpu())
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, holds_scores=on_cpu(), fixed_cost=_GPU_COST)
     # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.

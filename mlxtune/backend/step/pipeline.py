@@ -17,7 +17,7 @@ from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.model import memory
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.compiling import as_on_gpu
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
@@ -91,8 +91,7 @@ class InstructPipeline:
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
         self.initial_hash = initialise.initialise(model, self.lora) if fresh else None
-        # On the CPU, MLX compiles with a C++ compiler, and gains nothing.
-        self._optimizer = LoRAOptimizer(model.trainable_parameters(), config, compiled=not on_cpu())
+        self._optimizer = LoRAOptimizer(model.trainable_parameters(), config)
         self.phases = Phases(self.forward)
         self._steps = 0
 
@@ -145,7 +144,7 @@ class InstructPipeline:
         result, update = self._micro_batches.run(examples, compute)
         self._micro_batches.warn_of_limit()
         self.model.update(update.parameters)
-        self._optimizer.state = update.state
+        self._optimizer.commit(update)
         memory.relieve_pressure()
         self.phases.end("optimizer")
         loss, grad_norm = float(result.loss), float(update.norm)
@@ -176,14 +175,14 @@ class InstructPipeline:
         return self._micro_batches.run(examples, compute)
 
     def lazy_step(self, examples: Sequence[Example]) -> Any:
-        """Return all arrays that a step evaluates, with the update compiled as on a GPU.
+        """Return all arrays that a step evaluates, computed as on a GPU.
 
         For counting: nothing is evaluated where MLX does not evaluate, and nothing is updated.
         """
-        self._optimizer.compile()
-        parameters = self.model.trainable_parameters()
-        found = self._accumulate(examples, self._steps + 1)
-        update = self._optimizer.update(parameters, found.gradients, found.loss, self.learning_rate)
+        parameters, rate = self.model.trainable_parameters(), self.learning_rate
+        with as_on_gpu():
+            found = self._accumulate(examples, self._steps + 1)
+            update = self._optimizer.update(parameters, found.gradients, found.loss, rate)
         return found.loss, update
 
     def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:

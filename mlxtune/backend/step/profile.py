@@ -16,8 +16,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.model import memory
+from mlxtune.backend.step.intercept import intercept, put_in_place
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.recompute import LayerCall, first_trained, intercept, put_in_place
+from mlxtune.backend.step.recompute import LayerCall, first_trained
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.gpu_faults import fault_of
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer

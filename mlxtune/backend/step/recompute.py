@@ -1,6 +1,6 @@
 """Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model import packed
+from mlxtune.backend.step.intercept import intercept
 from mlxtune.backend.step.operations import LayerPasses
 
 
@@ -83,47 +84,6 @@ class LayerCall:
 
     def _update(self, trained: Sequence[mx.array]) -> None:
         self._layer.update(tree_unflatten(list(zip(self.names, trained, strict=True))))
-
-
-class Intercepted(nn.Module):
-    """Stands in a module's place in a model: `call(module, *args, **options)` runs instead.
-
-    It has the children, parameters and attributes of the module, so that names stay what they are.
-    """
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__.update(module.__dict__)
-        dict.update(self, module)
-        # Past Module's own __setattr__, which would make the module a child.
-        object.__setattr__(self, "_intercepted", module)
-        object.__setattr__(self, "_call", call)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        # Children may have been replaced since, as when an adapter is taken off.
-        dict.update(self._intercepted, self)
-        return self._call(self._intercepted, *args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name] if name in self else getattr(self._intercepted, name)
-
-
-def intercept(
-    model: nn.Module, modules: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
-) -> Callable[[], None]:
-    """Put an `Intercepted` in the place of each of some modules; return what undoes it."""
-    replaced = [Intercepted(module, call) for module, call in zip(modules, calls, strict=True)]
-    put_in_place(model, modules, replaced)
-    return lambda: put_in_place(model, replaced, modules)
-
-
-def put_in_place(
-    model: nn.Module, modules: Sequence[nn.Module], replaced: Sequence[nn.Module]
-) -> None:
-    """Put modules in the places that others have in a model."""
-    names = {id(module): name for name, module in model.named_modules()}
-    pairs = zip(modules, replaced, strict=True)
-    model.update_modules(tree_unflatten([(names[id(old)], new) for old, new in pairs]))
 
 
 def first_trained(layers: Sequence[nn.Module]) -> int:

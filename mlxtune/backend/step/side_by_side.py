@@ -22,7 +22,8 @@ from mlx.utils import tree_map
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.model import packed
-from mlxtune.backend.step.recompute import intercept
+from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.step.intercept import intercept
 
 
 class Mixers:
@@ -104,9 +105,31 @@ class _Sides:
         length = len(self._layout.positions)
         if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
             return line
-        beside = line[0][self._layout.rows]
+        beside = self._gather(line)
         self._known.append((beside, line))
         return beside
+
+    def _gather(self, line: mx.array) -> mx.array:
+        """Return a line (1, N, C) side by side (B, T, C).
+
+        Its gradient gathers, too: MLX's own adds into zeros, in any order on a GPU.
+        """
+        layout = self._layout
+
+        def gather(line: mx.array) -> mx.array:
+            return line.reshape(-1, line.shape[-1])[layout.rows]
+
+        def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
+            flat = cotangent.reshape(-1, cotangent.shape[-1])
+            if layout.shared is None:
+                return flat[layout.places][None]
+            tokens, places = layout.shared
+            # The gradients of padding are zeros.
+            total, each = mx.split(flat[places], [len(layout.positions)])
+            total[tokens] = each.reshape(len(tokens), -1, each.shape[-1]).sum(axis=1)
+            return total[None]
+
+        return differentiable(gather, gradient)(line)
 
     def line(self, beside: Any) -> Any:
         """Return an array that is side by side on the line; anything else as it is.

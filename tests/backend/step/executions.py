@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step import operations
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -25,13 +26,13 @@ from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 
 # The reference: the model as mlx-lm runs it, with all logits.
-PLAIN = Execution(MLX, split_head=False, packs=False)
-SPLIT = replace(PLAIN, split_head=True)
+PLAIN = Execution(operations.PLAIN, split_head=False, packs=False)
+SPLIT = Execution(MLX, packs=False)
 IN_LINE = replace(SPLIT, packs=True)
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
     "split head in small chunks": replace(SPLIT, loss_chunk=3),
-    "recompute": replace(PLAIN, recompute=True),
+    "recompute": replace(PLAIN, operations=MLX, recompute=True),
     "in one line": IN_LINE,
     "in one line with recompute": replace(IN_LINE, recompute=True, loss_chunk=3),
     "cpu kernels": replace(PLAIN, operations=CPU),

@@ -19,9 +19,10 @@ from mlxtune.backend.cpu.layers import KernelLayers, Reads
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.intercept import Intercepted
 from mlxtune.backend.step.operations import MLX, LayerPasses, Recompute
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.recompute import Intercepted, Layerwise
+from mlxtune.backend.step.recompute import Layerwise
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution

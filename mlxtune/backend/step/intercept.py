@@ -1,0 +1,48 @@
+"""Functions of ours that run in the place of a model's modules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+
+class Intercepted(nn.Module):
+    """Stands in a module's place in a model: `call(module, *args, **options)` runs instead.
+
+    It has the children, parameters and attributes of the module, so that names stay what they are.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__.update(module.__dict__)
+        dict.update(self, module)
+        # Past Module's own __setattr__, which would make the module a child.
+        object.__setattr__(self, "_intercepted", module)
+        object.__setattr__(self, "_call", call)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        # Children may have been replaced since, as when an adapter is taken off.
+        dict.update(self._intercepted, self)
+        return self._call(self._intercepted, *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name] if name in self else getattr(self._intercepted, name)
+
+
+def intercept(
+    model: nn.Module, modules: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put an `Intercepted` in the place of each of some modules; return what undoes it."""
+    replaced = [Intercepted(module, call) for module, call in zip(modules, calls, strict=True)]
+    put_in_place(model, modules, replaced)
+    return lambda: put_in_place(model, replaced, modules)
+
+
+def put_in_place(
+    model: nn.Module, modules: Sequence[nn.Module], replaced: Sequence[nn.Module]
+) -> None:
+    """Put modules in the places that others have in a model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    pairs = zip(modules, replaced, strict=True)
+    model.update_modules(tree_unflatten([(names[id(old)], new) for old, new in pairs]))
