@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -147,7 +148,8 @@ def _alternate(
         show_step(0)
         try:
             work = replace(job, side=side.name, counts=repeat == 1)
-            run = _run_process(work, scratch, show_step)
+            python = str(config.peer_python) if side.name == "unsloth" else sys.executable
+            run = _run_process(work, python, scratch, show_step)
         except MlxTuneError as error:
             if side is ours:
                 raise
@@ -162,19 +164,23 @@ def _alternate(
     return ours, theirs
 
 
-def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> BenchmarkRun:
-    """Do a job in a new process; `on_step` gets the number of steps taken.
+def _run_process(
+    job: Job, python: str, scratch: Path, on_step: Callable[[int], None]
+) -> BenchmarkRun:
+    """Do a job in a new process of an interpreter; `on_step` gets the number of steps taken.
 
     Raises MlxTuneError with the error that the process reports or, if it ends early without one,
     with how it ended.
     """
+    if shutil.which(python) is None:
+        raise MlxTuneError(f"--peer-python {python} is no program")
     path = scratch / "job.pickle"
     path.write_bytes(pickle.dumps(replace(job, started=time.time())))
     steps: list[TimedStep] = []
     with (
         (scratch / "stderr").open("w+b") as errors,
         subprocess.Popen(
-            _command(path),
+            _command(python, path),
             # Never written to: the worker ends when it closes.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -200,9 +206,19 @@ def _run_process(job: Job, scratch: Path, on_step: Callable[[int], None]) -> Ben
     raise MlxTuneError(_describe_end(job, status, len(steps), output))
 
 
-def _command(job: Path) -> list[str]:
-    run = "from mlxtune.setup import bench_worker; bench_worker.main()"
-    return [sys.executable, "-c", run, str(job)]
+def _command(python: str, job: Path) -> list[str]:
+    # Another environment may have another mlxtune or none, and only its own mlx is to be found.
+    package = str(Path(__file__).parents[1] / "__init__.py")
+    run = f"""
+from importlib.util import module_from_spec, spec_from_file_location
+import sys
+spec = spec_from_file_location("mlxtune", {package!r})
+sys.modules["mlxtune"] = module = module_from_spec(spec)
+spec.loader.exec_module(module)
+from mlxtune.setup import bench_worker
+bench_worker.main()
+"""
+    return [python, "-c", run, str(job)]
 
 
 def _describe_end(job: Job, status: int, steps: int, output: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from mlxtune.backend.model import device, memory
 from mlxtune.backend.step.counts import GraphSource, StepCounts, count_steps, counted_evaluations
 from mlxtune.backend.step.peers import MlxLm
+from mlxtune.backend.step.unsloth import Unsloth
 from mlxtune.config import RunParts, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.runs.benchmark import Counts, TimedStep
@@ -136,9 +137,7 @@ class OurSide:
 def run_job(job: Job) -> Iterator[dict[str, Any]]:
     """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     started = time.perf_counter()
-    parts = job.config.split()
-    ours = job.side == OURS
-    side = OurSide(job.folder, parts, job.execution) if ours else MlxLm(job.folder, parts)
+    side = _open(job)
     device.finish()
     loaded = time.perf_counter()
     side.start(job.adapter, job.steps)
@@ -167,7 +166,17 @@ def run_job(job: Job) -> Iterator[dict[str, Any]]:
     }
 
 
-def _time_step(side: OurSide | MlxLm, number: int, examples: Sequence[Example]) -> TimedStep:
+def _open(job: Job) -> OurSide | MlxLm | Unsloth:
+    """Read the weights of a side's model."""
+    parts = job.config.split()
+    if job.side == OURS:
+        return OurSide(job.folder, parts, job.execution)
+    return (Unsloth if job.side == "unsloth" else MlxLm)(job.folder, parts)
+
+
+def _time_step(
+    side: OurSide | MlxLm | Unsloth, number: int, examples: Sequence[Example]
+) -> TimedStep:
     """Take a step and time it until the device has finished."""
     memory.forget_peak()
     started = time.perf_counter()
@@ -187,7 +196,7 @@ def _time_step(side: OurSide | MlxLm, number: int, examples: Sequence[Example]) 
     )
 
 
-def _count(side: OurSide | MlxLm, job: Job, evaluations: int) -> Counts:
+def _count(side: OurSide | MlxLm | Unsloth, job: Job, evaluations: int) -> Counts:
     """Count what the steps need and compute."""
     steps, needed = job.steps, job.needed_flops
     if isinstance(side, OurSide):
@@ -231,5 +240,7 @@ def _claim_stdout() -> TextIO:
 
 def _end_with_parent() -> None:
     # The pipe closes when the parent ends, even if it is killed.
-    sys.stdin.buffer.read()
+    # Not by `sys.stdin`, whose lock an exit by an error would wait for, and abort.
+    while os.read(0, 1):
+        pass
     os._exit(1)

@@ -21,7 +21,8 @@ import pytest
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import MlxTuneError
+from mlxtune.errors import ConfigError, MlxTuneError
+from mlxtune.recipes import bench as bench_recipe
 from mlxtune.recipes.bench import bench as run_bench
 from mlxtune.recipes.bench import first_steps
 from mlxtune.setup import bench_worker
@@ -261,9 +262,9 @@ def test_without_a_peer_only_our_side_is_measured(bench: Cli) -> None:
 
 
 def test_unknown_peer_is_an_error(bench: Cli) -> None:
-    outcome = bench("--against", "unsloth")
+    outcome = bench("--against", "axolotl")
     assert outcome.code == 2
-    assert outcome.error == "--against must be one of mlx-lm, not 'unsloth'"
+    assert outcome.error == "--against must be one of mlx-lm, unsloth, not 'axolotl'"
 
 
 @pytest.mark.parametrize(
@@ -292,17 +293,22 @@ def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None
     assert "cannot be read" in bench("--quiet", "--model-path", broken).error
 
 
-def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str) -> None:
-    """Have the peer's process run some code, and ours say what it said once."""
+def command_of_peer(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str | None
+) -> None:
+    """Have the peer's process run some code, if any, and ours say what it said once."""
     run = dict(found["ours"]["runs"][0])
     (step, *_) = run.pop("steps")
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
-    def command(job: Path) -> list[str]:
+    def command(python: str, job: Path) -> list[str]:
         ours = pickle.loads(job.read_bytes()).side == bench_worker.OURS
-        return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
+        if not ours and code is None:
+            return real(python, job)
+        return [sys.executable, "-S", "-c", f"print({told!r})" if ours else str(code)]
 
-    monkeypatch.setattr("mlxtune.recipes.bench._command", command)
+    real = bench_recipe._command
+    monkeypatch.setattr(bench_recipe, "_command", command)
 
 
 @pytest.mark.parametrize(
@@ -334,11 +340,51 @@ def test_peer_that_dies_leaves_our_numbers_and_its_reason(
     assert outcome.err.count(f"mlx-lm failed: {said}") == 2
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (f'#!/bin/sh\nexec {sys.executable} -I "$@"', "No package metadata was found for"),
+        (None, "is no program"),
+    ],
+)
+def test_peer_runs_in_the_environment_that_is_named(
+    bench: Cli,
+    compared: tuple[Outcome, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str | None,
+    said: str,
+) -> None:
+    command_of_peer(monkeypatch, compared[1], None)
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text(script)
+        python.chmod(0o755)
+    peer = ["--against", "unsloth", "--peer-python", python]
+    outcome = bench(*peer, "--json", "-", "--repeats", 1, "--steps", 1)
+    assert said in json.loads(outcome.out)["theirs"]["failed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"against": "unsloth"}, "--peer-python"),
+        ({"peer_python": "python"}, "--against unsloth"),
+        ({"against": "unsloth", "peer_python": "p", "quantize": "4"}, "no --quantize"),
+    ],
+)
+def test_environment_of_the_peer_has_to_be_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BenchConfig("m", ("d",), **options)
+
+
 def test_our_process_that_is_killed_is_an_error_with_a_remedy(
     bench: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
-    monkeypatch.setattr("mlxtune.recipes.bench._command", lambda job: [sys.executable, "-c", code])
+    monkeypatch.setattr(
+        "mlxtune.recipes.bench._command", lambda _, job: [sys.executable, "-c", code]
+    )
     error = bench("--quiet").error
     assert error.startswith("killed (signal 9) before its first step")
     assert error.endswith("lower --batch-size or --max-seq-len")
@@ -348,7 +394,7 @@ def test_bug_in_our_process_keeps_its_traceback(
     model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlxtune.recipes.bench._command", lambda job: [sys.executable, "-c", "1 / 0"]
+        "mlxtune.recipes.bench._command", lambda _, job: [sys.executable, "-c", "1 / 0"]
     )
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ZeroDivisionError"):
         run_bench(BenchConfig(str(model), (str(chat),), quiet=True))

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+# The environment variable that names a library.
+_CHOICE = "MLXTUNE_BLAS"
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _LARGEST_INT = 2**31 - 1
@@ -34,6 +36,8 @@ def prepare_cpu() -> str | None:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
+        # Processes that this one starts load the same.
+        os.environ[_CHOICE] = path
         return Path(path).name
     _warn(
         "no fast BLAS found, training on the CPU will be about 27 times slower: "
@@ -43,6 +47,8 @@ def prepare_cpu() -> str | None:
 
 
 def _candidates() -> Iterator[str]:
+    if _CHOICE in os.environ:
+        yield os.environ[_CHOICE]
     # The system's library, if the dynamic linker finds it. scipy's OpenBLAS wheels do not work:
     # their symbols are prefixed.
     yield "libopenblas.so.0"

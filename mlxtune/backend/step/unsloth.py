@@ -1,0 +1,196 @@
+"""Unsloth's MLX trainer as the other side of `mlxtune bench`, in an environment that has it.
+
+It runs its own loop, in a thread, and waits in its callbacks. The first step, in which it compiles,
+is taken twice: the first time at a rate of 0, apart from the others.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from mlxtune.config import RunParts
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import run_length
+from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.errors import MlxTuneError
+
+# A label that carries no loss.
+_IGNORED = -100
+
+
+class Unsloth:
+    """Unsloth's model, LoRA, batches, loss and step, with our optimizer's numbers.
+
+    Without gradient checkpointing and clipping, like our side, and compiled, its default: on the
+    CPU the first step waits minutes for a C++ compiler, and the others take half the time.
+    """
+
+    loss_function = "unsloth"
+
+    def __init__(self, folder: Path, parts: RunParts) -> None:
+        # Else it looks for a CUDA card on Linux.
+        os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
+        self.execution = f"compiled, unsloth_zoo {version('unsloth_zoo')}"
+        self._parts, self._turns = parts, Turns()
+        self._turns.take(lambda: self._load(folder))
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Put its LoRA on the model, with the matrices of the adapter. Raises MlxTuneError."""
+        if any(len(step) != self._parts.data.batch_size for step in steps):
+            raise MlxTuneError("unsloth takes one example a row and whole steps only")
+        self._turns.take(lambda: self._attach(adapter))
+        rows = [row(example) for step in (steps[0], *steps) for example in step]
+        self._turns.take(lambda: self._prepare(rows, adapter.parent / "unsloth"))
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Take the first step at a rate of 0."""
+        self._turns.take(self._trainer.train)
+        return None
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take step `number`, from 1, on all examples; return its loss."""
+        loss: float = self._turns.take()
+        return loss
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return how many tokens the last step ran through the model, and how many are padding."""
+        run = self._turns.batch_tokens - len(examples)
+        return run, run - sum(map(run_length, examples))
+
+    def graphs(self) -> None:
+        """Return None: its step is a function within its loop."""
+
+    def _load(self, folder: Path) -> None:
+        from unsloth_zoo.mlx.loader import FastMLXModel
+
+        step = self._parts.step
+        self._loader = FastMLXModel
+        self._model, self._tokenizer = FastMLXModel.from_pretrained(
+            str(folder),
+            dtype=step.dtype,
+            load_in_4bit=False,
+            max_seq_length=self._parts.lora.max_seq_len,
+            trust_remote_code=step.trust_remote_code,
+        )
+        mx.eval(self._model.parameters())
+
+    def _attach(self, adapter: Path) -> None:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        lora = config["lora_parameters"]
+        self._model = self._loader.get_peft_model(
+            self._model,
+            r=lora["rank"],
+            lora_alpha=lora["rank"] * lora["scale"],
+            lora_dropout=lora["dropout"],
+            target_modules=sorted({key.rpartition(".")[2] for key in lora["keys"]}),
+            finetune_last_n_layers=config["num_layers"],
+            use_gradient_checkpointing=False,
+        )
+        matrices = dict(tree_flatten(mx.load(str(adapter / ADAPTER))))
+        if _shapes(self._model.trainable_parameters()) != _shapes(matrices):
+            raise MlxTuneError("unsloth trains other matrices with these options")
+        self._model.load_weights(list(matrices.items()), strict=False)
+
+    def _prepare(self, rows: list[dict[str, list[int]]], output: Path) -> None:
+        from unsloth_zoo.mlx.trainer import MLXTrainer, MLXTrainingConfig
+
+        lora, size = self._parts.lora, self._parts.data.batch_size
+        config = MLXTrainingConfig(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=1,
+            max_steps=len(rows) // size,
+            warmup_steps=0,
+            learning_rate=lora.learning_rate,
+            lr_scheduler_type="constant",
+            optim="adamw",
+            weight_decay=lora.weight_decay,
+            adam_beta1=0.9,
+            adam_beta2=0.999,
+            adam_epsilon=1e-8,
+            max_grad_norm=0.0,
+            max_grad_leaf_norm=0.0,
+            logging_steps=1,
+            output_dir=str(output),
+            max_seq_length=lora.max_seq_len,
+            compile=True,
+            gradient_checkpointing=False,
+            dataset_order="sequential",
+            disable_memory_limits=True,
+            append_eos=False,
+        )
+        # An option of Hugging Face's: count the tokens that run, padding included.
+        config.include_num_input_tokens_seen = "all"
+        self._trainer = MLXTrainer(
+            self._model, self._tokenizer, rows, args=config, callbacks=[self._turns]
+        )
+        self._trainer.add_step_callback(self._turns.on_loss)
+
+
+class Turns:
+    """A thread for all work with MLX, whose streams belong to threads, that stops at each step.
+
+    Its methods are callbacks of a trainer of Hugging Face's kind. `batch_tokens` counts the tokens
+    of the last step's batch, padding included.
+    """
+
+    def __init__(self) -> None:
+        self.batch_tokens = 0
+        self._seen = self._taken = 0
+        self._work: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def take(self, work: Callable[[], Any] = lambda: None) -> Any:
+        """Do some work, or go on with what is under way, to its end or the end of a step.
+
+        Returns its result or the step's loss. Raises what the work raises.
+        """
+        self._work.put(work)
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def on_loss(self, step: int, total: int, loss: float, *_: Any) -> None:
+        """Hand over the loss of a step, which the trainer reads last, and wait for the next."""
+        self._taken += 1
+        self._results.put(loss)
+        self._work.get()
+
+    def on_pre_optimizer_step(self, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
+        """Have the first step change nothing."""
+        optimizer.learning_rate = args.learning_rate if self._taken else 0.0
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, optimizer: Any, **___: Any) -> None:
+        """Count the tokens of the step; after the first, forget its moments."""
+        seen = state.num_input_tokens_seen
+        self.batch_tokens, self._seen = seen - self._seen, seen
+        if not self._taken:
+            # In place: a compiled step reads it from there.
+            optimizer.state.update(tree_map(mx.zeros_like, optimizer.state))
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._results.put(self._work.get()())
+            except BaseException as error:  # noqa: BLE001  raised again by `take`
+                self._results.put(error)
+
+
+def row(example: Example) -> dict[str, list[int]]:
+    """Return an example as the trainer takes it: tokens, and those of them that carry loss."""
+    labels = np.where(np.asarray(example.assistant_mask) == 1, example.tokens, _IGNORED)
+    return {"input_ids": np.asarray(example.tokens).tolist(), "labels": labels.tolist()}
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in tree_flatten(tree)}
