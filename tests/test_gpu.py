@@ -1,0 +1,62 @@
+"""The report of tests/long/gpu.py, whose parts run on a GPU; `.ci/run` runs them on tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.long.gpu import CASES, Machine, Parts, Skip, write_long_rows
+from tests.paths import SHARED
+
+
+def report(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())["parts"])
+
+
+def test_parts_are_written_one_by_one_and_fail_one_by_one(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "gpu.json", {"parts": {}})
+
+    def slow(seconds: float) -> dict[str, Any]:
+        raise subprocess.TimeoutExpired("bench", seconds)
+
+    def absent(_: float) -> dict[str, Any]:
+        raise Skip("no rows")
+
+    parts.run("good", 10, lambda _: {"figure": 7})
+    assert report(parts.path)["good"]["figure"] == 7
+    parts.run("bad", 10, lambda _: {"figure": 1 / 0})
+    parts.run("slow", 10, slow)
+    parts.run("absent", 10, absent)
+    found = report(parts.path)
+    assert found["bad"]["failed"].startswith("ZeroDivisionError")
+    assert found["slow"]["failed"] == "took longer than 10 s"
+    assert found["absent"]["skipped"] == "no rows"
+    assert parts.failed == ["bad", "slow"]
+
+
+def test_part_gets_the_time_that_is_left_or_none(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "gpu.json", {"parts": {}}, total_s=50)
+    parts.run("short", 10, lambda seconds: {"had": seconds})
+    parts.run("long", 100, lambda seconds: {"had": seconds})
+    parts.run("longer", 400, lambda seconds: {"had": seconds})
+    found = report(parts.path)
+    assert found["short"]["had"] == 10
+    assert 40 < found["long"]["had"] <= 50
+    assert found["longer"]["skipped"].endswith("s are left")
+
+
+def test_machine_without_the_material_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Skip, match="--shared"):
+        Machine(tmp_path, tmp_path / "nowhere", tiny=False).model(CASES[0])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
+def test_long_rows_are_about_as_long_as_the_limit(tmp_path: Path) -> None:
+    rows = write_long_rows(tmp_path / "long.jsonl", SHARED).read_text().splitlines()
+    assert len(rows) >= 16
+    for row in map(json.loads, rows):
+        assert 3400 * 4 < len(row["messages"][0]["content"]) < 4400 * 4
