@@ -116,9 +116,10 @@ class OurSide:
     @property
     def execution(self) -> str:
         """How the steps are computed, as `bench --execution` names it."""
-        from mlxtune.backend.step.operations import MLX
+        from mlxtune.backend.step.operations import MlxOperations
 
-        ours = "gpu" if self._pipeline.forward.execution.operations is MLX else "cpu"
+        operations = self._pipeline.forward.execution.operations
+        ours = "gpu" if isinstance(operations, MlxOperations) else "cpu"
         return "plain" if self._execution == "plain" else ours
 
     def _products(self, examples: Sequence[Example]) -> Any:

@@ -84,7 +84,7 @@ def choose_plan(
     if step.compile != "auto":
         compiled = step.compile == "on"
         best = replace(best, compile=compiled, packs=not compiled)
-    allowed = planned_execution(best, base)
+    allowed = planned_execution(best, base, lora)
     shapes = model_shapes(base, lora, allowed.operations.memory)
     limit = memory.find_limits(step.memory_limit).memory
     return _choose(step, shapes, allowed, work, limit)

@@ -1,6 +1,7 @@
 """Applies LoRA or DoRA to a model, and describes the result."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -84,14 +85,7 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     dropout_keys = DropoutKeys()
     model.freeze()
     for layer in layers:
-        adapted = []
-        for key, module in projections(layer).items():
-            if key in keys:
-                name = names[id(module)]
-                rank = rank_of(name, config)
-                scale = scale_of(config.lora_alpha, rank, rslora=config.rslora)
-                adapted.append((key, lora_layer(module, name, rank, scale, config, dropout_keys)))
-        layer.update_modules(tree_unflatten(adapted))
+        add_lora(layer, names[id(layer)], keys, config, dropout_keys)
     ranks = target_ranks(config.target_rank)
     used = {pattern_of(name, ranks) for name in adapted_modules(model)}
     if unused := [target for target in ranks if target not in used]:
@@ -100,6 +94,24 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
             f"the targets are {', '.join(sorted(keys))}"
         )
     return summarise(model, config, dropout_keys)
+
+
+def add_lora(
+    layer: nn.Module,
+    name: str,
+    keys: Collection[str],
+    config: InstructConfig,
+    dropout_keys: DropoutKeys,
+) -> None:
+    """Put LoRA on the projections of a layer that have these paths in it."""
+    adapted = []
+    for key, module in projections(layer).items():
+        if key in keys:
+            path = f"{name}.{key}"
+            rank = rank_of(path, config)
+            scale = scale_of(config.lora_alpha, rank, rslora=config.rslora)
+            adapted.append((key, lora_layer(module, path, rank, scale, config, dropout_keys)))
+    layer.update_modules(tree_unflatten(adapted))
 
 
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:

@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
+# Whether MLX derives gradients itself.
+_derived = False
 # What custom gradients computed while `recorded_backward` runs.
 _recorded: list[mx.array] | None = None
 
@@ -20,11 +22,24 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     function.vjp(backward)
 
     def call(*primals: mx.array) -> Any:
+        if _derived:
+            return forward(*primals)
         if _recorded is None:
             return function(*primals)
         return _unrolled(_recorded, forward, backward, primals)
 
     return call
+
+
+@contextmanager
+def derived_gradients() -> Iterator[None]:
+    """Have MLX derive all gradients inside the block, for it exports no custom ones."""
+    global _derived
+    before, _derived = _derived, True
+    try:
+        yield
+    finally:
+        _derived = before
 
 
 @contextmanager

@@ -26,6 +26,17 @@ _LARGE_MODEL = 10_000_000
 _CPU_COST, _GPU_COST = 80, 512
 
 
+def run_again(
+    function: Callable[..., list[mx.array]], primals: list[mx.array], cotangents: list[mx.array]
+) -> list[mx.array]:
+    """Return the gradients of a function that runs again for them."""
+    # Otherwise mx.compile finds that the layer has run already, and keeps all of it.
+    primals = mx.depends(primals, cotangents)
+    gradients = list(mx.vjp(function, primals, cotangents)[1])
+    # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
+    return list(mx.depends(gradients, gradients))
+
+
 class Recompute:
     """Keeps the inputs of each layer, and runs it again in the backward pass."""
 
@@ -41,11 +52,7 @@ class Recompute:
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # A lone array is passed by itself, as to a layer with no trained parameters.
             primals = [primals] if isinstance(primals, mx.array) else list(primals)
-            # Otherwise mx.compile finds that the layer has run already, and keeps all of it.
-            primals = mx.depends(primals, list(cotangents))
-            gradients = list(mx.vjp(function, primals, list(cotangents))[1])
-            # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
-            return list(mx.depends(gradients, gradients))
+            return run_again(function, primals, list(cotangents))
 
         return list(differentiable(function, backward)(*inputs))
 
@@ -62,11 +69,11 @@ class MlxOperations:
     """MLX's own, for any device; see `Operations`. `plain` leaves models as mlx-lm made them."""
 
     by_segments = False
-    memory: MemoryUse = GraphMemory()
     cross_entropies = staticmethod(softmax_cross_entropies)
 
-    def __init__(self, *, plain: bool = False) -> None:
-        self._plain = plain
+    def __init__(self, memory: MemoryUse | None = None, *, plain: bool = False) -> None:
+        self.memory: MemoryUse = memory or GraphMemory()
+        self.plain = plain
 
     def load(self) -> None:
         """Do nothing: MLX is loaded."""
@@ -81,7 +88,7 @@ class MlxOperations:
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Replace a model's gates; return a function that undoes it."""
-        return (lambda: None) if self._plain else replace_gates(model)
+        return (lambda: None) if self.plain else replace_gates(model)
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
         """Return what runs layers again, None where the graph keeps what it needs."""
@@ -98,15 +105,14 @@ def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") 
     reference, whatever the device.
     """
     if kind == "plain":
-        return Execution(PLAIN, split_head=False, packs=False, holds_scores=on_cpu())
+        return Execution(PLAIN, split_head=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
-        return Execution(MLX, holds_scores=on_cpu(), fixed_cost=_GPU_COST)
+        return Execution(MLX, fixed_cost=_GPU_COST)
     # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
     large = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
     if large and CPU.serves(getattr(mx, dtype)):
         return Execution(CPU, fixed_cost=_CPU_COST)
-    # Of MLX's attention, only that of Metal and CUDA does without the scores of a layer.
-    return Execution(MLX, holds_scores=True, fixed_cost=_CPU_COST)
+    return Execution(MLX, fixed_cost=_CPU_COST)
 
 
 def load_ahead(folder: Path) -> None:

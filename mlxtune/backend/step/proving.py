@@ -115,7 +115,7 @@ def memory_peaks(
     for size in sizes:
         memory.release()
         base = loading.load_base(folder, "auto")
-        execution = planned_execution(best_execution(base.parameters, base.dtype), base)
+        execution = planned_execution(best_execution(base.parameters, base.dtype), base, config)
         execution = replace(execution, micro_batch_tokens=size)
         shapes = model_shapes(base, config, execution.operations.memory)
         pipeline = InstructPipeline(base.model, config, execution=execution)

@@ -9,8 +9,10 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.lora import targets
 from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.step.operations import MlxOperations
+from mlxtune.backend.step.traced_memory import TracedLayers
 from mlxtune.config import InstructConfig
-from mlxtune.core.steps.execution import Execution, MemoryUse, ModelShapes
+from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,6 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         trained += sum(m.outputs for m in updated)
     # Of the experts, each token goes through some.
     products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
-    casts = [sum(m.entries for m in layer if m.cast) for layer in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
         # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
@@ -65,22 +66,26 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         products=sum(products),
         layer_products=max(products),
         updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
-        read=sum(m.inputs for m in updated if m.outputs == base.hidden_size != m.inputs),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
-        largest_matrix=max(m.entries for m in every),
-        cast=sum(casts),
+        largest_cast=max((m.entries for m in every if m.cast), default=0),
         head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),
     )
 
 
-def planned_execution(execution: Execution, base: BaseModel) -> Execution:
-    """Return an execution as far as the model's config.json allows it."""
+def planned_execution(execution: Execution, base: BaseModel, config: InstructConfig) -> Execution:
+    """Return an execution that knows what the model takes, before its weights are read.
+
+    Raises ModelError if LoRA cannot be applied.
+    """
+    if isinstance(execution.operations, MlxOperations):
+        memory = GraphMemory(TracedLayers(base, config))
+        operations = MlxOperations(memory, plain=execution.operations.plain)
+        return replace(execution, operations=operations)
     # Capped scores are held on every device.
-    capped = _caps(base, attention=True)
-    return replace(execution, holds_scores=execution.holds_scores or capped)
+    return replace(execution, holds_scores=_caps(base, attention=True))
 
 
 def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:

@@ -1,4 +1,4 @@
-"""How a step is computed, and the memory of a micro-batch, counted from the model's shapes.
+"""How a step is computed, and the memory of a micro-batch, by the model's shapes and its graph.
 
 Memory peaks either in the head or in the backward pass of a layer, and consists of
 
@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import lru_cache
+from math import ceil
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.steps.groups import Group, plan_step
+from mlxtune.core.steps.liveness import Size, terms
 from mlxtune.core.steps.pack import plan_packs
 
 # Each width is compiled anew.
@@ -29,13 +34,9 @@ _FEWEST, _BLOCK_LOGITS, _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 512, 1 << 21, 5,
 # Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
 # CPU's own functions.
 _LOGITS, _CPU_LOGITS = 5, 2
-# For a layer in MLX's own graph: its products, half of which are kept a second time as outputs of
-# functions (rotated, gated), and its input, the normed input and the residual in between.
-_GRAPH_PRODUCTS, _GRAPH_HIDDEN = 1.5, 3
-# The products and the outputs of functions of them, if a layer is recomputed, and LoRA's share.
-_AGAIN_PRODUCTS, _AGAIN_UPDATES = 3, 1.25
-# What DoRA adds where a layer is recomputed, and in the CPU's own functions: its scaled products,
-# and the gradients of these.
+# And those that are not freed yet when the backward passes of layers begin.
+_IN_FLIGHT = 2
+# What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
 _SCALED = 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
 # and three as wide as its input.
@@ -54,11 +55,10 @@ class ModelShapes:
     that of the compute dtype. `trainable` counts the LoRA parameters. `layers` are those from the
     first with LoRA; the outputs of all their linear layers are `products` wide together, those of
     one layer `layer_products`, that of a single linear layer `widest_product`. `updated` is the
-    width of one layer's outputs with LoRA, `read` of all inputs with LoRA that are not hidden
-    states, `scaled` of all outputs that DoRA scales. `cast` are the entries of all
-    layers' matrices that are cast for each use, `head_cast` those of the head.
-    `plain_head`: the head is one product. `unpacked` are the entries of the largest quantised
-    matrix that is unpacked for each product.
+    width of one layer's outputs with LoRA, `scaled` of all outputs that DoRA scales. `largest_cast`
+    and `unpacked` are the entries of the largest matrix that is cast, and of the largest quantised
+    one that is unpacked, for each product; `head_cast` those of the head. `plain_head`: the head is
+    one product.
     """
 
     weights: int
@@ -73,9 +73,7 @@ class ModelShapes:
     layer_products: int
     widest_product: int
     updated: int
-    read: int
-    largest_matrix: int
-    cast: int
+    largest_cast: int
     head_cast: int
     plain_head: bool
     scaled: int = 0
@@ -89,7 +87,7 @@ class ModelShapes:
     def with_layers(self, layers: int) -> ModelShapes:
         """Return the shapes with LoRA on the last `layers` layers only."""
         share = layers / self.layers
-        names = ("trainable", "products", "read", "scaled", "cast")
+        names = ("trainable", "products", "scaled")
         fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
         return replace(self, layers=layers, **fewer)
 
@@ -139,35 +137,59 @@ def vocabulary_block(positions: int) -> int:
     return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
 
 
+@dataclass(frozen=True)
+class LayersUse:
+    """What some layers take that are alike, in bytes as factors of `liveness.terms`.
+
+    Each of the `layers` keeps `kept` (4,) from its forward to its backward pass. At the moments of
+    one's backward pass, `working` (n, 4) is held in addition; or `again` (n, 4) if it runs again.
+    """
+
+    layers: int
+    kept: Size
+    working: Size
+    again: Size
+
+
+class _Entries(NamedTuple):
+    """What all layers keep, and one works with; see `LayersUse`."""
+
+    kept: int
+    working: int
+    again: int
+
+
 class GraphMemory:
     """The memory of MLX's own graph, in entries of arrays of the compute dtype.
 
     `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
-    product, the head in `head_copies` copies.
+    product, the head in `head_copies` copies. `traced` returns what the layers of a model take,
+    packed or not, with examples of a width.
     """
 
     casts_quantized = False
     head_copies = 4
 
+    def __init__(self, traced: Callable[[bool, int], Sequence[LayersUse]] = lambda *_: ()) -> None:
+        self._traced = traced
+        self._layers = lru_cache(maxsize=None)(self._sum_up)
+
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the entries that all layers keep from their forward to their backward passes."""
         if execution.recompute:
             return load.tokens * shapes.inputs
-        widths = int(_GRAPH_PRODUCTS * shapes.products) + _GRAPH_HIDDEN * shapes.inputs
-        widths += shapes.read + shapes.scaled
-        scores = shapes.heads * shapes.layers * load.scores if execution.holds_scores else 0
-        return load.tokens * widths + scores
+        return self._layers(shapes, execution.packs, load).kept
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of one layer's backward pass, in addition to those kept."""
-        widths = _GRADIENTS * (shapes.widest_product + shapes.hidden)
-        matrices = _UNPACKED * max(shapes.unpacked, shapes.largest_matrix if shapes.cast else 0)
-        if execution.recompute:
-            widths += _AGAIN_PRODUCTS * shapes.layer_products + int(_AGAIN_UPDATES * shapes.updated)
-            widths += _GRAPH_HIDDEN * shapes.hidden
-            widths += _SCALED * shapes.updated if shapes.scaled else 0
-        scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
-        return load.tokens * widths + scores + matrices
+        layers = self._layers(shapes, execution.packs, load)
+        positions, _ = _head_states(shapes, execution, load)
+        logits = _logits(execution, positions, shapes)
+        if execution.split_head and not self.holds_logits(shapes):
+            logits = min(logits, vocabulary_block(positions) * positions)
+        working = layers.again if execution.recompute else layers.working
+        matrices = _UNPACKED * max(shapes.unpacked, shapes.largest_cast)
+        return working + matrices + _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
@@ -182,6 +204,27 @@ class GraphMemory:
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits: in 16 bits, or unless it is one product."""
         return shapes.itemsize != 4 or not shapes.plain_head
+
+    def _sum_up(self, shapes: ModelShapes, packs: bool, load: Load) -> _Entries:
+        sizes = terms(load.tokens, load.lines, load.width)
+        kinds = self._traced(packs, load.width) or [_untraced(shapes)]
+        traced = sum(kind.layers for kind in kinds)
+        kept = sum(kind.layers * float(kind.kept @ sizes) for kind in kinds)
+        working = max(float((kind.working @ sizes).max()) for kind in kinds)
+        again = max(float((kind.again @ sizes).max()) for kind in kinds)
+        each = (kept * shapes.layers / traced, working, again)
+        return _Entries(*(ceil(size / shapes.itemsize) for size in each))
+
+
+def _untraced(shapes: ModelShapes) -> LayersUse:
+    """Return what layers take of which only the shapes are known: rather too much."""
+    # Products and functions of them, inputs and residuals; and the scores.
+    width = (2 * shapes.products + shapes.scaled) / shapes.layers + 4 * shapes.hidden
+    kept = np.array([0, width, 0, shapes.heads])
+    gradients = _GRADIENTS * (shapes.widest_product + shapes.hidden)
+    working = np.array([[0, gradients, 0, _SCORES * shapes.heads]])
+    size = shapes.itemsize
+    return LayersUse(shapes.layers, size * kept, size * working, size * (working + kept))
 
 
 class KernelMemory:
@@ -200,7 +243,7 @@ class KernelMemory:
         widths += _GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
         scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
-        return load.tokens * widths + scores + (shapes.largest_matrix if shapes.cast else 0)
+        return load.tokens * widths + scores + shapes.largest_cast
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head; a linear head holds no logits."""

@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.apply import apply_lora
-from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_base, open_base, read_weights
 from mlxtune.backend.model.quantize import FORMATS
 from mlxtune.backend.step.operations import MLX
@@ -36,11 +35,8 @@ from mlxtune.errors import ModelError
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import slow, slow_except
 
-# By whether the CPU's kernels compute. MLX's attention holds scores on the CPU alone.
-EXECUTIONS = {
-    True: Execution(CPU, 10**6),
-    False: Execution(MLX, 10**6, holds_scores=on_cpu()),
-}
+# By whether the CPU's kernels compute.
+EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
 # Large enough that what is counted outweighs what is not.
 SHAPE = {
     "hidden_size": 256,
@@ -130,7 +126,8 @@ def check_peak(
     base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
 ) -> None:
     """Take a step with a model that was opened; its peak is about as predicted."""
-    shapes = model_shapes(base, config, how.operations.memory)
+    planned = planned_execution(how, base, config)
+    shapes = model_shapes(base, config, planned.operations.memory)
     gc.collect()  # what earlier tests left
     elsewhere = mx.get_active_memory()
     read_weights(base)
@@ -142,8 +139,13 @@ def check_peak(
     pipeline.train_batch(step)
 
     measured = mx.get_peak_memory() - elsewhere
-    predicted = predict(shapes, planned_execution(how, base), load_of(group, step)).total
-    assert predicted == pytest.approx(measured, rel=0.15)
+    predicted = predict(shapes, planned, load_of(group, step)).total
+    if how.operations is MLX:
+        # Gradients that are written out take less than those that are traced; and how far the
+        # device is behind differs a little from run to run.
+        assert 0.97 * measured <= predicted <= 1.5 * measured
+    else:
+        assert predicted == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +177,37 @@ def test_predicted_peak_is_near_the_measured(
     base, config = open_base(folder, "float32"), InstructConfig(lora_rank=8, **lora)
     how = replace(EXECUTIONS[kernels], recompute=recompute)
     check_peak(base, config, how, step)
+
+
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("recompute", [slow(False), True])
+@pytest.mark.parametrize(
+    ("architecture", "step", "changes"),
+    [
+        pytest.param("gpt_oss", examples(2, 200), {"sliding_window": 64, **MOE}, id="sinks"),
+        slow("gemma3_text", examples(2, 300), {"sliding_window": 64}, id="window passed"),
+        slow("gemma3_text", examples(2, 300), {"sliding_window": 512}, id="window not passed"),
+        slow("gemma2", examples(2, 300), {}, id="capped scores"),
+        slow("qwen3", examples(2, 300), {"head_dim": 80}, id="odd heads"),
+        slow("qwen3", examples(2, 300), {"dropout": 0.1}, id="dropout"),
+        slow("phi3", examples(2, 300), {"targets": ("all",)}, id="packed projections"),
+    ],
+)
+def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
+    tmp_path: Path,
+    architecture: str,
+    step: list[Example],
+    changes: dict[str, Any],
+    recompute: bool,
+) -> None:
+    lora = {name: value for name, value in changes.items() if name in ("dropout", "targets")}
+    model = {name: value for name, value in changes.items() if name not in lora}
+    folder = write_model(tmp_path / "model", architecture, dtype="bfloat16", **SHAPE | model)
+    base = open_base(folder, "float32")
+    how = replace(EXECUTIONS[False], recompute=recompute)
+    check_peak(base, InstructConfig(lora_rank=8, **lora), how, step)
 
 
 @pytest.mark.parametrize("architecture", slow_except(["qwen3", "llama", "gemma3_text"], "qwen3"))

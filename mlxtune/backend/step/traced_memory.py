@@ -1,0 +1,383 @@
+"""Traces the graph of a model's layers, forward and backward, without its weights.
+
+Nothing is computed: the arrays are placeholders, and MLX's export hands over the operations with
+the shapes of their arrays. Such a shape is a function of the load: the sizes of the load that is
+traced are primes that divide nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.base import create_causal_mask
+
+from mlxtune.backend.lora import targets
+from mlxtune.backend.lora.apply import add_lora
+from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.model.autograd import derived_gradients
+from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.layers import StoredLinear, replace_modules
+from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.step.intercept import intercept
+from mlxtune.backend.step.operations import run_again
+from mlxtune.backend.step.side_by_side import Mixers
+from mlxtune.backend.step.stand_ins import stand_ins
+from mlxtune.config import InstructConfig
+from mlxtune.config.ranks import target_ranks
+from mlxtune.core.steps.execution import LayersUse
+from mlxtune.core.steps.liveness import IN_PLACE, NEW, VIEW, Operation, Size, held
+from mlxtune.core.steps.pack import Segment
+
+# The load that is traced: lines, and their width and all their tokens, both prime.
+_LINES, _LOADS = 3, ((83, 241), (101, 293), (107, 317), (113, 337), (137, 409), (149, 443))
+# How many columns may be added to a width, as for sinks.
+_ADDED = 8
+# Layers of a kind that are traced; each keeps the mean of theirs.
+_TRACED = 2
+# A layer of so many operations is a loop over its tokens.
+_LOOP = 1500
+# How far a device is behind; see `liveness.held`. MLX's CPU has some 10 tasks of 10 dispatches in
+# flight. A GPU has as many command buffers, each with 40 MB of arrays or more: a few operations.
+_CPU_LAG, _GPU_LAG = 95, 44
+# Operations that never copy, that copy what is not contiguous, and that may work in place.
+_SCATTERS = frozenset(("AsStrided", "Broadcast", "BroadcastAxes", "Slice", "Split", "Transpose"))
+_VIEWS = _SCATTERS | {"Copy", "Depends", "ExpandDims", "Squeeze", "StopGradient", "View"}
+_RESHAPES = frozenset(("Flatten", "Reshape", "Unflatten"))
+_IN_PLACE = (
+    {"Abs", "Add", "AsType", "Cos", "Divide", "Erf", "Exp", "Log", "Log1p", "Maximum", "Minimum"}
+    | {"Multiply", "Negative", "Power", "Select", "Sigmoid", "Sin", "Softmax", "Sqrt", "Square"}
+    | {"AddMM", "Subtract", "Tanh"}
+)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer is given after its hidden states, which are like `x`."""
+
+    x: mx.array
+    args: Sequence[Any]
+    options: Mapping[str, Any]
+
+    @property
+    def mask(self) -> str:
+        """What tells its masks from others."""
+        given = (*self.args, *self.options.values())
+        arrays = [each.shape for each in given if isinstance(each, mx.array)]
+        return str((arrays, [each for each in given if isinstance(each, str)]))
+
+
+class TracedLayers:
+    """What the layers of one model take, for any load.
+
+    Raises ModelError if LoRA cannot be applied.
+    """
+
+    def __init__(self, base: BaseModel, config: InstructConfig) -> None:
+        layers, chosen = list(base.model.layers), targets.chosen_layers(base.model, config)
+        keys = targets.match_targets(chosen, config.targets)
+        names = {id(module): name for name, module in base.model.named_modules()}
+        self._kinds = [_kind(layer) for layer in layers]
+        ranks = {config.lora_rank, *target_ranks(config.target_rank).values()}
+        self._load = _load(layers, ranks)
+        self._dropout, self._drops = DropoutKeys(), config.dropout > 0
+        self._windows: set[int] = set()
+        self._calls: dict[tuple[bool, frozenset[int]], list[_Call]] = {}
+        self._known: dict[Any, LayersUse] = {}
+        self._copies: dict[int, nn.Module] = {}
+        untrained = len(layers) - len(chosen)
+        self._first = next(
+            i for i in range(untrained, len(layers)) if keys & set(targets.projections(layers[i]))
+        )
+        try:
+            self._record(base.model)
+        # Of any kind: layers that are not called like most are not traced.
+        except Exception:  # noqa: BLE001
+            self._calls = {}
+        for i in {i for calls in self._calls.values() for i in _last(self._alike(calls))}:
+            layer = self._copies[i] = _placeholder(layers[i], getattr(mx, base.dtype))
+            layer.freeze()
+            if i >= untrained:
+                add_lora(layer, names[id(layers[i])], keys, config, self._dropout)
+                _forget(layer)
+
+    def __call__(self, packs: bool, width: int) -> Sequence[LayersUse]:
+        """Return what each kind of layers takes, for examples of this width.
+
+        Nothing if the architecture does not let its layers be traced.
+        """
+        passed = frozenset(window for window in self._windows if width > window)
+        calls = self._calls.get((packs, passed), [])
+        found = []
+        for key, layers in self._alike(calls).items():
+            if (packs, key) not in self._known:
+                try:
+                    self._known[packs, key] = self._use(packs, layers, calls[layers[-1]])
+                # Of any kind: MLX exports no functions with a custom gradient, and some others.
+                except Exception:  # noqa: BLE001
+                    return []
+            found.append(replace(self._known[packs, key], layers=len(layers)))
+        return found
+
+    def _alike(self, calls: Sequence[_Call]) -> dict[Any, list[int]]:
+        """Return the layers that take the same, of those with a backward pass."""
+        alike: dict[Any, list[int]] = {}
+        for i in range(self._first, len(calls)):
+            alike.setdefault((self._kinds[i], calls[i].mask), []).append(i)
+        return alike
+
+    def _record(self, model: nn.Module) -> None:
+        """Find what the layers are given, for examples packed or not, which pass some windows."""
+        layers = list(model.layers)
+        calls: list[_Call] = []
+
+        def call(_: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+            calls.append(_Call(x, args, options))
+            return x
+
+        restore = intercept(model, layers, [call] * len(layers))
+        try:
+            for packs in (True, False):
+                wider: list[frozenset[int]] = [frozenset()]
+                for passed in wider:
+                    calls.clear()
+                    cache = _Cache(self._load[0], passed, self._windows)
+                    with self._lines(packs) as tokens:
+                        model(tokens, cache=[cache] * len(layers))
+                    self._calls[packs, passed] = list(calls)
+                    left = sorted(self._windows - passed)
+                    wider += [passed | {left[0]}] if left else []
+        finally:
+            restore()
+
+    @contextmanager
+    def _lines(self, packs: bool) -> Iterator[mx.array]:
+        """Lay out the load that is traced; yield its tokens."""
+        width, tokens = self._load
+        ends = [*range(0, tokens, width), tokens]
+        segments = [Segment(a, b, 0, -1) for a, b in pairwise(ends)]
+        lines = (1, tokens) if packs else (_LINES, width)
+        if self._drops:
+            positions = mx.zeros(lines[1:], mx.uint32)
+            self._dropout.set(mx.zeros(lines, mx.uint32), positions)
+        with laid_out(Layout(segments) if packs else None):
+            yield mx.zeros(lines, mx.int32)
+
+    def _use(self, packs: bool, layers: Sequence[int], call: _Call) -> LayersUse:
+        """Return what layers take that are alike."""
+        lag, traced = _CPU_LAG if on_cpu() else _GPU_LAG, _last({None: layers})
+        hidden = self._size(call.x.shape, call.x.dtype)
+        with self._lines(packs), stand_ins(), derived_gradients():
+            both = held(*self._graph(traced, call, _forward_and_backward), lag)
+            one = held(*self._graph(traced[-1:], call, _backward), lag)
+        # The input of the first layer is not counted, the output of the last one is.
+        kept, working = both.at_top / len(traced), both.moments + hidden - both.at_top
+        return LayersUse(len(layers), kept, working, one.moments + hidden)
+
+    def _graph(
+        self, numbers: Sequence[int], call: _Call, gradients: Callable[..., list[mx.array]]
+    ) -> tuple[list[Operation], list[str], str]:
+        """Return the operations of some layers, their outputs, and the hidden states at the end."""
+        stack = _Stack([self._copies[i] for i in numbers], call)
+        mixers = Mixers(stack, by_segments=False)
+        every = dict(tree_flatten(stack.parameters()))
+        trained = [name for name, _ in tree_flatten(stack.trainable_parameters())]
+        names = [*trained, *(name for name in every if name not in set(trained))]
+        count = len(trained)
+
+        def traced(x: mx.array, cotangent: mx.array, *values: mx.array) -> list[mx.array]:
+            stack.set(names[count:], values[count:])
+
+            def layers(x: mx.array, *values: mx.array) -> mx.array:
+                stack.set(trained, values)
+                return stack(x)
+
+            return gradients(layers, [x, *values[:count]], cotangent)
+
+        seen: list[dict[str, Any]] = []
+        try:
+            arrays = [call.x, call.x, *(every[name] for name in names)]
+            mx.export_function(seen.append, traced, *(mx.zeros(a.shape, a.dtype) for a in arrays))
+        finally:
+            mixers.restore()
+            stack.set(list(every), list(every.values()))
+        ends = next(each["outputs"] for each in seen if each["type"] == "outputs")
+        *outputs, top = [name for name, *_ in ends]
+        graph = _operations(seen, self._size)
+        if len(graph) > _LOOP * len(numbers):
+            x = next(each["inputs"][0][0] for each in seen if each["type"] == "inputs")
+            graph = self._unrolled(graph, x)
+        return graph, outputs, top
+
+    def _unrolled(self, graph: Sequence[Operation], x: str) -> list[Operation]:
+        """Return the operations of a loop over tokens, whose number grows with these."""
+        of_x, unrolled = {x}, []
+        for each in graph:
+            if not of_x.isdisjoint(each.inputs):
+                of_x.update(each.outputs)
+                share = np.array([0, 0, 1 / (_LINES * self._load[0]), 0])
+                sizes = tuple(size * (0, 1, 1, 1) + size[0] * share for size in each.sizes)
+                each = replace(each, sizes=sizes)
+            unrolled.append(each)
+        return unrolled
+
+    def _size(self, shape: Sequence[int], dtype: mx.Dtype) -> Size:
+        """Return the size of an array as the factors of `liveness.terms`."""
+        size, (width, tokens) = math.prod(shape) * dtype.size, self._load
+        wide, found = sum(_is_wide(n, width) for n in shape), np.zeros(4)
+        if any(n % tokens == 0 for n in shape):
+            found[1] = size / tokens
+        elif wide > 1:
+            # A mask may be that of all lines.
+            found[3] = size / width**2 / (1 if size % _LINES else _LINES)
+        elif wide:
+            found[2] = size / (_LINES * width)
+        else:
+            found[0] = size
+        return found
+
+
+class _Stack(nn.Module):
+    """Some layers, one after the other, that are given the same."""
+
+    def __init__(self, layers: Sequence[nn.Module], call: _Call) -> None:
+        super().__init__()
+        self.layers = list(layers)
+        object.__setattr__(self, "_given", call)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in self.layers:
+            x = layer(x, *self._given.args, **self._given.options)
+        return x
+
+    def set(self, names: Sequence[str], values: Sequence[mx.array]) -> None:
+        """Set parameters by their names."""
+        self.update(tree_unflatten(list(zip(names, values, strict=True))))
+
+
+def _last(alike: Mapping[Any, Sequence[int]]) -> list[int]:
+    """Return the layers of each kind that are traced."""
+    return [i for layers in alike.values() for i in layers[-_TRACED:]]
+
+
+def _load(layers: Sequence[nn.Module], ranks: Collection[int]) -> tuple[int, int]:
+    """Return a width and a number of tokens that show in the shapes of arrays."""
+    arrays = [value for layer in layers for _, value in tree_flatten(layer.parameters())]
+    sizes = {*ranks, *(size for array in arrays for size in array.shape)}
+    return next(
+        (width, tokens)
+        for width, tokens in _LOADS
+        if not any(_is_wide(n, width) or n % tokens == 0 for n in sizes)
+    )
+
+
+def _forward_and_backward(
+    layers: Callable[..., mx.array], primals: list[mx.array], _: mx.array
+) -> list[mx.array]:
+    """Return the gradients of layers whose cotangent is known after their forward pass."""
+
+    def loss(*primals: mx.array) -> tuple[mx.array, mx.array]:
+        output = layers(*primals)
+        return mx.square(output).sum(), output
+
+    (_, output), gradients = mx.value_and_grad(loss, list(range(len(primals))))(*primals)
+    return [*gradients, output]
+
+
+def _backward(
+    layers: Callable[..., mx.array], primals: list[mx.array], cotangent: mx.array
+) -> list[mx.array]:
+    """Return the gradients of a layer that runs again in the backward pass."""
+    return [*run_again(lambda *each: [layers(*each)], primals, [cotangent]), cotangent]
+
+
+def _is_wide(size: int, width: int) -> bool:
+    return size % width == 0 or width < size <= width + _ADDED
+
+
+class _Cache(LineCache):
+    """Takes the place of a layer's cache, for examples that are wider than some windows."""
+
+    def __init__(self, width: int, passed: Collection[int], seen: set[int]) -> None:
+        self._width, self._passed, self._seen = width, passed, seen
+
+    def make_mask(self, length: int, **options: Any) -> Any:
+        """Return a mask like that of such examples."""
+        if not options:
+            return None
+        if window := options.get("window_size"):
+            self._seen.add(window)
+        if options.get("return_array") or window in self._passed:
+            return create_causal_mask(self._width, window_size=window)
+        return "causal"
+
+
+def _placeholder(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    """Return a copy of a layer whose arrays are placeholders, with plain matrices for stored ones.
+
+    What unpacking or casting these takes is counted apart.
+    """
+    arrays = [value for _, value in tree_flatten(model.parameters())]
+    memo: dict[int, Any] = {id(value): mx.zeros(value.shape, value.dtype) for value in arrays}
+    for module in model.modules():
+        memo |= {id(v): v for v in vars(module).values() if isinstance(v, mx.Dtype)}
+    copied = copy.deepcopy(model, memo)
+
+    def plain(module: nn.Module) -> nn.Module | None:
+        if not (isinstance(module, StoredLinear) or hasattr(module, "unpacked")):
+            return None
+        outputs, inputs = module.weight.shape
+        if "scales" in module:
+            inputs = inputs * 32 // module.bits
+        linear = nn.Linear(inputs, outputs, bias="bias" in module)
+        linear.set_dtype(dtype)
+        return linear
+
+    replace_modules(copied, plain)
+    return copied
+
+
+def _forget(layer: nn.Module) -> None:
+    """Put placeholders for what is computed from weights once, and not in a step."""
+    for module in layer.modules():
+        private = {k: v for k, v in module.items() if k[0] == "_" and isinstance(v, mx.array)}
+        dict.update(module, {k: mx.zeros(v.shape, v.dtype) for k, v in private.items()})
+
+
+def _kind(layer: nn.Module) -> str:
+    """Return what tells a layer from those that compute otherwise: its modules and their shapes."""
+    modules = [(name, type(module).__name__) for name, module in layer.named_modules()]
+    return str((modules, [(k, v.shape, v.dtype) for k, v in tree_flatten(layer.parameters())]))
+
+
+def _operations(
+    seen: Sequence[dict[str, Any]], size: Callable[[Sequence[int], mx.Dtype], Size]
+) -> list[Operation]:
+    """Return the operations that MLX exported."""
+    scattered: set[str] = set()
+    graph = []
+    for each in seen:
+        if each["type"] != "primitive":
+            continue
+        name, inputs = each["name"], tuple(given[0] for given in each["inputs"])
+        outputs = tuple(given[0] for given in each["outputs"])
+        kind = IN_PLACE if name in _IN_PLACE else NEW
+        if inputs and (name in _VIEWS or name in _RESHAPES):
+            moved = inputs[0] in scattered
+            # A reshape of what is not contiguous copies it.
+            kind = NEW if moved and name in _RESHAPES else VIEW
+            if kind == VIEW and (moved or name in _SCATTERS):
+                scattered.update(outputs)
+        sizes = tuple(size(shape, dtype) for _, shape, dtype in each["outputs"])
+        graph.append(Operation(kind, inputs, outputs, sizes))
+    return graph
