@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 # relative to their largest entry.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # How far a measured peak may exceed its prediction, as a share.
-MEMORY_MARGIN = 0.3
+MEMORY_MARGIN = 0.15
 # Kinds of checks.
 GRADIENTS, BYTES, MEMORY, PEER = "gradients", "bytes", "memory", "mlx-lm"
 
