@@ -291,7 +291,7 @@ def test_dry_run_says_the_plan_and_writes_nothing(
 ) -> None:
     from mlxtune.backend.step.pipeline import InstructPipeline
 
-    monkeypatch.setattr(InstructPipeline, "train_batch", None)
+    monkeypatch.setattr(InstructPipeline, "start_batch", None)
     outcome = train("--dry-run", quiet=False)
     assert outcome.code == 0
     assert "20 rows read, 16 train, 4 validate" in outcome.err

@@ -75,14 +75,14 @@ def test_interrupt_in_a_step_lets_the_step_end(
 ) -> None:
     from mlxtune.backend.step.pipeline import InstructPipeline
 
-    whole = InstructPipeline.train_batch
+    whole = InstructPipeline.start_batch
 
     def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
         if step == 2:
             signal.raise_signal(signal.SIGINT)
         return whole(self, examples, step=step, **options)
 
-    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+    monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
     outcome = train("--epochs", 2)
     folder = output.parent / "checkpoints" / "step-2"
     assert outcome.code == 130

@@ -31,7 +31,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Ctrl-C pressed in a step."""
     from mlxtune.backend.step.pipeline import InstructPipeline
 
-    whole = InstructPipeline.train_batch
+    whole = InstructPipeline.start_batch
 
     def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
         if step == at:
@@ -39,7 +39,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(self, examples, step=step, **options)
 
     at = step
-    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+    monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
 
 
 @pytest.fixture

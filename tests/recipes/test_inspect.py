@@ -252,7 +252,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
     from mlxtune.backend.step.pipeline import InstructPipeline
 
     trained, validated = [], []
-    step, evaluate = InstructPipeline.train_batch, InstructPipeline.evaluate
+    step, evaluate = InstructPipeline.start_batch, InstructPipeline.evaluate
 
     def note_step(self: Any, examples: Any, **kinds: Any) -> Any:
         trained.extend(examples)
@@ -263,7 +263,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
         validated.extend(examples)
         return evaluate(self, examples, **kinds)
 
-    monkeypatch.setattr(InstructPipeline, "train_batch", note_step)
+    monkeypatch.setattr(InstructPipeline, "start_batch", note_step)
     monkeypatch.setattr(InstructPipeline, "evaluate", note_evaluation)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c" * 30), ("assistant", "d")]
     file = write_chat(tmp_path / "a.jsonl", ["", *sums(12), {"words": 1}, turns, *sums(3)])

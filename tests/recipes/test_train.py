@@ -360,14 +360,14 @@ def test_interrupt_is_raised_with_the_checkpoint(
 ) -> None:
     from mlxtune.backend.step.pipeline import InstructPipeline
 
-    whole = InstructPipeline.train_batch
+    whole = InstructPipeline.start_batch
 
     def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
         if step == 3:
             signal.raise_signal(signal.SIGINT)
         return whole(self, examples, step=step, **options)
 
-    monkeypatch.setattr(InstructPipeline, "train_batch", interrupted)
+    monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
     with pytest.raises(TrainingInterrupted) as interrupt:
         train(config(model, chat, tmp_path))
     assert interrupt.value.step == 3

@@ -53,14 +53,14 @@ class Forward:
         serves = execution.operations.serves(split.dtype)
         operations: Operations = execution.operations if serves else MLX
         splits = execution.split_head and split.splits
-        self._mixers = Mixers(model, by_segments=operations.by_segments)
+        self.mixers = Mixers(model, by_segments=operations.by_segments)
         # A line has another shape in each step, and each would be compiled anew.
         packs = execution.packs and splits and not execution.compile
         self.execution = replace(
             execution,
             operations=operations,
             split_head=splits,
-            packs=packs and split.packs(self._mixers),
+            packs=packs and split.packs(self.mixers),
         )
         passes = operations.layer_passes(execution.recompute) if trains else None
         self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
@@ -75,7 +75,7 @@ class Forward:
 
     def restore_model(self) -> None:
         """Make the model compute as it did before."""
-        self._mixers.restore()
+        self.mixers.restore()
         self._undo_operations()
 
     @property

@@ -12,7 +12,7 @@ from mlxtune.backend.model.recovery import retried
 from mlxtune.backend.step.forward import Forward
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
-from mlxtune.core.steps.batch import MicroBatch, collate
+from mlxtune.core.steps.batch import MicroBatch, collate, run_length
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
 from mlxtune.core.text import byte_size
@@ -51,13 +51,22 @@ class MicroBatches:
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of examples: which of them, and their arrays."""
-        execution = replace(self._forward.execution, micro_batch_tokens=self.max_tokens)
-        for group in execution.plan(examples, keyed=self._keyed):
+        for group in self._plan(examples):
             chosen = [examples[i] for i in group.examples]
-            if execution.packs:
+            if self._forward.execution.packs:
                 yield group, pack(chosen, keyed=self._keyed)
             else:
                 yield group, collate(chosen, group.width)
+
+    def is_one(self, examples: Sequence[Example]) -> bool:
+        """Return whether the examples make one micro-batch."""
+        if sum(map(run_length, examples)) > self.max_tokens:
+            return False
+        return len(self._plan(examples)) == 1
+
+    def _plan(self, examples: Sequence[Example]) -> list[Group]:
+        execution = replace(self._forward.execution, micro_batch_tokens=self.max_tokens)
+        return execution.plan(examples, keyed=self._keyed)
 
     def run(self, examples: Sequence[Example], compute: Callable[[], Result]) -> Result:
         """Return what `compute` gives, which runs `of(examples)` and changes nothing if it fails.

@@ -3,7 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from mlxtune.backend.model.compiling import as_on_gpu
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.step.pending import PendingStep, Started, StepGradients
 from mlxtune.backend.step.phases import Phases
+from mlxtune.backend.step.stages import Graph, Stages
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import make_folder
@@ -32,23 +35,6 @@ from mlxtune.core.steps.pack import Pack
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.core.training.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.errors import ModelError, NonFiniteLossError
-
-
-@dataclass
-class StepGradients:
-    """Loss and gradients of a step, and how they were computed.
-
-    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are by
-    parameter; both are float32. `run_tokens` went through the model in `micro_batches`, `padding`
-    among them.
-    """
-
-    loss: Any
-    gradients: dict[str, Any]
-    tokens: int
-    micro_batches: int
-    run_tokens: int
-    padding: int
 
 
 class InstructPipeline:
@@ -86,7 +72,10 @@ class InstructPipeline:
             remedy="lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or "
             "fewer --num-layers",
             warn=warn,
+            shorten=lambda: self._stages.shorten(),
         )
+        parameters, splits = self.lora.total_parameters, not self.forward.execution.compile
+        self._stages = Stages(self.forward.mixers, parameters, splits=splits)
         self._base = base_model, base_quantization
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
@@ -94,6 +83,7 @@ class InstructPipeline:
         self._optimizer = LoRAOptimizer(model.trainable_parameters(), config)
         self.phases = Phases(self.forward)
         self._steps = 0
+        self._pending: PendingStep | None = None
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -129,19 +119,58 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
         """
-        memory.start_peak()
-        step = self._steps + 1 if step is None else step
+        return self.start_batch(examples, step=step, learning_rate=learning_rate).result()
+
+    def start_batch(
+        self,
+        examples: Sequence[Example],
+        *,
+        step: int | None = None,
+        learning_rate: float | None = None,
+    ) -> PendingStep:
+        """Start the step that `train_batch` takes; its `result` waits for it.
+
+        The graph is built while the device computes the step before, which is waited for.
+        """
+        before = self._pending
+        if step is None:
+            step = self._steps + (1 if before is None else 2)
         rate = self.learning_rate if learning_rate is None else learning_rate
+        pending = PendingStep(
+            self._stages,
+            partial(self._build, examples, step, rate),
+            partial(self._micro_batches.run, examples),
+            partial(self._commit, examples, step, rate),
+        )
+        built = None
+        if before is not None:
+            # Several micro-batches hide the host's work behind each other.
+            if before.update and self._micro_batches.is_one(examples) and not self.phases.timer:
+                built = self._build(examples, step, rate, before.update)
+            if not before.finish():
+                built = None
+        memory.start_peak()
+        pending.start(built)
+        self._pending = pending
+        return pending
 
-        def compute() -> tuple[StepGradients, Update]:
-            found = self._accumulate(examples, step)
-            parameters = self.model.trainable_parameters()
-            update = self._optimizer.update(parameters, found.gradients, found.loss, rate)
-            # All of the step at once: one wait for the device.
-            mx.eval(found.loss, update)
-            return found, update
+    def _build(
+        self, examples: Sequence[Example], step: int, rate: float, after: Update | None = None
+    ) -> Started:
+        """Return the graph of a step, to start from an update that is being computed."""
+        found = self._accumulate(examples, step, after)
+        parameters = after.parameters if after else self.model.trainable_parameters()
+        update = self._optimizer.update(parameters, found.gradients, found.loss, rate, after)
+        # All of the step at once: one wait for the device.
+        found.graph = replace(found.graph, arrays=(found.loss, update))
+        return found, update
 
-        result, update = self._micro_batches.run(examples, compute)
+    def _commit(
+        self, examples: Sequence[Example], step: int, rate: float, computed: Started
+    ) -> InstructBatchResult | NonFiniteLossError:
+        """Make an update the state of model and optimizer; return what the step's result is."""
+        result, update = computed
+        self._pending = None
         self._micro_batches.warn_of_limit()
         self.model.update(update.parameters)
         self._optimizer.commit(update)
@@ -149,7 +178,7 @@ class InstructPipeline:
         self.phases.end("optimizer")
         loss, grad_norm = float(result.loss), float(update.norm)
         if not update.finite:
-            raise NonFiniteLossError(_describe_non_finite(step, rate, loss, grad_norm))
+            return NonFiniteLossError(_describe_non_finite(step, rate, loss, grad_norm))
         self._steps = step
         return InstructBatchResult(
             avg_loss=loss,
@@ -163,12 +192,18 @@ class InstructPipeline:
             padding=result.padding,
         )
 
+    def _settle(self) -> None:
+        """Wait for a step that was started."""
+        if self._pending is not None:
+            self._pending.finish()
+
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return loss and gradients of a step; `step` keys the dropout, nothing is updated."""
+        self._settle()
 
         def compute() -> StepGradients:
             found = self._accumulate(examples, step)
-            mx.eval(found.loss, found.gradients)
+            self._stages.finish(found.graph)
             found.loss = float(found.loss)
             return found
 
@@ -179,43 +214,48 @@ class InstructPipeline:
 
         For counting: nothing is evaluated where MLX does not evaluate, and nothing is updated.
         """
-        parameters, rate = self.model.trainable_parameters(), self.learning_rate
         with as_on_gpu():
-            found = self._accumulate(examples, self._steps + 1)
-            update = self._optimizer.update(parameters, found.gradients, found.loss, rate)
-        return found.loss, update
+            return self._build(examples, self._steps + 1, self.learning_rate)[0].graph.arrays
 
-    def _accumulate(self, examples: Sequence[Example], step: int) -> StepGradients:
+    def _accumulate(
+        self, examples: Sequence[Example], step: int, after: Update | None = None
+    ) -> StepGradients:
         self.model.train()
-        parameters = self.model.trainable_parameters()
+        own = self.model.trainable_parameters()
+        parameters = after.parameters if after else own
         tokens = _count_tokens(examples)
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
+        graph: Graph | None = None
         try:
             for group, batch in self.micro_batches(examples):
-                if grads is not None:
+                if graph is not None:
                     # The device works on the one before while this one is prepared.
-                    mx.async_eval(loss, grads)  # type: ignore[no-untyped-call]
+                    self._stages.start(graph)
                 arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
                 self.phases.end("data", arrays)
+                self._stages.record(group.tokens)
                 # A loss that is not finite is reported as such.
                 with np.errstate(all="ignore"):
                     part, part_grads = compute(parameters, arrays, scale)
                 loss = loss + part
                 grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
+                graph = self._stages.graph(group.tokens, part_grads, loss, grads)
                 micro_batches += 1
                 run_tokens += group.tokens
                 padding += group.padding(examples)
                 memory.relieve_pressure()
         finally:
             # Tracing left its own arrays in the model.
-            self.model.update(parameters)
+            self.model.update(own)
         assert grads is not None
-        return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding)
+        assert graph is not None
+        return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding, graph)
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""
+        self._settle()
         self.model.eval()
         tokens = _count_tokens(examples)
 
@@ -245,6 +285,7 @@ class InstructPipeline:
 
         It writes what is now, whenever it is called, and raises OutputError.
         """
+        self._settle()
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
         adapter = checkpoints.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoints.parameters_writer(self.model, self.lora)
@@ -259,6 +300,7 @@ class InstructPipeline:
 
     def load(self, folder: Path) -> None:
         """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
+        self._settle()
         checkpoints.read_parameters(folder, self.model, self.lora)
 
     def restore(self, folder: Path) -> None:

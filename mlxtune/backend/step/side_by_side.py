@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
@@ -30,15 +30,24 @@ class Mixers:
     """The mixers of one model, which see the examples of a line side by side.
 
     `by_segments`: attention that is causal and no more runs on the line itself, as the operations
-    keep its segments apart. `restore` makes the model run as it did before.
+    keep its segments apart. `restore` makes the model run as it did before. There are `count`;
+    `outputs` notes what they return, in order, unless it is None.
     """
 
     def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
         self.by_segments = by_segments
+        self.outputs: list[mx.array] | None = None
         modules = [mixer for layer in model.layers for mixer in _find(layer)]
+        self.count = len(modules)
         self.restore = intercept(model, modules, [self._call] * len(modules))
 
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
+        output = self._run(mixer, *args, **options)
+        if self.outputs is not None:
+            self.outputs += [array for _, array in tree_flatten([output])]
+        return output
+
+    def _run(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
         layout = packed.layout()
         if layout is None:
             return mixer(*args, **options)

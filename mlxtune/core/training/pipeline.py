@@ -1,12 +1,36 @@
 """What the trainer needs from a backend."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.training.metrics import InstructBatchResult
 from mlxtune.core.training.saving import Snapshot
+
+
+class PendingStep(Protocol):
+    """An optimizer step that was started."""
+
+    def result(self) -> InstructBatchResult:
+        """Wait for the step and return its result.
+
+        Raises NonFiniteLossError if it changed nothing because the loss or gradient is not finite.
+        """
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that was started, at `started` of the clock, on some `rows`."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    rows: Sequence[int]
+    examples: Sequence[Example]
+    started: float
+    pending: PendingStep
 
 
 class Pipeline(Protocol):
@@ -16,13 +40,10 @@ class Pipeline(Protocol):
     def learning_rate(self) -> float:
         """The rate that the pipeline was configured with."""
 
-    def train_batch(
+    def start_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
-    ) -> InstructBatchResult:
-        """Take one optimizer step on all examples.
-
-        Raises NonFiniteLossError, and changes nothing, when the loss or gradient is not finite.
-        """
+    ) -> PendingStep:
+        """Start one optimizer step on all examples, after the one that was started before it."""
 
     def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples."""

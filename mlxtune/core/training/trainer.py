@@ -4,7 +4,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from mlxtune.core.training.metrics import (
     perplexity,
 )
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline
+from mlxtune.core.training.pipeline import Pipeline, StartedStep
 from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.progress import MetricsFile, Progress, Record
 from mlxtune.core.training.run_folder import ResumePoint
@@ -109,7 +109,7 @@ class InstructTrainer:
         )
         self._metrics_file = MetricsFile(self._folder, self._observer.on_problem)
         self.progress = Progress()
-        self._started = self._epoch_started = time.perf_counter()
+        self._started = self._epoch_started = self._step_ended = time.perf_counter()
 
     @property
     def metrics(self) -> TrainingMetrics:
@@ -231,41 +231,62 @@ class InstructTrainer:
             self._epoch_started = time.perf_counter()
         config = self.config
         steps = order.steps_of(self.train_rows, config.batch_size, config.order, config.seed, epoch)
-        for chosen in steps[taken:]:
-            if self.progress.step >= self.total_steps:
+        pending: StartedStep | None = None
+        for step, chosen in enumerate(steps[taken:], self.progress.step + 1):
+            if step > self.total_steps:
                 break
-            self._run_step(epoch, chosen)
-            if self._should_stop():
+            started = self._start_step(step, epoch, chosen)
+            # The numbers of a step are read while the device computes the next one.
+            if pending:
+                self._finish_step(pending)
+            pending = started
+            stopping, saving = self._should_stop(), self._saver.is_due(step)
+            if stopping or saving or self._profiler:
+                self._finish_step(pending)
+                pending = None
+            if stopping:
                 raise self._interrupted()
-            if self._saver.is_due(self.progress.step):
-                self._saver.try_save(f"step-{self.progress.step}", self._checkpoint())
+            if saving:
+                self._saver.try_save(f"step-{step}", self._checkpoint())
+        if pending:
+            self._finish_step(pending)
         if all(record.epoch != epoch for record in self.progress.steps[-1:]):
             raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
         return self._epoch_metrics(self._validate())
 
-    def _run_step(self, epoch: int, chosen: Sequence[int]) -> None:
-        step = self.progress.step + 1
-        learning_rate = self._schedule(step)
-        started = time.perf_counter()
+    def _start_step(self, step: int, epoch: int, chosen: Sequence[int]) -> StartedStep:
+        rate, started = self._schedule(step), time.perf_counter()
+        examples = [example for i in chosen for example in self.train_rows[i]]
+        start = partial(self.pipeline.start_batch, examples, step=step, learning_rate=rate)
+        if self._profiler is None:
+            return StartedStep(step, epoch, rate, chosen, examples, started, start())
+        # Nothing else runs while a step is measured; `_finish_step` reports its error.
+        with suppress(NonFiniteLossError), self._profiler.step(step):
+            pending = start()
+            pending.result()
+        return StartedStep(step, epoch, rate, chosen, examples, started, pending)
+
+    def _finish_step(self, taken: StartedStep) -> None:
+        step, epoch, rate, chosen = taken.step, taken.epoch, taken.learning_rate, taken.rows
         try:
-            with self._profiler.step(step) if self._profiler else nullcontext():
-                examples = [example for i in chosen for example in self.train_rows[i]]
-                result = self.pipeline.train_batch(examples, step=step, learning_rate=learning_rate)
+            result = taken.pending.result()
         except NonFiniteLossError as error:
             rows = [self._place_of(i) for i in chosen]
-            self._skip(SkippedStep(step, epoch, learning_rate, str(error), rows), error)
+            self._skip(SkippedStep(step, epoch, rate, str(error), rows), error)
             return
+        # It may have waited for the step before.
+        started, self._step_ended = max(taken.started, self._step_ended), time.perf_counter()
         record = StepRecord(
             step=step,
             epoch=epoch,
             loss=result.avg_loss,
-            learning_rate=learning_rate,
+            learning_rate=rate,
             grad_norm=result.grad_norm or 0.0,
             perplexity=result.perplexity,
             tokens=result.total_tokens,
             supervised_tokens=result.total_response_tokens,
             rows=len(chosen),
-            seconds=time.perf_counter() - started,
+            seconds=self._step_ended - started,
             memory=result.memory,
             micro_batches=result.micro_batches,
             run_tokens=result.run_tokens,
@@ -274,7 +295,7 @@ class InstructTrainer:
         self._record(record)
         self._observer.on_step(record)
         if self._profiler:
-            self._profiler.measure_layers(examples)
+            self._profiler.measure_layers(taken.examples)
 
     def _place_of(self, index: int) -> str:
         path, row = self.train_rows.place(index)

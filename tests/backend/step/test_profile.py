@@ -113,7 +113,8 @@ def test_layer_keeps_what_its_backward_pass_needs() -> None:
         found[way] = layer.kept_bytes, max(inputs.size for inputs in arrays)
     kept, tokens = found["recompute"]
     outputs = tokens * 64 * 4
-    assert outputs <= kept < 1.2 * outputs
+    # And the places of the examples, which are side by side in attention.
+    assert outputs <= kept < 1.2 * outputs + 8192
     # Queries, keys, values and the three arrays of the MLP, at the least.
     assert found["split head"][0] > (64 * 2 + 32 * 2 + 96 * 3) * 4 * tokens
 
@@ -144,8 +145,8 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
     batches = len(list(pipeline.micro_batches(fixed_step())))
     assert batches > 1
-    # All but the last are started ahead; that one is evaluated together with the update.
-    expected = {"eval": 1, "async_eval": batches - 1}
+    # Each is started and waited for, the last of them together with the update.
+    expected = {"eval": batches, "async_eval": batches}
     assert counted(pipeline, monkeypatch) == expected
     profiled_step(pipeline, 1)
     assert counted(pipeline, monkeypatch) == expected

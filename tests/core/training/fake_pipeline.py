@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,27 @@ from mlxtune.core.machine.files import write_file, write_json
 from mlxtune.core.training.metrics import InstructBatchResult, InstructTrainResult, perplexity
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import NonFiniteLossError
 
 Losses = Callable[[int], float]
+
+
+class Started:
+    """A step that is taken when its result is asked for, and once."""
+
+    def __init__(self, take: Callable[[], InstructBatchResult]) -> None:
+        self._take = take
+        self._outcome: InstructBatchResult | NonFiniteLossError | None = None
+
+    def result(self) -> InstructBatchResult:
+        if self._outcome is None:
+            try:
+                self._outcome = self._take()
+            except NonFiniteLossError as error:
+                self._outcome = error
+        if isinstance(self._outcome, NonFiniteLossError):
+            raise self._outcome
+        return self._outcome
 
 
 class FakePipeline:
@@ -48,6 +68,9 @@ class FakePipeline:
     @property
     def learning_rate(self) -> float:
         return 3e-4
+
+    def start_batch(self, examples: Sequence[Example], **options: Any) -> Started:
+        return Started(partial(self.train_batch, examples, **options))
 
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float

@@ -1,0 +1,106 @@
+"""A step that is built while the one before is computed gives what it gives after it."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.errors import MemoryLimitError, NonFiniteLossError
+from tests.backend.step.executions import IN_LINE, SPLIT, fixed_step, fresh, model_folder
+
+STEPS = [fixed_step(), fixed_step()[:2], fixed_step()[1:]]
+
+
+def adapter(pipeline: InstructPipeline) -> list[bytes]:
+    return [bytes(value) for _, value in tree_flatten(pipeline.model.trainable_parameters())]
+
+
+def ahead(pipeline: InstructPipeline) -> list[float]:
+    """Take the steps, each started before the result of the one before is read."""
+    losses, pending = [], None
+    for step, examples in enumerate(STEPS, 1):
+        started = pipeline.start_batch(examples, step=step, learning_rate=1e-2)
+        if pending:
+            losses.append(pending.result().avg_loss)
+        pending = started
+    assert pending
+    return [*losses, pending.result().avg_loss]
+
+
+def in_turn(pipeline: InstructPipeline) -> list[float]:
+    return [
+        pipeline.train_batch(examples, step=step, learning_rate=1e-2).avg_loss
+        for step, examples in enumerate(STEPS, 1)
+    ]
+
+
+@pytest.mark.parametrize("tokens", [10_000, 60])
+@pytest.mark.parametrize("execution", [IN_LINE, SPLIT], ids=["line", "padded"])
+def test_steps_started_ahead_are_those_in_turn(execution: Any, tokens: int) -> None:
+    one, other = (fresh(model_folder("qwen3"), execution, tokens) for _ in range(2))
+    assert ahead(one) == in_turn(other)
+    assert adapter(one) == adapter(other)
+
+
+def test_step_is_built_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    events: list[str] = []
+    build, finish = InstructPipeline._build, type(pipeline._stages).finish
+    monkeypatch.setattr(
+        InstructPipeline, "_build", lambda *given: (events.append("build"), build(*given))[1]
+    )
+    monkeypatch.setattr(
+        type(pipeline._stages),
+        "finish",
+        lambda *given: (events.append("finish"), finish(*given))[1],
+    )
+    ahead(pipeline)
+    assert events == ["build", "build", "finish", "build", "finish", "finish"]
+
+
+def test_step_that_is_not_finite_is_undone_and_the_next_one_holds() -> None:
+    one, other = (fresh(model_folder("qwen3"), IN_LINE, 10_000) for _ in range(2))
+    first = one.start_batch(STEPS[0], step=1, learning_rate=float("inf"))
+    second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)
+    with pytest.raises(NonFiniteLossError, match="step 1"):
+        first.result()
+    wanted = other.train_batch(STEPS[1], step=2, learning_rate=1e-2)
+    assert second.result().avg_loss == wanted.avg_loss
+    assert adapter(one) == adapter(other)
+
+
+def test_step_that_runs_out_of_memory_is_taken_again_and_the_next_one_built_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (fresh(model_folder("qwen3"), IN_LINE, 10_000) for _ in range(2))
+    evaluate, calls = mx.eval, [0]
+
+    def failing(*arrays: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
+        evaluate(*arrays)
+
+    first = one.start_batch(STEPS[0], step=1, learning_rate=1e-2)
+    monkeypatch.setattr(mx, "eval", failing)
+    with pytest.warns(UserWarning, match="micro-batches"):
+        second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)
+    losses = [each.result().avg_loss for each in (first, second)]
+    assert losses == pytest.approx(in_turn(other)[:2], rel=1e-5)
+
+
+def test_step_that_cannot_be_taken_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    before = adapter(pipeline)
+
+    def failing(*arrays: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
+
+    pending = pipeline.start_batch(STEPS[0][:1], step=1, learning_rate=1e-2)
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "eval", failing)
+        with pytest.raises(MemoryLimitError):
+            pending.result()
+    assert adapter(pipeline) == before
