@@ -59,4 +59,4 @@ def test_long_rows_are_about_as_long_as_the_limit(tmp_path: Path) -> None:
     rows = write_long_rows(tmp_path / "long.jsonl", SHARED).read_text().splitlines()
     assert len(rows) >= 16
     for row in map(json.loads, rows):
-        assert 3400 * 4 < len(row["messages"][0]["content"]) < 4400 * 4
+        assert 3400 * 4.5 < len(row["messages"][0]["content"]) < 4400 * 4.5

@@ -69,7 +69,7 @@ DATA_SHEETS = {
     "L4": 121.0,
     "A10": 125.0,
 }
-LONG_TOKENS, CHARACTERS_PER_TOKEN = 4096, 4
+LONG_TOKENS, CHARACTERS_PER_TOKEN = 4096, 4.5
 
 
 @dataclass(frozen=True)
