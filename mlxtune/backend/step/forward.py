@@ -186,7 +186,8 @@ class Forward:
 
     def _head(self, arrays: Mapping[str, Any]) -> Head:
         targets = arrays["targets"]
-        if self._linear_head is not None:
+        # A compiled step has positions of padding, whose weights are 0.
+        if self._linear_head is not None and not self.execution.compile:
             weight = self._split.weight
             return partial(self._linear_head.head_loss_sum, weight, targets=targets)
         return partial(

@@ -185,7 +185,7 @@ class GraphMemory:
         layers = self._layers(shapes, execution.packs, load)
         positions, _ = _head_states(shapes, execution, load)
         logits = _logits(execution, positions, shapes)
-        if execution.split_head and not self.holds_logits(shapes):
+        if execution.split_head and not (self.holds_logits(shapes) or execution.compile):
             logits = min(logits, vocabulary_block(positions) * positions)
         working = layers.again if execution.recompute else layers.working
         matrices = _UNPACKED * max(shapes.unpacked, shapes.largest_cast)
@@ -194,7 +194,7 @@ class GraphMemory:
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
         positions, hidden = _head_states(shapes, execution, load)
-        if execution.split_head and not self.holds_logits(shapes):
+        if execution.split_head and not (self.holds_logits(shapes) or execution.compile):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
