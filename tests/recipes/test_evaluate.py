@@ -258,7 +258,7 @@ def test_evaluation_that_fails_is_a_warning(
 ) -> None:
     from mlxtune.backend.step.evaluator import Evaluator
 
-    monkeypatch.setattr(Evaluator, "losses", lambda _, rows: np.full(len(rows), np.nan))
+    monkeypatch.setattr(Evaluator, "losses", lambda _, rows, *__: np.full(len(rows), np.nan))
     outcome = train()
     assert outcome.code == 0
     assert "could not be evaluated: " in outcome.err

@@ -258,10 +258,10 @@ def test_dump_is_exactly_what_train_gives_the_model(
         trained.extend(examples)
         return step(self, examples, **kinds)
 
-    def note_evaluation(self: Any, examples: Any, **kinds: Any) -> Any:
+    def note_evaluation(self: Any, examples: Any, *kinds: Any) -> Any:
         examples = list(examples)
         validated.extend(examples)
-        return evaluate(self, examples, **kinds)
+        return evaluate(self, examples, *kinds)
 
     monkeypatch.setattr(InstructPipeline, "start_batch", note_step)
     monkeypatch.setattr(InstructPipeline, "evaluate", note_evaluation)

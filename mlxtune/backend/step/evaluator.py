@@ -2,17 +2,173 @@
 
 from collections.abc import Callable, Sequence
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.targets import projections
 from mlxtune.backend.model import memory
+from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.step.stages import Stages
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.execution import Execution, Load, load_of
+from mlxtune.core.steps.groups import AT_ONCE, Group
+from mlxtune.core.steps.memory_plan import MARGIN
+from mlxtune.core.steps.pack import Pack
+
+# A batch of an evaluation on a GPU: at most so many tokens, and so many operations, about a second
+# of a GPU that is not slow, after which Ctrl-C is heard. Larger ones are no faster.
+_MOST_TOKENS, _MOST_OPERATIONS = 16384, 1e13
+# Copies of what the products of a layer give that are held at once, in use or in flight, and of the
+# scores where attention holds them; copies of a chunk's logits.
+_PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
+# Heads of attention, and experts of a token, where a model does not say how many it has.
+_HEADS, _EXPERTS = 64, 8
+
+
+class ExampleLosses:
+    """Computes the losses of examples, in batches as large as memory allows.
+
+    The device computes a batch while the next is prepared, and never holds two. `held` are bytes
+    in use beside the model's, which has so many `parameters`.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        batches: MicroBatches,
+        stages: Stages,
+        parameters: int,
+        held: int = 0,
+    ) -> None:
+        self._forward = forward
+        self._batches = batches
+        self._stages = stages
+        # On the CPU, larger batches are no faster.
+        most = 0 if on_cpu() else min(_MOST_TOKENS, int(_MOST_OPERATIONS / (2 * parameters)))
+        self._most = most
+        self._memory = BatchMemory(forward, held)
+
+    def of(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
+    ) -> npt.NDArray[np.float64]:
+        """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
+
+        `on_progress` gets the number of examples done after each batch; what it raises ends the
+        evaluation. Raises MemoryLimitError where even one example takes too much memory.
+        """
+        losses = np.zeros(len(examples))
+        for start in range(0, len(examples), AT_ONCE):
+            chosen = examples[start : start + AT_ONCE]
+
+            def compute(start: int = start, chosen: Sequence[Example] = chosen) -> None:
+                self._compute(chosen, losses[start:], lambda done: on_progress(start + done))
+
+            self._run(chosen, compute)
+        return losses
+
+    def _run(self, examples: Sequence[Example], compute: Callable[[], None]) -> None:
+        """Run `compute` with larger micro-batches than those of training, if they fit."""
+        batches = self._batches
+        trained = batches.max_tokens
+        batches.max_tokens = allowed = self._bound(examples)
+        try:
+            batches.run(examples, compute)
+        finally:
+            if batches.max_tokens < allowed:
+                self._most = batches.max_tokens
+            batches.max_tokens = min(trained, batches.max_tokens)
+
+    def _bound(self, examples: Sequence[Example]) -> int:
+        """Return the largest bound of a micro-batch that fits: a function of the arguments."""
+        tokens = self._most
+        while tokens > self._batches.max_tokens:
+            groups = self._batches.plan(examples, tokens)
+            if all(self._memory.fits(load_of(group, examples)) for group in groups):
+                return tokens
+            tokens //= 2
+        return self._batches.max_tokens
+
+    def _compute(
+        self,
+        examples: Sequence[Example],
+        losses: npt.NDArray[np.float64],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        done, waiting = 0, None
+
+        def read(group: Group, batch: MicroBatch | Pack, each: mx.array) -> None:
+            nonlocal done
+            losses[list(group.examples)] = _sums(batch, np.array(each, dtype=np.float64))
+            done += len(group.examples)
+            memory.relieve_pressure()
+            on_progress(done)
+
+        for group, batch in self._batches.of(examples):
+            self._stages.record(group.tokens)
+            each = self._forward.losses(batch)
+            graph = self._stages.graph(group.tokens, {}, each)
+            # Waits for the batch before.
+            self._stages.start(graph)
+            if waiting is not None:
+                read(*waiting)
+            waiting = group, batch, each
+        if waiting is not None:
+            self._stages.finish(graph)
+            read(*waiting)
+
+
+def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the sum of each example's part of `each`, which are in the order of the batch."""
+    sums = np.zeros(len(batch.counts))
+    np.add.at(sums, np.repeat(np.arange(len(sums)), batch.counts), each)
+    return sums
+
+
+class BatchMemory:
+    """The memory of an evaluation's batch, and whether it fits beside the model and `held` bytes.
+
+    A function of sizes alone, so that the batches are the same whenever they are made.
+    """
+
+    def __init__(self, forward: Forward, held: int) -> None:
+        model, execution = forward.model, forward.execution
+        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        text = getattr(model, "language_model", model)
+        options = vars(getattr(text, "args", object()))
+        self._itemsize = 4 if forward.dtype is None else forward.dtype.size
+        self._heads = int(options.get("num_attention_heads") or _HEADS)
+        used = int(options.get("num_experts_per_tok") or _EXPERTS)
+        self._width = max(_outputs(layer, used) for layer in model.layers)
+        self._logits = 4 * _LOGITS * execution.loss_chunk * int(options.get("vocab_size") or 0)
+        self._free = mx.get_memory_limit() / (1 + MARGIN) - weights - held
+        self._splits_head = execution.split_head
+
+    def fits(self, load: Load) -> bool:
+        """Return whether a batch fits; with logits of all tokens, none larger than planned does."""
+        return self._splits_head and self.of(load) <= self._free
+
+    def of(self, load: Load) -> int:
+        """Return the bytes of a batch, its examples side by side and attention's scores held."""
+        tokens = max(load.tokens, load.lines * load.width)
+        entries = _PRODUCTS * self._width * tokens + _SCORES * self._heads * load.scores
+        return self._logits + self._itemsize * entries
+
+
+def _outputs(layer: nn.Module, experts: int) -> int:
+    """Return how wide the outputs of a layer's products are together, with so many experts."""
+    modules = projections(layer).values()
+    # A stack of experts is (E, out, in).
+    return sum(
+        module.weight.shape[-2] * (experts if module.weight.ndim > 2 else 1) for module in modules
+    )
 
 
 class Evaluator:
@@ -34,24 +190,17 @@ class Evaluator:
         model.eval()
         execution = execution or best_execution(parameters)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
+        stages = Stages(self.forward.mixers, parameters, splits=True)
         remedy = "lower --max-seq-len, or use a quantised base"
-        self._micro_batches = MicroBatches(self.forward, remedy=remedy, warn=warn)
+        batches = MicroBatches(self.forward, remedy=remedy, warn=warn, shorten=stages.shorten)
+        self._losses = ExampleLosses(self.forward, batches, stages, parameters)
+
+    def losses(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
+    ) -> npt.NDArray[np.float64]:
+        """Return what `ExampleLosses.of` does."""
+        return self._losses.of(examples, on_progress)
 
     def close(self) -> None:
         """Make the model compute as it did before it was evaluated."""
         self.forward.restore_model()
-
-    def losses(self, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
-        """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
-
-        Raises MemoryLimitError where even one example at a time takes too much memory.
-        """
-        losses = np.zeros(len(examples))
-
-        def compute() -> npt.NDArray[np.float64]:
-            for group, batch in self._micro_batches.of(examples):
-                losses[list(group.examples)] = self.forward.losses(batch)
-                memory.relieve_pressure()
-            return losses
-
-        return self._micro_batches.run(examples, compute)

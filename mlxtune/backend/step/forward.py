@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.compiling import compiled
@@ -79,6 +78,11 @@ class Forward:
         self._undo_operations()
 
     @property
+    def dtype(self) -> mx.Dtype | None:
+        """The dtype of the hidden states, None if unknown."""
+        return self._split.dtype
+
+    @property
     def plain_head(self) -> bool:
         """Whether the head is one product."""
         return self._split.weight is not None
@@ -140,32 +144,30 @@ class Forward:
                 loss = (cross_entropies(self.model, inputs, targets) * arrays["mask"]).sum()
         return loss * scale
 
-    def losses(self, batch: MicroBatch | Pack) -> npt.NDArray[np.float64]:
-        """Return the summed cross-entropy of each example, in nats, float64 (B,), without dropout.
+    def losses(self, batch: MicroBatch | Pack) -> mx.array:
+        """Return the cross-entropy of each supervised token, in nats, float32 (P,), not computed.
 
-        No gradient is computed.
+        They are in the order of the batch. There is no dropout, and no gradient.
         """
         arrays = self.arrays(batch, None)
         targets = arrays["targets"]
         # A loss that is not finite is reported as such.
         with laid_out(arrays.get("layout")), np.errstate(all="ignore"):
             caches = self._caches(arrays)
-            if not self.execution.split_head:
-                supervised = mx.array(np.flatnonzero(np.array(arrays["mask"])))
-                every = cross_entropies(self.model, arrays["inputs"], targets)
-                losses = every.reshape(-1)[supervised]
-            elif self._linear_head is not None:
-                rows = self._rows(arrays, caches)
+            if isinstance(batch, MicroBatch) and not self.execution.split_head:
+                supervised = mx.array(np.flatnonzero(batch.mask))
+                return cross_entropies(self.model, arrays["inputs"], targets).reshape(-1)[
+                    supervised
+                ]
+            rows = self._rows(arrays, caches)
+            if self._linear_head is not None:
                 losses = self._linear_head.head_losses(self._split.weight, rows, targets)
             else:
                 chunk = self.execution.loss_chunk
                 entropies = self.execution.operations.cross_entropies
-                rows = self._rows(arrays, caches)
                 losses = head_losses(self._split.logits, rows, targets, chunk, entropies)
-            each = np.array(losses, dtype=np.float64)[: batch.supervised]
-        sums = np.zeros(len(batch.counts))
-        np.add.at(sums, np.repeat(np.arange(len(sums)), batch.counts), each)
-        return sums
+        # Those of compiled shapes are padded.
+        return losses[: batch.supervised]
 
     def running(self) -> AbstractContextManager[None]:
         """Make the layers that run in here prepare for their backward passes."""

@@ -61,11 +61,14 @@ def head_losses(
 
     The arguments are those of `head_loss_sum`; no more than `chunk` positions have logits at once.
     """
-    chunks = []
+    chunks: list[mx.array] = []
     for start in range(0, hidden.shape[0], chunk):
         at = slice(start, start + chunk)
-        chunks.append(losses(logits(hidden[at]), targets[at]).astype(mx.float32))
-        mx.eval(chunks[-1])
+        rows = hidden[at]
+        if chunks:
+            # One chunk after the other, or the device would hold the logits of several at once.
+            rows = mx.depends(rows, chunks[-1])
+        chunks.append(losses(logits(rows), targets[at]).astype(mx.float32))
     return mx.concatenate(chunks)
 
 

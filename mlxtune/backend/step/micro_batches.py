@@ -51,7 +51,7 @@ class MicroBatches:
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of examples: which of them, and their arrays."""
-        for group in self._plan(examples):
+        for group in self.plan(examples, self.max_tokens):
             chosen = [examples[i] for i in group.examples]
             if self._forward.execution.packs:
                 yield group, pack(chosen, keyed=self._keyed)
@@ -62,10 +62,11 @@ class MicroBatches:
         """Return whether the examples make one micro-batch."""
         if sum(map(run_length, examples)) > self.max_tokens:
             return False
-        return len(self._plan(examples)) == 1
+        return len(self.plan(examples, self.max_tokens)) == 1
 
-    def _plan(self, examples: Sequence[Example]) -> list[Group]:
-        execution = replace(self._forward.execution, micro_batch_tokens=self.max_tokens)
+    def plan(self, examples: Sequence[Example], max_tokens: int) -> list[Group]:
+        """Return which examples make a micro-batch of at most so many tokens."""
+        execution = replace(self._forward.execution, micro_batch_tokens=max_tokens)
         return execution.plan(examples, keyed=self._keyed)
 
     def run(self, examples: Sequence[Example], compute: Callable[[], Result]) -> Result:

@@ -19,6 +19,7 @@ from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.compiling import as_on_gpu
+from mlxtune.backend.step.evaluator import ExampleLosses
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
@@ -76,6 +77,14 @@ class InstructPipeline:
         )
         parameters, splits = self.lora.total_parameters, not self.forward.execution.compile
         self._stages = Stages(self.forward.mixers, parameters, splits=splits)
+        self._losses = ExampleLosses(
+            self.forward,
+            self._micro_batches,
+            self._stages,
+            parameters,
+            # AdamW's two moments, in float32.
+            held=2 * 4 * self.lora.trainable_parameters,
+        )
         self._base = base_model, base_quantization
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
@@ -253,20 +262,17 @@ class InstructPipeline:
         assert graph is not None
         return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding, graph)
 
-    def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
-        """Return the loss over all supervised tokens of the examples."""
+    def evaluate(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
+    ) -> InstructBatchResult:
+        """Return the loss over all supervised tokens of the examples.
+
+        `on_progress` gets the number of examples done; what it raises ends the evaluation.
+        """
         self._settle()
         self.model.eval()
         tokens = _count_tokens(examples)
-
-        def compute() -> float:
-            total = 0.0
-            for _, batch in self.micro_batches(examples):
-                total += float(self.forward.losses(batch).sum())
-                memory.relieve_pressure()
-            return total
-
-        loss = self._micro_batches.run(examples, compute) / tokens
+        loss = float(self._losses.of(examples, on_progress).sum()) / tokens
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
         )

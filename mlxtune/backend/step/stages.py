@@ -20,11 +20,16 @@ from mlxtune.backend.step.side_by_side import Mixers
 _SECONDS = 1.0
 _METAL_SPEED, _CUDA_SPEED = 1e12, 1e13
 _OPERATIONS = 6
+# How much of a micro-batch's time is its forward pass.
+_FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A micro-batch to compute: `arrays`, which need its `gradients` and, before, the `outputs`."""
+    """A micro-batch to compute: `arrays`, which need its `gradients` and, before, the `outputs`.
+
+    One that has no gradients is a forward pass.
+    """
 
     tokens: int
     stages: int
@@ -85,14 +90,15 @@ class Stages:
         started = self._started if self._running is graph else time.perf_counter()
         self._running = None
         if graph.stages > 1:
-            # The backward pass, from the last layer to the first, takes about twice as long.
-            forward = max(graph.stages // 3, 1)
+            forward = max(int(graph.stages * _FORWARD), 1)
             _evaluate(graph.outputs, forward)
+            # From the last layer to the first.
             gradients = [array for _, array in tree_flatten(graph.gradients)]
             _evaluate(gradients[::-1], max(graph.stages - forward, 1))
         mx.eval(graph.arrays)
         if not on_cpu():
-            self.seconds_per_token = (time.perf_counter() - started) / max(graph.tokens, 1)
+            seconds = (time.perf_counter() - started) / (1 if graph.gradients else _FORWARD)
+            self.seconds_per_token = seconds / max(graph.tokens, 1)
 
 
 def _evaluate(arrays: Sequence[mx.array], count: int) -> None:

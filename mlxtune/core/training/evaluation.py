@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.text import count
 from mlxtune.core.training.metrics import perplexity
 from mlxtune.errors import NonFiniteLossError
@@ -27,12 +28,12 @@ _TAIL = (1 - CONFIDENCE) / 2
 FEWEST_ROWS = 6
 # How many of the most improved and most worsened rows to report.
 _TOP_ROWS = 5
-# Row indices drawn at once, over all resamples, and examples computed at once.
-_DRAWN_AT_ONCE, _COMPUTED_AT_ONCE = 1 << 22, 32
+# Row indices drawn at once, over all resamples.
+_DRAWN_AT_ONCE = 1 << 22
 
 _Floats = npt.NDArray[np.float64]
-# Returns the summed loss of each example, float64 (B,).
-Losses = Callable[[Sequence[Example]], _Floats]
+# Returns the summed loss of each example, float64 (B,), and reports how many are done meanwhile.
+Losses = Callable[[Sequence[Example], Callable[[int], None]], _Floats]
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,11 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
     # Neighbours in length share a micro-batch; the sums do not depend on the order.
     examples = [(place, example) for place, row in enumerate(rows) for example in row]
     examples.sort(key=lambda each: len(each[1]))
+    chosen = [example for _, example in examples]
+    places = [place for place, _ in examples]
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
-    for start in range(0, len(examples), _COMPUTED_AT_ONCE):
-        chunk = examples[start : start + _COMPUTED_AT_ONCE]
-        places = [place for place, _ in chunk]
-        np.add.at(totals, places, losses([example for _, example in chunk]))
-        np.add.at(tokens, places, [int(each.assistant_mask[1:].sum()) for _, each in chunk])
-        on_progress(start + len(chunk), len(examples))
+    np.add.at(totals, places, losses(chosen, lambda done: on_progress(done, len(chosen))))
+    np.add.at(tokens, places, list(map(predicted_tokens, chosen)))
     return Sums(totals, tokens)
 
 

@@ -1,6 +1,6 @@
 """What the trainer needs from a backend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +45,13 @@ class Pipeline(Protocol):
     ) -> PendingStep:
         """Start one optimizer step on all examples, after the one that was started before it."""
 
-    def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
-        """Return the loss over all supervised tokens of the examples."""
+    def evaluate(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None]
+    ) -> InstructBatchResult:
+        """Return the loss over all supervised tokens of the examples.
+
+        `on_progress` gets the number of examples done, now and then; what it raises passes through.
+        """
 
     def snapshot(self) -> Snapshot:
         """Capture the adapter and whatever else `restore` needs, to write now or later."""

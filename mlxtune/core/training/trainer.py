@@ -41,7 +41,6 @@ from mlxtune.errors import (
     TrainingInterrupted,
 )
 
-_VALIDATION_CHUNK = 32
 # A run ends after this many steps in a row that are not finite.
 _MAX_SKIPPED_IN_A_ROW = 3
 
@@ -317,16 +316,13 @@ class InstructTrainer:
         step = self.progress.step
         # Neighbours in length share a micro-batch; the sum does not depend on the order.
         examples = sorted((example for row in self.val_rows for example in row), key=len)
-        total, tokens = 0.0, 0
-        for start in range(0, len(examples), _VALIDATION_CHUNK):
-            end = min(start + _VALIDATION_CHUNK, len(examples))
-            result = self.pipeline.evaluate(examples[start:end])
-            total += result.avg_loss * result.total_response_tokens
-            tokens += result.total_response_tokens
-            self._observer.on_evaluated(end, len(examples))
+
+        def evaluated(done: int) -> None:
+            self._observer.on_evaluated(done, len(examples))
             if self._should_stop():
                 raise self._interrupted()
-        loss = total / tokens
+
+        loss = self.pipeline.evaluate(examples, evaluated).avg_loss
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the validation loss after step {step} is {loss}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,11 +15,14 @@ import pytest
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.model import memory
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step.counts import counted_evaluations
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.execution import Execution, Load, load_of
+from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.models import sums, write_chat
 
@@ -119,3 +123,133 @@ def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int)
     )
     np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
     np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+}
+
+
+def evaluator_of(
+    way: Execution, tokens: int = 20, architecture: str = "qwen3", **overrides: Any
+) -> Evaluator:
+    folder = model_folder(architecture, overrides=tuple(overrides.items()))
+    base = load_base(folder, "float32")
+    execution = replace(way, micro_batch_tokens=tokens)
+    return Evaluator(base.model, base.parameters, pytest.fail, execution=execution)
+
+
+@pytest.mark.parametrize("way", ["in one line with recompute", "split head in small chunks"])
+def test_batch_is_started_once_and_waited_for_once(way: str) -> None:
+    evaluator = evaluator_of(WAYS[way])
+    batches = len(list(evaluator._losses._batches.of(fixed_step())))
+    assert batches > 1
+    with counted_evaluations() as count:
+        evaluator.losses(fixed_step())
+    assert count[0] == 2 * batches
+
+
+def test_batch_is_prepared_while_the_one_before_computes_and_started_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluator, events = evaluator_of(WAYS["in one line"]), []
+
+    def note(owner: Any, name: str) -> None:
+        whole = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            events.append(name)
+            return whole(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(evaluator.forward, "losses")
+    note(mx, "async_eval")
+    note(mx, "eval")
+    done: list[int] = []
+    evaluator.losses(fixed_step(), done.append)
+    assert len(done) > 1
+    assert done == sorted(set(done))
+    assert done[-1] == len(fixed_step())
+    following = ["losses", "eval", "async_eval"] * (len(done) - 1)
+    assert events == ["losses", "async_eval", *following, "eval"]
+
+
+def test_gpu_evaluates_in_batches_as_large_as_the_memory_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examples = random_examples(60)
+    wanted = evaluator_of(WAYS["in one line"]).losses(examples)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda: False)
+    evaluator = evaluator_of(WAYS["in one line"])
+    sizes = []
+    for free in (10**12, evaluator._losses._memory.of(Load(8, 40, 100, 320)), 0):
+        monkeypatch.setattr(evaluator._losses._memory, "_free", free)
+        done: list[int] = []
+        np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
+        sizes.append(len(done))
+        assert evaluator._losses._batches.max_tokens == 20, "that of training stays"
+    assert sizes[0] == 1
+    assert 1 < sizes[1] < sizes[2]
+
+
+def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda: False)
+    evaluator, warnings = evaluator_of(WAYS["in one line"]), []
+    batches, whole, largest = evaluator._losses._batches, evaluator.forward.losses, []
+    batches._warn = warnings.append
+
+    def limited(batch: Any) -> mx.array:
+        if batch.inputs.size > 40:
+            raise RuntimeError("[malloc] Unable to allocate 78643200 bytes.")
+        largest.append(batch.inputs.size)
+        return whole(batch)
+
+    monkeypatch.setattr(evaluator.forward, "losses", limited)
+    for _ in range(2):
+        evaluator.losses(fixed_step())
+        assert len(warnings) <= 3
+        warned = len(warnings)
+    assert warned == len(warnings) > 0
+    assert max(largest) > 20
+    assert batches.max_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"), [("qwen3", {}), ("gemma2", {}), ("qwen3_moe", EXPERTS)]
+)
+def test_batch_takes_no_more_memory_than_expected(
+    architecture: str, overrides: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    mask = np.array([0] * 100 + [1] * 60, dtype=np.uint8)
+    examples = [
+        Example(row, rng.integers(0, 256, len(mask)).astype(np.int32), mask) for row in range(24)
+    ]
+    evaluator = evaluator_of(Execution(MLX), 10_000, architecture, **overrides)
+    ((group, _),) = evaluator._losses._batches.of(examples)
+    evaluator.losses(examples)
+    before = mx.get_active_memory()
+    memory.start_peak()
+    evaluator.losses(examples)
+    expected = evaluator._losses._memory.of(load_of(group, examples))
+
+    assert expected / 3 < memory.last_peak_bytes() - before <= expected
+
+
+def test_evaluation_in_stages_gives_the_same_bytes() -> None:
+    whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
+    staged._losses._stages.seconds_per_token = 10.0
+    batches = len(list(staged._losses._batches.of(fixed_step())))
+    wanted = whole.losses(fixed_step())
+    with counted_evaluations() as count:
+        assert staged.losses(fixed_step()).tobytes() == wanted.tobytes()
+    assert count[0] > 2 * batches

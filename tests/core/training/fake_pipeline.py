@@ -80,11 +80,15 @@ class FakePipeline:
         assert step == len(self.batches)
         return result(self._train_loss(step), examples, grad_norm=0.5 * step)
 
-    def evaluate(self, examples: Sequence[Example]) -> InstructBatchResult:
+    def evaluate(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None]
+    ) -> InstructBatchResult:
         step = len(self.batches)
         if not self.validations or self.validations[-1][0] != step:
             self.validations.append((step, []))
         self.validations[-1][1].extend(example.row for example in examples)
+        for done in sorted({len(examples) // 2, len(examples)} - {0}):
+            on_progress(done)
         base = self._val_loss(len(self.validations) - 1)
         total = sum((base + row_loss(example)) * example.supervised for example in examples)
         return result(total / sum(example.supervised for example in examples), examples)
