@@ -27,12 +27,15 @@ _CPU_COST, _GPU_COST = 80, 512
 
 
 def run_again(
-    function: Callable[..., list[mx.array]], primals: list[mx.array], cotangents: list[mx.array]
+    function: Callable[..., list[mx.array]],
+    primals: list[mx.array],
+    cotangents: list[mx.array],
+    vjp: Callable[..., Any] = mx.vjp,
 ) -> list[mx.array]:
     """Return the gradients of a function that runs again for them."""
     # Otherwise mx.compile finds that the layer has run already, and keeps all of it.
     primals = mx.depends(primals, cotangents)
-    gradients = list(mx.vjp(function, primals, cotangents)[1])
+    gradients = list(vjp(function, primals, cotangents)[1])
     # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
     return list(mx.depends(gradients, gradients))
 

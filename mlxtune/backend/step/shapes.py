@@ -81,7 +81,7 @@ def planned_execution(execution: Execution, base: BaseModel, config: InstructCon
     Raises ModelError if LoRA cannot be applied.
     """
     if isinstance(execution.operations, MlxOperations):
-        memory = GraphMemory(TracedLayers(base, config))
+        memory = GraphMemory(TracedLayers(base, config, execution.operations.prepare))
         operations = MlxOperations(memory, plain=execution.operations.plain)
         return replace(execution, operations=operations)
     # Capped scores are held on every device.

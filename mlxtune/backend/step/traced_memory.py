@@ -24,13 +24,13 @@ from mlx_lm.models.base import create_causal_mask
 from mlxtune.backend.lora import targets
 from mlxtune.backend.lora.apply import add_lora
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.model.autograd import derived_gradients
+from mlxtune.backend.model.autograd import ExportableVjp
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.layers import StoredLinear, replace_modules
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.packed import Layout, LineCache, laid_out
 from mlxtune.backend.step.intercept import intercept
-from mlxtune.backend.step.operations import run_again
+from mlxtune.backend.step.operations import MLX, run_again
 from mlxtune.backend.step.side_by_side import Mixers
 from mlxtune.backend.step.stand_ins import stand_ins
 from mlxtune.config import InstructConfig
@@ -83,7 +83,12 @@ class TracedLayers:
     Raises ModelError if LoRA cannot be applied.
     """
 
-    def __init__(self, base: BaseModel, config: InstructConfig) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        config: InstructConfig,
+        prepare: Callable[[nn.Module], Any] = MLX.prepare,
+    ) -> None:
         layers, chosen = list(base.model.layers), targets.chosen_layers(base.model, config)
         keys = targets.match_targets(chosen, config.targets)
         names = {id(module): name for name, module in base.model.named_modules()}
@@ -110,6 +115,7 @@ class TracedLayers:
             if i >= untrained:
                 add_lora(layer, names[id(layers[i])], keys, config, self._dropout)
                 _forget(layer)
+            prepare(layer)
 
     def __call__(self, packs: bool, width: int) -> Sequence[LayersUse]:
         """Return what each kind of layers takes, for examples of this width.
@@ -123,7 +129,7 @@ class TracedLayers:
             if (packs, key) not in self._known:
                 try:
                     self._known[packs, key] = self._use(packs, layers, calls[layers[-1]])
-                # Of any kind: MLX exports no functions with a custom gradient, and some others.
+                # Of any kind: MLX cannot export some operations.
                 except Exception:  # noqa: BLE001
                     return []
             found.append(replace(self._known[packs, key], layers=len(layers)))
@@ -177,7 +183,7 @@ class TracedLayers:
         """Return what layers take that are alike."""
         lag, traced = _CPU_LAG if on_cpu() else _GPU_LAG, _last({None: layers})
         hidden = self._size(call.x.shape, call.x.dtype)
-        with self._lines(packs), stand_ins(), derived_gradients():
+        with self._lines(packs), stand_ins():
             both = held(*self._graph(traced, call, _forward_and_backward), lag)
             one = held(*self._graph(traced[-1:], call, _backward), lag)
         # The input of the first layer is not counted, the output of the last one is.
@@ -202,7 +208,9 @@ class TracedLayers:
                 stack.set(trained, values)
                 return stack(x)
 
-            return gradients(layers, [x, *values[:count]], cotangent)
+            vjp = ExportableVjp()
+            found = gradients(vjp, layers, [x, *values[:count]], cotangent)
+            return [*found, *(each for pair in vjp.tied for each in pair)]
 
         seen: list[dict[str, Any]] = []
         try:
@@ -212,8 +220,12 @@ class TracedLayers:
             mixers.restore()
             stack.set(list(every), list(every.values()))
         ends = next(each["outputs"] for each in seen if each["type"] == "outputs")
-        *outputs, top = [name for name, *_ in ends]
-        graph = _operations(seen, self._size)
+        outputs = [name for name, *_ in ends]
+        # The gradients of the input and of what is trained, and the top.
+        end = count + 2
+        tied = dict(zip(outputs[end::2], outputs[end + 1 :: 2], strict=True))
+        graph = _tie(_operations(seen, self._size), tied)
+        *outputs, top = [_followed(name, tied) for name in outputs[:end]]
         if len(graph) > _LOOP * len(numbers):
             x = next(each["inputs"][0][0] for each in seen if each["type"] == "inputs")
             graph = self._unrolled(graph, x)
@@ -282,23 +294,28 @@ def _load(layers: Sequence[nn.Module], ranks: Collection[int]) -> tuple[int, int
 
 
 def _forward_and_backward(
-    layers: Callable[..., mx.array], primals: list[mx.array], _: mx.array
+    vjp: ExportableVjp, layers: Callable[..., mx.array], primals: list[mx.array], _: mx.array
 ) -> list[mx.array]:
     """Return the gradients of layers whose cotangent is known after their forward pass."""
+    output = primals[0]
 
-    def loss(*primals: mx.array) -> tuple[mx.array, mx.array]:
+    def loss(*primals: mx.array) -> list[mx.array]:
+        nonlocal output
         output = layers(*primals)
-        return mx.square(output).sum(), output
+        return [mx.square(output).sum()]
 
-    (_, output), gradients = mx.value_and_grad(loss, list(range(len(primals))))(*primals)
+    _, gradients = vjp(loss, primals, [mx.array(1, output.dtype)])
     return [*gradients, output]
 
 
 def _backward(
-    layers: Callable[..., mx.array], primals: list[mx.array], cotangent: mx.array
+    vjp: ExportableVjp,
+    layers: Callable[..., mx.array],
+    primals: list[mx.array],
+    cotangent: mx.array,
 ) -> list[mx.array]:
     """Return the gradients of a layer that runs again in the backward pass."""
-    return [*run_again(lambda *each: [layers(*each)], primals, [cotangent]), cotangent]
+    return [*run_again(lambda *each: [layers(*each)], primals, [cotangent], vjp), cotangent]
 
 
 def _is_wide(size: int, width: int) -> bool:
@@ -381,3 +398,18 @@ def _operations(
         sizes = tuple(size(shape, dtype) for _, shape, dtype in each["outputs"])
         graph.append(Operation(kind, inputs, outputs, sizes))
     return graph
+
+
+def _tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
+    """Return the operations with what placeholders stand for in the place of these."""
+    return [
+        replace(each, inputs=tuple(_followed(name, tied) for name in each.inputs))
+        for each in graph
+        if tied.keys().isdisjoint(each.outputs)
+    ]
+
+
+def _followed(name: str, tied: Mapping[str, str]) -> str:
+    while name in tied:
+        name = tied[name]
+    return name
