@@ -51,7 +51,7 @@ def held(graph: Sequence[Operation], outputs: Sequence[str], top: str, lag: int)
     2, and 1 if it only makes a view, as MLX's CPU counts its dispatches.
     """
     order = _order(graph, outputs)
-    exact, late = _Memory(graph, outputs, 0), _Memory(graph, outputs, lag)
+    exact, late = _Memory(order, outputs, 0), _Memory(order, outputs, lag)
     at_top = np.zeros(4)
     moments = []
     for operation in order:
