@@ -36,7 +36,7 @@ from mlxtune.backend.step.stand_ins import stand_ins
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import target_ranks
 from mlxtune.core.steps.execution import LayersUse
-from mlxtune.core.steps.liveness import IN_PLACE, NEW, VIEW, Operation, Size, held
+from mlxtune.core.steps.liveness import IN_PLACE, NEW, VIEW, Operation, Size, followed, held, tie
 from mlxtune.core.steps.pack import Segment
 
 # The load that is traced: lines, and their width and all their tokens, both prime.
@@ -224,8 +224,8 @@ class TracedLayers:
         # The gradients of the input and of what is trained, and the top.
         end = count + 2
         tied = dict(zip(outputs[end::2], outputs[end + 1 :: 2], strict=True))
-        graph = _tie(_operations(seen, self._size), tied)
-        *outputs, top = [_followed(name, tied) for name in outputs[:end]]
+        graph = tie(_operations(seen, self._size), tied)
+        *outputs, top = [followed(name, tied) for name in outputs[:end]]
         if len(graph) > _LOOP * len(numbers):
             x = next(each["inputs"][0][0] for each in seen if each["type"] == "inputs")
             graph = self._unrolled(graph, x)
@@ -304,7 +304,7 @@ def _forward_and_backward(
         output = layers(*primals)
         return [mx.square(output).sum()]
 
-    _, gradients = vjp(loss, primals, [mx.array(1, output.dtype)])
+    gradients = vjp(loss, primals, [mx.array(1, output.dtype)])[1]
     return [*gradients, output]
 
 
@@ -398,18 +398,3 @@ def _operations(
         sizes = tuple(size(shape, dtype) for _, shape, dtype in each["outputs"])
         graph.append(Operation(kind, inputs, outputs, sizes))
     return graph
-
-
-def _tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
-    """Return the operations with what placeholders stand for in the place of these."""
-    return [
-        replace(each, inputs=tuple(_followed(name, tied) for name in each.inputs))
-        for each in graph
-        if tied.keys().isdisjoint(each.outputs)
-    ]
-
-
-def _followed(name: str, tied: Mapping[str, str]) -> str:
-    while name in tied:
-        name = tied[name]
-    return name

@@ -7,8 +7,8 @@ take over are those of MLX's `eval`. Buffers are freed late, when the device has
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,22 @@ def held(graph: Sequence[Operation], outputs: Sequence[str], top: str, lag: int)
         if top in operation.outputs:
             at_top = exact.live.copy()
     return Held(at_top, _largest(np.array(moments)))
+
+
+def tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
+    """Return the operations with what placeholders stand for in their place."""
+    return [
+        replace(each, inputs=tuple(followed(name, tied) for name in each.inputs))
+        for each in graph
+        if tied.keys().isdisjoint(each.outputs)
+    ]
+
+
+def followed(name: str, tied: Mapping[str, str]) -> str:
+    """Return what an array stands for, itself if it is no placeholder."""
+    while name in tied:
+        name = tied[name]
+    return name
 
 
 class _Memory:

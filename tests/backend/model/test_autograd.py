@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.model.autograd import differentiable, recorded_backward
+from mlxtune.backend.model.autograd import ExportableVjp, differentiable, recorded_backward
 
 
 def square_forward(x: mx.array) -> mx.array:
@@ -57,3 +58,18 @@ def test_functions_of_several_arrays_give_several() -> None:
         added, product = both(mx.array(2.0), mx.array(3.0))
     assert (added.item(), product.item()) == (5.0, 6.0)
     assert [each.item() for each in recorded] == [1.0, 1.0]
+
+
+def test_custom_gradients_are_cut_out_of_a_graph_to_export() -> None:
+    square = differentiable(square_forward, square_backward)
+    vjp = ExportableVjp()
+
+    _, (gradient,) = vjp(lambda x: [mx.log(square(mx.sin(x)))], [mx.array(2.0)], [mx.array(1.0)])
+
+    (output, real_output), (d_input, real_d_input) = vjp.tied
+    assert real_output.item() == pytest.approx(math.sin(2) ** 2)
+    # The derivative of log at the placeholder goes in; that of sin takes the other placeholder.
+    expected = 3 * math.sin(2) / output.item()
+    assert real_d_input.item() == pytest.approx(expected)
+    assert gradient.item() == pytest.approx(d_input.item() * math.cos(2))
+    mx.export_function(lambda _: None, lambda x: vjp(lambda x: [square(x)], [x], [x])[1], gradient)

@@ -141,9 +141,8 @@ def check_peak(
     measured = mx.get_peak_memory() - elsewhere
     predicted = predict(shapes, planned, load_of(group, step)).total
     if how.operations is MLX:
-        # Gradients that are written out take less than those that are traced; and how far the
-        # device is behind differs a little from run to run.
-        assert 0.97 * measured <= predicted <= 1.5 * measured
+        # How far the device is behind differs from run to run; less with products that are slow.
+        assert 0.97 * measured <= predicted <= 1.3 * measured
     else:
         assert predicted == pytest.approx(measured, rel=0.15)
 

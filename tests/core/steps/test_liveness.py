@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxtune.core.steps.liveness import IN_PLACE, NEW, VIEW, Operation, held, terms
+from mlxtune.core.steps.liveness import IN_PLACE, NEW, VIEW, Operation, held, terms, tie
 
 ONE = np.array([1.0, 0, 0, 0])
 
@@ -52,6 +52,18 @@ def test_a_device_that_is_behind_holds_what_it_has_not_read_yet() -> None:
 def test_what_no_output_needs_is_not_computed() -> None:
     graph = [operation(NEW, "x", "a"), operation(NEW, "x", "b", 100.0)]
     assert most(*graph, outputs="a") == (1, 0)
+    # Nor does it use what others may work in the place of.
+    graph = [operation(NEW, "x", "a"), operation(NEW, "a", "b"), operation(IN_PLACE, "a", "c")]
+    assert most(*graph, outputs="c") == (1, 0)
+
+
+def test_placeholders_are_replaced_by_what_they_stand_for() -> None:
+    graph = [operation(NEW, "x", "a"), operation(NEW, "", "p"), operation(NEW, "pq", "b")]
+    tied = tie(graph, {"p": "q", "q": "a"})
+    assert [(each.inputs, each.outputs) for each in tied] == [
+        (("x",), ("a",)),
+        (("a", "a"), ("b",)),
+    ]
 
 
 def test_the_largest_moment_depends_on_the_load() -> None:
