@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.model.compiling import compiled
+from mlxtune.backend.model.compiling import compiled, traces
 from mlxtune.backend.model.packed import Layout, laid_out
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import cross_entropies, head_loss_sum, head_losses
@@ -24,6 +24,8 @@ from mlxtune.core.steps.pack import Pack
 
 # Where shapes are compiled, supervised positions are padded to a multiple of this.
 _POSITIONS_MULTIPLE = 64
+# MLX keeps every compiled graph: so many bytes for each layer, and no more than this in all.
+_BYTES_PER_LAYER, _COMPILED_BYTES = 12_000_000 / 36, 1e9
 
 # The loss of the rows of hidden states (P, H) at the supervised positions.
 Head = Callable[[mx.array], mx.array]
@@ -34,7 +36,7 @@ class Forward:
 
     `execution` is the one given, as far as the model allows it. Without `trains`, it computes no
     gradients, and the model may have no LoRA. An adapter that is taken off and put back later has
-    to be on the model here.
+    to be on the model here. Compiled graphs are dropped once there are `most_compiled`.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Forward:
         self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
+        self.most_compiled = int(_COMPILED_BYTES / (_BYTES_PER_LAYER * len(model.layers)))
         self.drop_compiled()
 
     def drop_compiled(self) -> None:
         """Drop all compiled graphs, with the memory that they hold."""
+        self._traces = traces()
         gradients = mx.value_and_grad(self.scaled_loss)
         self.gradients = compiled(gradients) if self.execution.compile else gradients
 
@@ -92,6 +96,8 @@ class Forward:
 
         `keys` are the dropout keys of its examples, uint32 (B,), or None for no dropout.
         """
+        if traces() - self._traces >= self.most_compiled:
+            self.drop_compiled()
         arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
         if isinstance(batch, Pack):
             return arrays | {

@@ -1,4 +1,4 @@
-"""Real chat data in lines."""
+"""Real chat data, and data of known lengths, in lines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 from mlxtune.config import InspectConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import pack, plan_packs
 from mlxtune.setup.dataset import Reader, load_dataset
+from tests.core.steps.epochs import LENGTHS, epoch_of
+from tests.core.steps.shapes import GRAPH_OPERATIONS
 from tests.slow import slow_except
 
 BATCH_SIZE, LONGEST, MAX_TOKENS, STEPS = 4, 512, 512, 300
@@ -47,3 +50,19 @@ def test_nothing_in_a_line_is_padding(shared: Path, name: str) -> None:
 
 def test_every_file_of_real_chat_data_is_looked_at(shared: Path) -> None:
     assert sorted(path.stem for path in (shared / "chat").glob("*.jsonl")) == NAMES
+
+
+@pytest.mark.parametrize("tokens_at_once", [2048, 8192])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_no_work_is_added_to_an_epoch_on_a_gpu(name: str, tokens_at_once: int) -> None:
+    execution = Execution(GRAPH_OPERATIONS, micro_batch_tokens=tokens_at_once, fixed_cost=512)
+    needed = run = lines = 0
+    for step in epoch_of(name):
+        groups = execution.plan(step)
+        run += sum(group.tokens for group in groups)
+        lines += len(groups)
+        # All tokens but the last of each row run, those that all rows share once a line.
+        needed += sum(len(example) - 1 for example in step)
+        needed -= LENGTHS[name][-1] * (len(step) - len(groups))
+    assert 250 <= lines < 1000
+    assert run <= needed
