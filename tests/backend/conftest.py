@@ -22,6 +22,12 @@ from tests.models import VOCAB_SIZE, write_model
 MakePipeline = Callable[..., InstructPipeline]
 
 
+@pytest.fixture(autouse=True)
+def evaluate_in_micro_batches_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have evaluations run in micro-batches that tests choose, and in no larger ones."""
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 0)
+
+
 @pytest.fixture
 def make_pipeline(tmp_path: Path) -> MakePipeline:
     """Return a function that builds a pipeline over a tiny model of the given type."""

@@ -23,9 +23,10 @@ from mlxtune.core.steps.groups import AT_ONCE, Group
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 
-# A batch of an evaluation on a GPU: at most so many tokens, and so many operations, about a second
-# of a GPU that is not slow, after which Ctrl-C is heard. Larger ones are no faster.
-_MOST_TOKENS, _MOST_OPERATIONS = 16384, 1e13
+# The most tokens of a batch, its operations for each parameter and token, and the most of those:
+# about a second of a GPU that is not slow, or ten of two CPU cores, after which Ctrl-C is heard.
+_MOST_TOKENS, _OPERATIONS = 16384, 2
+_GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 # Copies of what the products of a layer give that are held at once, in use or in flight, and of the
 # scores where attention holds them; copies of a chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
@@ -51,9 +52,7 @@ class ExampleLosses:
         self._forward = forward
         self._batches = batches
         self._stages = stages
-        # On the CPU, larger batches are no faster.
-        most = 0 if on_cpu() else min(_MOST_TOKENS, int(_MOST_OPERATIONS / (2 * parameters)))
-        self._most = most
+        self._most = most_tokens(parameters)
         self._memory = BatchMemory(forward, held)
 
     def of(
@@ -123,6 +122,12 @@ class ExampleLosses:
         if waiting is not None:
             self._stages.finish(graph)
             read(*waiting)
+
+
+def most_tokens(parameters: int) -> int:
+    """Return the most tokens of a batch that are worth a wait, by the size of the model."""
+    operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
+    return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
 
 def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -18,7 +18,7 @@ from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.counts import counted_evaluations
-from mlxtune.backend.step.evaluator import Evaluator
+from mlxtune.backend.step.evaluator import Evaluator, most_tokens
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load, load_of
@@ -181,12 +181,12 @@ def test_batch_is_prepared_while_the_one_before_computes_and_started_after_it(
     assert events == ["losses", "async_eval", *following, "eval"]
 
 
-def test_gpu_evaluates_in_batches_as_large_as_the_memory_allows(
+def test_batches_are_as_large_as_the_memory_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     examples = random_examples(60)
     wanted = evaluator_of(WAYS["in one line"]).losses(examples)
-    monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda: False)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator = evaluator_of(WAYS["in one line"])
     sizes = []
     for free in (10**12, evaluator._losses._memory.of(Load(8, 40, 100, 320)), 0):
@@ -199,10 +199,21 @@ def test_gpu_evaluates_in_batches_as_large_as_the_memory_allows(
     assert 1 < sizes[1] < sizes[2]
 
 
+def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {}
+    for cpu in (True, False):
+        monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda cpu=cpu: cpu)
+        found[cpu] = [most_tokens(size) for size in (10**6, 600_000_000, 4 * 10**9)]
+    # Two operations for each parameter and token: 10 TFLOP, or 1.
+    assert found == {True: [16384, 833, 125], False: [16384, 8333, 1250]}
+
+
 def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda: False)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator, warnings = evaluator_of(WAYS["in one line"]), []
     batches, whole, largest = evaluator._losses._batches, evaluator.forward.losses, []
     batches._warn = warnings.append
