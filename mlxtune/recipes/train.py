@@ -96,9 +96,7 @@ def train(
         setup = prepare(parts, folder, console, None if dry_run else held, resume)
         dataset = setup.dataset
         with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
-            trainer = make_trainer(
-                parts, setup, console, lambda: asked() or trainer.progress.step == stop_after
-            )
+            trainer = make_trainer(parts, setup, console, asked, stop_after)
             print_plan(parts, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
@@ -230,7 +228,11 @@ def prepare(
 
 
 def make_trainer(
-    parts: RunParts, setup: Setup, console: RunConsole, should_stop: Callable[[], bool]
+    parts: RunParts,
+    setup: Setup,
+    console: RunConsole,
+    should_stop: Callable[[], bool],
+    stop_after: int | None,
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     run, dataset = parts.run, setup.dataset
@@ -252,6 +254,7 @@ def make_trainer(
         run_config=parts.options,
         observer=observer,
         should_stop=should_stop,
+        stop_after=stop_after,
         profiler=profiler,
     )
     if dataset.validation is None:

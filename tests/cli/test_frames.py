@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.step.operations import MlxOperations
+from mlxtune.backend.step import linear_head
 from tests.models import sums, write_chat, write_model
 
 # From `train` of the command line to the function that calls mx.fast.cross_entropy.
@@ -26,7 +26,7 @@ def test_loss_is_few_frames_from_the_command(
 
     stacks: list[list[str]] = []
 
-    def cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
+    def loss_sum(*arrays: mx.array, **options: mx.array) -> mx.array:
         frame, names = sys._getframe(1), []
         while frame.f_code is not train.callback.__code__:
             module = frame.f_globals["__name__"]
@@ -35,9 +35,10 @@ def test_loss_is_few_frames_from_the_command(
             assert frame.f_back is not None
             frame = frame.f_back
         stacks.append([*names, "mlxtune.cli.train.train"][::-1])
-        return mx.fast.cross_entropy(logits, targets)
+        return whole(*arrays, **options)
 
-    monkeypatch.setattr(MlxOperations, "cross_entropies", staticmethod(cross_entropies))
+    whole = linear_head.head_loss_sum
+    monkeypatch.setattr(linear_head, "head_loss_sum", loss_sum)
     folder = write_model(tmp_path / "model", "qwen3")
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = tmp_path / "out" / "adapters.safetensors"

@@ -56,7 +56,7 @@ def tracked(
         CORPUS,
         options(run / "checkpoints"),
         observer=TrackingObserver("fake", tracker.open, config, asdict(config), warnings.append),
-        should_stop=lambda: trainer.progress.step == stop_at,
+        stop_after=stop_at,
     )
     trainer.train(resume=find_resume_point(run / "checkpoints") if resume else None)
     return warnings

@@ -147,7 +147,7 @@ class BatchMemory:
         model, execution = forward.model, forward.execution
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         text = getattr(model, "language_model", model)
-        options = vars(getattr(text, "args", object()))
+        options = getattr(getattr(text, "args", None), "__dict__", {})
         self._itemsize = 4 if forward.dtype is None else forward.dtype.size
         self._heads = int(options.get("num_attention_heads") or _HEADS)
         used = int(options.get("num_experts_per_tok") or _EXPERTS)

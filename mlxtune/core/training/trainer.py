@@ -50,7 +50,7 @@ class InstructTrainer:
 
     `validation` replaces the split: its examples are evaluated and the whole corpus trains; if it
     is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop` is
-    called after each step and during validation.
+    called after each step and during validation; after step `stop_after`, it need not be.
 
     Raises ValueError when the corpus is empty or too small to split.
     """
@@ -65,6 +65,7 @@ class InstructTrainer:
         run_config: Mapping[str, Any] | None = None,
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        stop_after: int | None = None,
         profiler: StepProfiler | None = None,
     ) -> None:
         if not corpus:
@@ -97,6 +98,7 @@ class InstructTrainer:
         self._run_config = dict(run_config) if run_config is not None else asdict(config)
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
+        self._stop_after = stop_after
         self._profiler = profiler
         self._saver = CheckpointSaver(
             self._folder,
@@ -239,7 +241,8 @@ class InstructTrainer:
             if pending:
                 self._finish_step(pending)
             pending = started
-            stopping, saving = self._should_stop(), self._saver.is_due(step)
+            stopping = self._should_stop() or step == self._stop_after
+            saving = self._saver.is_due(step)
             if stopping or saving or self._profiler:
                 self._finish_step(pending)
                 pending = None

@@ -175,8 +175,8 @@ def stops_after(step: int) -> Callable[[], bool]:
     def should_stop() -> bool:
         nonlocal asked
         asked += 1
-        # Each validation asks once as well: at the start, and after every third step.
-        return asked == 1 + step + (step - 1) // 3
+        # Each validation asks twice as well: at the start, and after every third step.
+        return asked == 2 + step + 2 * ((step - 1) // 3)
 
     return should_stop
 
