@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from itertools import islice, product
 from pathlib import Path
 
+from mlxtune.backend.measure import peers
 from mlxtune.backend.model import device, model_folder
-from mlxtune.backend.step import peers
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import files

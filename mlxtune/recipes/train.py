@@ -10,11 +10,11 @@ from typing import Any
 
 from mlxtune.backend.adapters.attach import base_mismatch
 from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.measure.profile import PipelineMeter
 from mlxtune.backend.model import loading, memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.step import operations
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.profile import PipelineMeter
 from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.machine.files import check_outputs, check_writable, write_json

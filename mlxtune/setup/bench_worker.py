@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from mlxtune.backend.measure.counts import GraphSource, StepCounts, count_steps, counted_evaluations
+from mlxtune.backend.measure.peers import MlxLm
+from mlxtune.backend.measure.unsloth import Unsloth
 from mlxtune.backend.model import device, memory
-from mlxtune.backend.step.counts import GraphSource, StepCounts, count_steps, counted_evaluations
-from mlxtune.backend.step.peers import MlxLm
-from mlxtune.backend.step.unsloth import Unsloth
 from mlxtune.config import RunParts, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.runs.benchmark import Counts, TimedStep
@@ -95,20 +95,20 @@ class OurSide:
 
     def products(self, steps: Sequence[Sequence[Example]]) -> Iterator[dict[str, float]]:
         """Yield the seconds of the matrix products of each step, by kind."""
-        from mlxtune.backend.step.floor import product_seconds
+        from mlxtune.backend.measure.floor import product_seconds
 
         for examples in steps:
             yield product_seconds(self._products(examples), self._base.dtype)
 
     def needed_flops(self, steps: Sequence[Sequence[Example]]) -> int:
         """Return those of the products that the steps need, attention's aside."""
-        from mlxtune.backend.step.floor import needed_flops
+        from mlxtune.backend.measure.floor import needed_flops
 
         return sum(needed_flops(self._products(examples)) for examples in steps)
 
     def graphs(self) -> GraphSource | None:
         """Return the graphs of the steps; None where no graph computes them."""
-        from mlxtune.backend.step.pipeline_graphs import PipelineGraphs
+        from mlxtune.backend.measure.pipeline_graphs import PipelineGraphs
 
         # Kernels of the CPU compute as they are called.
         return None if self.execution == "cpu" else PipelineGraphs(self._pipeline)
@@ -123,7 +123,7 @@ class OurSide:
         return "plain" if self._execution == "plain" else ours
 
     def _products(self, examples: Sequence[Example]) -> Any:
-        from mlxtune.backend.step.floor import step_products
+        from mlxtune.backend.measure.floor import step_products
 
         batches = self._pipeline.micro_batches(examples)
         return step_products(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mlxtune.backend.model import device, memory
 from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.prediction.shapes import model_shapes, planned_execution
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig, InstructTrainingConfig, RunConfig, StepConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example

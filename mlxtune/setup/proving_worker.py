@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlxtune.backend.measure import proving
 from mlxtune.backend.model.made_base import write_base
-from mlxtune.backend.step import proving
 from mlxtune.config import DataConfig, StepConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import append_line

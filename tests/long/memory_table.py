@@ -28,7 +28,8 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 
 from mlxtune.backend.model import loading
-from mlxtune.backend.step import operations, shapes
+from mlxtune.backend.prediction import shapes
+from mlxtune.backend.step import operations
 from mlxtune.config import PlanConfig
 from mlxtune.core.steps.execution import Execution, Load
 from mlxtune.core.steps.memory_plan import least

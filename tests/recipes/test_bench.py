@@ -410,7 +410,7 @@ def test_loss_that_is_not_finite_is_our_own_error(model: Path, chat: Path) -> No
 
 @pytest.fixture
 def long_bench(model: Path, chat: Path, tmp_path: Path) -> Iterator[Any]:
-    """A benchmark of very many runs, whose files are in a folder of its own."""
+    """A benchmark of very many runs, with a temporary folder for its files."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     arguments = ["--model-path", model, "--data", chat, "--repeats", 1000, "--steps", 1]

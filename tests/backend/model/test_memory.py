@@ -178,7 +178,7 @@ def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
 
 
 def test_peak_of_the_process_counts_what_mlx_does_not() -> None:
-    # In a process of its own: this one has had more than is good to be had again.
+    # In a separate process: this one has already used more memory.
     code = (
         "import numpy as np\n"
         "from mlxtune.backend.model import memory\n"

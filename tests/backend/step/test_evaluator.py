@@ -15,9 +15,9 @@ import pytest
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.measure.counts import counted_evaluations
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.counts import counted_evaluations
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlxtune.backend.measure.counts import _nothing_evaluated
 from mlxtune.backend.model.compiling import traces
-from mlxtune.backend.step.counts import _nothing_evaluated
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution

@@ -16,12 +16,12 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.measure.counts import Gradient, GraphSource
 from mlxtune.backend.model.compiling import compiled
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_lazily
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
-from mlxtune.backend.step.counts import Gradient, GraphSource
 from mlxtune.config import InstructConfig, RunParts
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import make_folder

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.measure.profile import PipelineMeter
 from mlxtune.backend.model import memory
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.profile import PipelineMeter
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.training.profile import LayerProfile, PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder

@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.lora import targets
 from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.prediction.traced_memory import TracedLayers
 from mlxtune.backend.step.operations import MlxOperations
-from mlxtune.backend.step.traced_memory import TracedLayers
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
 

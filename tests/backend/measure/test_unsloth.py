@@ -11,15 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxtune.backend.measure.peers import write_start
+from mlxtune.backend.measure.unsloth import Turns, Unsloth, row
 from mlxtune.backend.model.loading import load_base, open_base
-from mlxtune.backend.step.peers import write_start
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.unsloth import Turns, Unsloth, row
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.errors import MlxTuneError
-from tests.backend.step import fake_unsloth
-from tests.backend.step.test_peers import examples, options, two_spans
+from tests.backend.measure import fake_unsloth
+from tests.backend.measure.test_peers import examples, options, two_spans
 from tests.models import write_model
 
 
@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name in ("loader", "trainer"):
         monkeypatch.setitem(sys.modules, f"unsloth_zoo.mlx.{name}", fake_unsloth)
-    monkeypatch.setattr("mlxtune.backend.step.unsloth.version", lambda _: "2026.1")
+    monkeypatch.setattr("mlxtune.backend.measure.unsloth.version", lambda _: "2026.1")
 
 
 def side(config: TrainConfig, folder: Path, tmp_path: Path) -> Unsloth:

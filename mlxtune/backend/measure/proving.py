@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.model import loading, memory
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.prediction.shapes import model_shapes, planned_execution
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, load_of, predict

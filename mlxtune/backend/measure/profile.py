@@ -1,4 +1,4 @@
-"""Measures the steps of a pipeline: its phases as they run, its layers in a pass of their own.
+"""Measures the steps of a pipeline: phases as they run, layers in a separate pass.
 
 MLX computes nothing until it is asked to, so a border between two phases is an evaluation. It
 changes what is evaluated together, not what is computed: the step gives the same bits. Borders

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.measure.counts import Gradient
 from mlxtune.backend.model.autograd import recorded_backward
-from mlxtune.backend.step.counts import Gradient
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxtune.backend.step import proving
+from mlxtune.backend.measure import proving
 from mlxtune.backend.step.pipeline import InstructPipeline
 from tests.backend.conftest import random_examples
 from tests.models import write_model

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.model.loading import open_base
-from mlxtune.backend.step.traced_memory import TracedLayers
+from mlxtune.backend.prediction.traced_memory import TracedLayers
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import LayersUse
 from mlxtune.core.steps.liveness import terms

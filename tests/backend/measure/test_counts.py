@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.model.compiling import compiled
-from mlxtune.backend.step.counts import (
+from mlxtune.backend.measure.counts import (
     StepCounts,
     _fused,
     count_steps,
@@ -18,6 +17,7 @@ from mlxtune.backend.step.counts import (
     flops,
     launches,
 )
+from mlxtune.backend.model.compiling import compiled
 from mlxtune.core.data.encode import Example
 
 X, W = mx.ones((3, 5, 8)), mx.ones((8, 16))

@@ -1,6 +1,6 @@
 """Functions that keep in a graph what the kernels of a device keep, for graphs that never run.
 
-MLX cannot export all of its own, and on a machine without a GPU it makes other ones.
+MLX cannot export all of its kernels, and uses other ones on a machine without a GPU.
 """
 
 from collections.abc import Callable, Iterator

@@ -14,10 +14,10 @@ from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
+from mlxtune.backend.measure.counts import count_steps
+from mlxtune.backend.measure.peers import MlxLm, masked_loss, one_span, padded, spans, write_start
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import load_base, open_base
-from mlxtune.backend.step.counts import count_steps
-from mlxtune.backend.step.peers import MlxLm, masked_loss, one_span, padded, spans, write_start
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
@@ -151,7 +151,7 @@ def test_compiled_step_is_the_plain_one(
     chosen = examples()
     compiled = started(folder, adapter, [chosen])
     compiled.warm_up(chosen)
-    monkeypatch.setattr("mlxtune.backend.step.peers.on_cpu", lambda: True)
+    monkeypatch.setattr("mlxtune.backend.measure.peers.on_cpu", lambda: True)
     plain = started(folder, adapter, [chosen])
     losses = [[side.step(n, chosen) for n in (1, 2, 3)] for side in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

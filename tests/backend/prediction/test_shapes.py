@@ -17,9 +17,9 @@ from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model.loading import BaseModel, load_base, open_base, read_weights
 from mlxtune.backend.model.quantize import FORMATS
+from mlxtune.backend.prediction.shapes import model_shapes, planned_execution
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.shapes import model_shapes, planned_execution
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import (

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from mlxtune.backend.measure.counts import StepCounts, count_steps
+from mlxtune.backend.measure.pipeline_graphs import PipelineGraphs
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.counts import StepCounts, count_steps
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.pipeline_graphs import PipelineGraphs
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from tests.backend.step.test_peers import examples
+from tests.backend.measure.test_peers import examples
 from tests.models import VOCAB_SIZE, write_model
 
 # The shape of tests/models.py.

@@ -29,10 +29,10 @@ from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.layers import StoredLinear, replace_modules
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.prediction.stand_ins import stand_ins
 from mlxtune.backend.step.intercept import intercept
 from mlxtune.backend.step.operations import MLX, run_again
 from mlxtune.backend.step.side_by_side import Mixers
-from mlxtune.backend.step.stand_ins import stand_ins
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import target_ranks
 from mlxtune.core.steps.execution import LayersUse

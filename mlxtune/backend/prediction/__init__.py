@@ -1,0 +1,1 @@
+"""Predicts the memory of a step before any weight is read."""
