@@ -41,6 +41,7 @@ EXIT_CODES = {
 }
 # Shells that complete a command line set it to their request; click expects this name.
 _COMPLETE = "_MLXTUNE_COMPLETE"
+_INTERRUPTED = "mlxtune: interrupted"
 # In the order of --help.
 COMMANDS = (
     doctor,
@@ -101,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         _fail(message, MISUSED if usage else FAILED)
     except (RuntimeError, MemoryError) as error:
+        if _interrupted(error):
+            _exit(_INTERRUPTED, 130)
         # Training names its checkpoint; this is for the rest, such as loading a model.
         fault = fault_of(error)
         if fault is None or "--debug" in arguments:
@@ -113,12 +116,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             saved = f"saved to {interrupt.checkpoint}; resume with mlxtune train --resume {run}"
         _exit(f"mlxtune: {interrupt}; {saved}", 128 + interrupt.signal)
     except KeyboardInterrupt:
-        _exit("mlxtune: interrupted", 130)
+        _exit(_INTERRUPTED, 130)
     except BrokenPipeError:
         # The reader has closed the pipe; Python would report that again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     sys.exit(DONE)
+
+
+def _interrupted(error: BaseException) -> bool:
+    """Return whether an interrupt led to an error, as one within a lock's own code does."""
+    cause = error.__context__
+    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _interrupted(cause))
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,30 @@ def test_second_interrupt_ends_at_once(model: Path, output: Path) -> None:
     assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
     assert "saved" not in outcome.err
     assert not list(output.parent.rglob("*.safetensors"))
+
+
+def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(
+    train: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lock:
+        """A lock that an interrupt met before its `with` block was entered."""
+
+        def __enter__(self) -> None:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                threading.Lock().release()
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def locked(*_: Any, **__: Any) -> None:
+        with Lock():
+            pass
+
+    monkeypatch.setattr("mlxtune.backend.step.pipeline.InstructPipeline.start_batch", locked)
+    outcome = train()
+    assert outcome.code == 130
+    assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
 
 
 @pytest.mark.parametrize("stage", ["Memory", "Model", "LoRA"])
