@@ -21,9 +21,12 @@ from mlx.utils import tree_map
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.compiling import traces
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.liveness import Operation, followed, ordered, tie
 
+# The outputs of a function that is exported, and the arrays that are tied; see `ExportableVjp`.
+Traced = tuple[list[mx.array], Sequence[tuple[mx.array, mx.array]]]
 # A gradient as a function of the tokens of a micro-batch, with these.
-Gradient = tuple[Callable[[mx.array], list[mx.array]], mx.array]
+Gradient = tuple[Callable[[mx.array], Traced], mx.array]
 
 _PRODUCTS = {
     "AddMM",
@@ -139,32 +142,49 @@ def _allocated_bytes() -> int:
     return int(info.hblkhd + info.uordblks)
 
 
-def flops(function: Callable[[mx.array], list[mx.array]], tokens: mx.array) -> Counter[str]:
-    """Return the multiplications and additions of a function's products, and of attention's.
+def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[str]:
+    """Return the multiplications and additions of a gradient's products, and of attention's.
 
     Those of attention multiply arrays of four axes or more that both depend on the tokens.
     """
-    counts, dependent = Counter[str](), set[str]()
+    counts, shapes, dependent = Counter[str](), dict[str, tuple[int, ...]](), set[str]()
+    graph: list[Operation] = []
+    ends: list[str] = []
+    outputs = 0
+
+    def traced(tokens: mx.array) -> list[mx.array]:
+        nonlocal outputs
+        found, tied = gradient(tokens)
+        outputs = len(found)
+        return [*found, *(each for pair in tied for each in pair)]
 
     def read(entry: Mapping[str, Any]) -> None:
-        if entry["type"] == "inputs":
-            dependent.update(name for name, _, _ in entry["inputs"])
-        if entry["type"] != "primitive":
-            return
-        depends = [name in dependent for name, _, _ in entry["inputs"]]
-        if any(depends):
-            dependent.update(name for name, _, _ in entry["outputs"])
-        shapes = [shape for _, shape, _ in entry["inputs"]]
-        out = entry["outputs"][0][1] if entry["outputs"] else ()
-        if entry["name"] in _PRODUCTS:
-            attends = entry["name"] == "Matmul" and len(out) > 3 and all(depends)
-            counts["attention" if attends else "products"] += 2 * math.prod(out) * shapes[0][-1]
-        elif entry["name"] == "Convolution":
-            counts["products"] += 2 * math.prod(out) * math.prod(shapes[1][1:])
+        given, made = entry.get("inputs", ()), entry.get("outputs", ())
+        shapes.update((name, shape) for name, shape, _ in (*given, *made))
+        names = [tuple(name for name, *_ in each) for each in (given, made)]
+        if entry["type"] == "primitive":
+            graph.append(Operation(entry["name"], names[0], names[1], ()))
+        elif entry["type"] == "inputs":
+            dependent.update(names[0])
+        elif entry["type"] == "outputs":
+            ends[:] = names[1]
 
     # Where MLX's fused functions are their plain operations.
     with mx.stream(mx.cpu):
-        mx.export_function(read, lambda tokens: function(tokens), tokens=tokens)
+        mx.export_function(read, traced, tokens=tokens)
+    tied = dict(zip(ends[outputs::2], ends[outputs + 1 :: 2], strict=True))
+    for each in ordered(tie(graph, tied), [followed(name, tied) for name in ends[:outputs]]):
+        depends = [name in dependent for name in each.inputs]
+        if any(depends):
+            dependent.update(each.outputs)
+        out = math.prod(shapes[each.outputs[0]])
+        if each.kind in _PRODUCTS:
+            deep = len(shapes[each.outputs[0]]) > 3
+            attends = each.kind == "Matmul" and deep and all(depends)
+            inner = shapes[each.inputs[0]][-1]
+            counts["attention" if attends else "products"] += 2 * out * inner
+        elif each.kind == "Convolution":
+            counts["products"] += 2 * out * math.prod(shapes[each.inputs[1]][1:])
     return counts
 
 

@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora.apply import apply_lora
-from mlxtune.backend.measure.counts import Gradient, GraphSource
+from mlxtune.backend.measure.counts import Gradient, GraphSource, Traced
 from mlxtune.backend.model.compiling import compiled
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_lazily
@@ -161,10 +161,10 @@ class MlxLm:
         for batch in self._batches(examples):
             tokens, supervised, _ = self._batch(batch, 0)
 
-            def gradient(tokens: mx.array, supervised: mx.array = supervised) -> list[mx.array]:
+            def gradient(tokens: mx.array, supervised: mx.array = supervised) -> Traced:
                 with self._unchanged():
                     _, gradients = self._loss_and_grad(self._model, tokens, supervised)
-                return [array for _, array in tree_flatten(gradients)]
+                return [array for _, array in tree_flatten(gradients)], []
 
             yield gradient, tokens
 

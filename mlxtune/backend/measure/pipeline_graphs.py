@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.measure.counts import Gradient
-from mlxtune.backend.model.autograd import recorded_backward
+from mlxtune.backend.measure.counts import Gradient, Traced
+from mlxtune.backend.model.autograd import ExportableVjp
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 
@@ -24,16 +24,21 @@ class PipelineGraphs:
         forward = self._pipeline.forward
         for arrays in self._arrays(examples):
 
-            def gradient(tokens: mx.array, arrays: Any = arrays) -> list[mx.array]:
+            def gradient(tokens: mx.array, arrays: Any = arrays) -> Traced:
                 parameters = self._pipeline.model.trainable_parameters()
-                with recorded_backward() as recorded:
-                    try:
-                        found = mx.value_and_grad(forward.scaled_loss)(
-                            parameters, {**arrays, "inputs": tokens}, mx.array(1.0)
-                        )
-                    finally:
-                        self._pipeline.model.update(parameters)
-                return [*(array for _, array in tree_flatten(found)), *recorded]
+                names, values = zip(*tree_flatten(parameters), strict=True)
+
+                def loss(*values: mx.array) -> list[mx.array]:
+                    trained = tree_unflatten(list(zip(names, values, strict=True)))
+                    given = {**arrays, "inputs": tokens}
+                    return [forward.scaled_loss(trained, given, mx.array(1.0))]
+
+                vjp = ExportableVjp()
+                try:
+                    _, gradients = vjp(loss, values, [mx.array(1.0)])
+                finally:
+                    self._pipeline.model.update(parameters)
+                return gradients, vjp.tied
 
             yield gradient, arrays["inputs"]
 

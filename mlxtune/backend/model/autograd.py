@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,19 +24,6 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         return _instead(forward, backward, primals) if _instead else function(*primals)
 
     return call
-
-
-@contextmanager
-def recorded_backward() -> Iterator[list[mx.array]]:
-    """Have custom gradients computed with the function itself inside the block; yield them.
-
-    For counting what a step computes: MLX exports no graph that has functions with a custom
-    gradient. Values are wrong; operations and shapes are those of a step, and gradients that
-    nothing reads are among them.
-    """
-    recorded: list[mx.array] = []
-    with _calls_run_by(partial(_unrolled, recorded)):
-        yield recorded
 
 
 class ExportableVjp:
@@ -125,20 +111,3 @@ def _plain(forward: Callable[..., Any], _: Any, primals: tuple[mx.array, ...]) -
 
 def _arrays(tree: Any) -> list[mx.array]:
     return [array for _, array in tree_flatten([tree])]
-
-
-def _unrolled(
-    recorded: list[mx.array],
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    primals: tuple[mx.array, ...],
-) -> Any:
-    fixed = [mx.stop_gradient(primal) for primal in primals]
-    outputs = forward(*fixed)
-    cotangents = tree_map(mx.ones_like, outputs)
-    gradients = backward(fixed[0] if len(fixed) == 1 else fixed, cotangents, outputs)
-    recorded += [gradients] if isinstance(gradients, mx.array) else gradients
-    # Lets MLX's own gradients flow on to what comes before, at the cost of no product.
-    floating = [each for each in primals if mx.issubdtype(each.dtype, mx.floating)]
-    link = mx.array(0.0) + sum((0.0 * each).astype(mx.float32).sum() for each in floating)
-    return tree_map(lambda each: mx.stop_gradient(each) + link.astype(each.dtype), outputs)

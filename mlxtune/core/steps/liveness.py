@@ -50,7 +50,7 @@ def held(graph: Sequence[Operation], outputs: Sequence[str], top: str, lag: int)
     The array `top` ends its forward pass. `lag`: how far the device is behind; an operation counts
     2, and 1 if it only makes a view, as MLX's CPU counts its dispatches.
     """
-    order = _order(graph, outputs)
+    order = ordered(graph, outputs)
     exact, late = _Memory(order, outputs, 0), _Memory(order, outputs, lag)
     at_top = np.zeros(4)
     moments = []
@@ -143,7 +143,7 @@ class _Memory:
             self.live -= self._sizes[buffer]
 
 
-def _order(graph: Sequence[Operation], outputs: Sequence[str]) -> list[Operation]:
+def ordered(graph: Sequence[Operation], outputs: Sequence[str]) -> list[Operation]:
     """Return the operations that the outputs need, in the order in which MLX computes them."""
     makers = {name: i for i, each in enumerate(graph) for name in each.outputs}
     inputs = [[makers[name] for name in each.inputs if name in makers] for each in graph]
