@@ -1,8 +1,6 @@
 """Makes one model compute with the functions of this folder; no class that others use changes."""
 
 from collections.abc import Callable
-from functools import cache
-from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +12,7 @@ from mlxtune.backend.cpu import attention, elementwise, products
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
+from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS
 from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import (
@@ -24,6 +23,7 @@ from mlxtune.backend.model.layers import (
     StoredLinear,
 )
 from mlxtune.backend.model.nf4 import NF4Linear
+from mlxtune.backend.model.replaced import Instead, Replacements, subclasses
 
 
 def _product(x: mx.array, module: nn.Module) -> mx.array:
@@ -145,36 +145,24 @@ def _softmax(x: mx.array, axis: Any = None, **options: Any) -> mx.array:
     return mx.softmax(x, axis, **options)
 
 
-class _Instead:
-    """A module with some of its functions replaced."""
-
-    def __init__(self, module: ModuleType, functions: dict[str, Any]) -> None:
-        self._module = module
-        self.replaced = functions.keys()
-        self.__dict__.update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     if computes(x):
         return elementwise.rms_norm(x, weight, eps)
     return mx.fast.rms_norm(x, weight, eps)
 
 
-_REPLACED: dict[int, Any] = {
+_FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_base.scaled_dot_product_attention): _attention,
     id(activations.swiglu): _swiglu,
-    id(mx): _Instead(
+    id(mx): Instead(
         mx,
         {
             "softmax": _softmax,
             "tanh": _unary(elementwise.tanh, mx.tanh),
-            "fast": _Instead(mx.fast, {"rms_norm": _rms_norm, "rope": elementwise.rope}),
+            "fast": Instead(mx.fast, {"rms_norm": _rms_norm, "rope": elementwise.rope}),
         },
     ),
-    id(nn): _Instead(
+    id(nn): Instead(
         nn,
         {
             "silu": _unary(elementwise.silu, nn.silu),
@@ -184,45 +172,16 @@ _REPLACED: dict[int, Any] = {
 }
 
 
-def _subclasses(mixin: type, *kinds: type) -> dict[type, type]:
-    return {kind: type(kind.__name__, (mixin, kind), {}) for kind in kinds}
-
-
 # The faster subclass of each layer. Quantised layers that use MLX's own products have none.
 _KINDS: dict[type, type] = {
-    **_subclasses(_Product, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
-    **_subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
+    **subclasses(_Product, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
+    **subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,
 }
 
 
-def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
-    return not isinstance(replacement, _Instead) or not replacement.replaced.isdisjoint(names)
-
-
-@cache
-def _fast_kind(kind: type) -> type | None:
-    """Return a subclass that uses the functions of this folder, None if it has no use for any."""
-    if kind in _KINDS:
-        return _KINDS[kind]
-    call = kind.__dict__.get("__call__")
-    if not isinstance(call, FunctionType):
-        return None
-    replaced = {
-        name: _REPLACED[id(value)]
-        for name in call.__code__.co_names
-        if id(value := call.__globals__.get(name)) in _REPLACED
-        and _serves(_REPLACED[id(value)], call.__code__.co_names)
-    }
-    if not replaced:
-        return None
-    # mlx-lm's modules look functions up in the globals of their Python module. Replacing them there
-    # would change every model in the process, so a copy of the call gets separate globals.
-    own = {**call.__globals__, **replaced}
-    fast = FunctionType(call.__code__, own, call.__name__, call.__defaults__, call.__closure__)
-    fast.__kwdefaults__ = call.__kwdefaults__
-    return type(kind.__name__, (kind,), {"__call__": fast, "__module__": kind.__module__})
+_FAST = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
 
 
 def make_fast(module: nn.Module) -> Callable[[], None]:
@@ -230,18 +189,4 @@ def make_fast(module: nn.Module) -> Callable[[], None]:
 
     Returns a function that undoes it, so that one model can be evaluated and then generate.
     """
-    changed: list[tuple[Any, type]] = []
-    for _, part in module.named_modules():
-        kind: Any = type(part)
-        fast = _fast_kind(kind)
-        if fast is not None:
-            changed.append((part, kind))
-            # In place, unlike `Intercepted`: the model itself has no parent to hold a replacement,
-            # and adapters hold their modules to take them off and put them back.
-            part.__class__ = fast
-
-    def undo() -> None:
-        for part, kind in changed:
-            part.__class__ = kind
-
-    return undo
+    return _FAST.apply(module)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.mixers.replacements import MIXERS
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step import linear_head
@@ -90,8 +91,16 @@ class MlxOperations:
         return linear_head if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
-        """Replace a model's gates; return a function that undoes it."""
-        return (lambda: None) if self.plain else replace_gates(model)
+        """Replace a model's recurrences and gates; return a function that undoes it."""
+        if self.plain:
+            return lambda: None
+        undo_mixers, undo_gates = MIXERS.apply(model), replace_gates(model)
+
+        def undo() -> None:
+            undo_gates()
+            undo_mixers()
+
+        return undo
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
         """Return what runs layers again, None where the graph keeps what it needs."""

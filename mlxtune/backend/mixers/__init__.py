@@ -1,0 +1,1 @@
+"""Convolutions and recurrences for training, in the place of mlx-lm's, on any device."""

@@ -1,0 +1,96 @@
+"""Functions and layers replaced in one model; no class that other models use changes."""
+
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import mlx.nn as nn
+
+
+class Instead:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, module: ModuleType, functions: dict[str, Any]) -> None:
+        self._module = module
+        self.replaced = functions.keys()
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class Replacements:
+    """What a model uses in the place of mlx-lm's functions and MLX's layers.
+
+    `functions` are those that its modules call by name, by the identity of the function that the
+    name has; for a Python module, an `Instead`. `kinds` are subclasses of classes of layers.
+    """
+
+    def __init__(self, functions: Mapping[int, Any], kinds: Mapping[type, type]) -> None:
+        self.functions, self.kinds = functions, kinds
+        self._known: dict[type, type | None] = {}
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        """Make a module and its children use these; return a function that undoes it."""
+        changed: list[tuple[Any, type]] = []
+        for _, part in model.named_modules():
+            kind = type(part)
+            replaced = self._subclass(kind)
+            if replaced is not None:
+                changed.append((part, kind))
+                # In place, unlike `Intercepted`: the model has no parent to hold a replacement, and
+                # adapters hold their modules to take them off and put them back.
+                part.__class__ = replaced
+
+        def undo() -> None:
+            for part, kind in changed:
+                part.__class__ = kind
+
+        return undo
+
+    def _subclass(self, kind: type) -> type | None:
+        """Return a subclass that uses the replacements, None if it has no use for any."""
+        if kind not in self._known:
+            self._known[kind] = self.kinds.get(kind) or self._with_functions(kind)
+        return self._known[kind]
+
+    def _with_functions(self, kind: type) -> type | None:
+        methods: dict[str, Any] = {}
+        for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+            methods.update(vars(base))
+        copies = {name: self._copy(method) for name, method in methods.items()}
+        copies = {name: copy for name, copy in copies.items() if copy is not None}
+        if not copies:
+            return None
+        return type(kind.__name__, (kind,), {**copies, "__module__": kind.__module__})
+
+    def _copy(self, method: Any) -> FunctionType | None:
+        """Return a copy of a method that calls the replacements, None if it calls none."""
+        if not isinstance(method, FunctionType):
+            return None
+        names = method.__code__.co_names
+        replaced = {
+            name: self.functions[id(value)]
+            for name in names
+            if id(value := method.__globals__.get(name)) in self.functions
+            and _serves(self.functions[id(value)], names)
+        }
+        if not replaced:
+            return None
+        # Methods look functions up in the globals of their Python module. Replacing them there
+        # would change every model in the process, so the copy gets separate globals.
+        own = {**method.__globals__, **replaced}
+        copy = FunctionType(
+            method.__code__, own, method.__name__, method.__defaults__, method.__closure__
+        )
+        copy.__kwdefaults__ = method.__kwdefaults__
+        return copy
+
+
+def subclasses(mixin: type, *kinds: type) -> dict[type, type]:
+    """Return a subclass of each class, in which the mixin comes first."""
+    return {kind: type(kind.__name__, (mixin, kind), {}) for kind in kinds}
+
+
+def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
+    return not isinstance(replacement, Instead) or not replacement.replaced.isdisjoint(names)
