@@ -10,7 +10,8 @@ from mlx.utils import tree_unflatten
 class Intercepted(nn.Module):
     """Stands in a module's place in a model: `call(module, *args, **options)` runs instead.
 
-    It has the children, parameters and attributes of the module, so that names stay what they are.
+    It has the children, parameters and attributes of the module, so that names stay what they are,
+    and is an instance of its class: some models choose a layer's mask by that.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -20,6 +21,11 @@ class Intercepted(nn.Module):
         # Past Module's own __setattr__, which would make the module a child.
         object.__setattr__(self, "_intercepted", module)
         object.__setattr__(self, "_call", call)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that `isinstance` finds besides this one."""
+        return type(object.__getattribute__(self, "_intercepted"))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         # Children may have been replaced since, as when an adapter is taken off.

@@ -138,6 +138,7 @@ def test_only_these_instances_change() -> None:
     assert Layer.__call__ is call
     assert all(type(layer) is Layer for layer in other.layers)
     assert all(isinstance(layer, Intercepted) for layer in stack.layers)
+    assert all(isinstance(layer, Layer) for layer in stack.layers)
     names = [name for name, _ in tree_flatten(other.parameters())]
     assert [name for name, _ in tree_flatten(stack.parameters())] == names
     trained = [name for name, _ in tree_flatten(other.trainable_parameters())]
