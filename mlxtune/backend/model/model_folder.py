@@ -175,7 +175,8 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith("config"):
             yield from _layer_counts(value)
-        elif "layer" in name and isinstance(value, int):
+        # Gemma 3n's vocab_size_per_layer_input is no count of layers.
+        elif "layer" in name and "per_layer" not in name and isinstance(value, int):
             yield name, value
 
 

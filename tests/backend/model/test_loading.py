@@ -52,6 +52,12 @@ def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
     assert "quantised (4-bit" in base.describe()
 
 
+def test_vocabulary_of_per_layer_inputs_is_no_count_of_layers(tmp_path: Path) -> None:
+    """Gemma 3n and the small Gemma 4 have 262,144."""
+    folder = write_model(tmp_path, "llama", vocab_size_per_layer_input=262_144)
+    assert load_base(folder, "float32").num_layers == 2
+
+
 def test_model_is_described(tmp_path: Path) -> None:
     base = load_base(write_model(tmp_path, "gemma3_text"), "float32")
     assert (base.model_type, base.num_layers, base.vocab_size) == ("gemma3_text", 3, 320)
