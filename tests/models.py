@@ -81,7 +81,7 @@ def write_model(
     settings = {"model_type": model_type, **_SHAPE, **MODEL_TYPES.get(model_type, {}), **config}
     architecture = importlib.import_module(f"mlx_lm.models.{model_type}")
     model = architecture.Model(architecture.ModelArgs.from_dict(settings))
-    if model_type.startswith("gemma3"):
+    if model_type in ("gemma3", "gemma3_text"):
         model.sanitize({})  # ties the head to the embeddings, as all Gemma 3 models do
     rng = np.random.default_rng(seed)
     weights = [

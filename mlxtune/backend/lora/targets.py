@@ -12,12 +12,16 @@ from mlxtune.errors import ModelError
 # The experts of a mixture, stacked in one layer.
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 PROJECTIONS = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
+# Gemma 3n clips the weights of these itself whenever it runs.
+_CLIPPED = ("prediction_coefs", "correction_coefs")
 
 
 def projections(layer: nn.Module) -> dict[str, nn.Module]:
     """Return the linear projections of a layer, or of a model, by their path in it."""
     return {
-        name: module for name, module in layer.named_modules() if isinstance(module, PROJECTIONS)
+        name: module
+        for name, module in layer.named_modules()
+        if isinstance(module, PROJECTIONS) and not name.endswith(_CLIPPED)
     }
 
 
