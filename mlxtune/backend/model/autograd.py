@@ -62,7 +62,10 @@ class ExportableVjp:
             rest = iter(arrays[len(primals) :])
             put = lambda _: next(rest)  # noqa: E731
             outputs = function(*arrays[: len(primals)])
-            return [*outputs, *(each for _, given, *_ in calls for each in given)]
+            # An array that two functions are given is two outputs: of one that is returned twice,
+            # MLX takes a single cotangent.
+            inputs = [mx.depends([each], [each])[0] for _, given, *_ in calls for each in given]
+            return [*outputs, *inputs]
 
         with _calls_run_by(cut_out):
             # What functions return must be known before they can be primals.

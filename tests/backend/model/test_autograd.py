@@ -55,3 +55,16 @@ def test_custom_gradients_are_cut_out_of_a_graph_to_export() -> None:
     with pytest.raises((ValueError, RuntimeError), match="CustomTransforms"):
         mx.export_function(lambda _: None, lambda x: [square(x)], x=mx.array(2.0))
     mx.export_function(lambda _: None, lambda x: vjp(lambda x: [square(x)], [x], [x])[1], gradient)
+
+
+def test_gradients_of_two_functions_of_one_array_are_added() -> None:
+    square, vjp = differentiable(square_forward, square_backward), ExportableVjp()
+
+    def both(x: mx.array) -> list[mx.array]:
+        y = mx.sin(x)
+        return [square(y) + square(y)]
+
+    _, (gradient,) = vjp(both, [mx.array(2.0)], [mx.array(1.0)])
+
+    d_first, d_second = (placeholder.item() for placeholder, _ in vjp.tied[2:])
+    assert gradient.item() == pytest.approx((d_first + d_second) * math.cos(2))
