@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import device, loading, model_folder
 from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
 from mlxtune.core.reports.plan_text import plan_lines
@@ -42,8 +43,14 @@ def plan(config: PlanConfig) -> RunPlan:
     base = loading.open_base(folder, step.dtype, **step.loading())
     work = planned_work(lora, first_steps(training, dataset), dataset)
     chosen = choose_plan(step, lora, base, work)
+    adapter = apply_lora(base.model, lora)
+    for warning in adapter.warnings():
+        console.warn(warning)
     planned = RunPlan(
         model=base.describe(),
+        lora=adapter.describe(),
+        trainable_parameters=adapter.trainable_parameters,
+        expert_matrices=adapter.expert_matrices,
         dtype=base.dtype,
         device=device.device_name(),
         max_seq_len=config.max_seq_len,

@@ -61,6 +61,8 @@ def build_pipeline(
     if resume is not None:
         pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
     console.say("LoRA", pipeline.lora.describe())
+    for warning in pipeline.lora.warnings():
+        console.warn(warning)
     confirmed = confirm(step, pipeline, work, plan)
     pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
     return pipeline, confirmed

@@ -47,7 +47,7 @@ def test_plan_says_memory_steps_and_time_and_writes_nothing(plan: Cli, tmp_path:
     outcome = plan("--no-cache")
     assert outcome.code == 0, outcome.err
     stages = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
-    assert stages == ["Model", "Device", "Memory", "Plan", "Data", "Steps", "Time"]
+    assert stages == ["Model", "LoRA", "Device", "Memory", "Plan", "Data", "Steps", "Time"]
     assert "16 training rows" in outcome.out
     assert "4 steps, 4 in an epoch" in outcome.out
     assert files_in(tmp_path) == ["chat.jsonl"]

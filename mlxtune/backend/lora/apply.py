@@ -1,7 +1,8 @@
 """Applies LoRA or DoRA to a model, and describes the result."""
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,25 +18,48 @@ from mlxtune.backend.lora.layers import (
     PrincipalFactors,
     hash_of,
 )
-from mlxtune.backend.lora.targets import EXPERTS, chosen_layers, match_targets, projections, rank_of
+from mlxtune.backend.lora.targets import (
+    EXPERTS,
+    check_trainable,
+    choose_targets,
+    is_named,
+    projections,
+    rank_of,
+)
 from mlxtune.config import InstructConfig
-from mlxtune.config.ranks import pattern_of, scale_of, target_ranks
-from mlxtune.errors import ModelError
+from mlxtune.config.ranks import scale_of, target_ranks
+from mlxtune.core.text import count, join_few
+
+# The share of an adapter's parameters from which its experts are worth a warning.
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True)
+class Match:
+    """The projections at one path of the layers that were searched.
+
+    `layers` have one there; `experts` counts those of one stack, 0 for a plain projection;
+    `parameters` are LoRA's, 0 if they do not train.
+    """
+
+    path: str
+    layers: int
+    experts: int
+    parameters: int
 
 
 @dataclass(frozen=True)
 class LoRASummary:
     """The LoRA on a model: its options, and the modules that they matched.
 
-    `keys` are the paths of the targets within a layer, `num_layers` how many of the last layers
-    were searched, `layers` how many of these had a match. An adapter file has one rank, the
-    largest, and its scale. `trained_as_written`: its tensors are the trained ones, unpadded.
+    `matches` are those of the last `num_layers` layers, `layers` how many of these train. An
+    adapter file has one rank, the largest, and its scale. `trained_as_written`: its tensors are the
+    trained ones, unpadded.
     """
 
     config: InstructConfig
-    keys: tuple[str, ...]
+    matches: tuple[Match, ...]
     num_layers: int
-    modules: int
     layers: int
     trainable_parameters: int
     total_parameters: int
@@ -49,6 +73,21 @@ class LoRASummary:
         """mlx-lm's fine_tune_type."""
         return "dora" if self.config.dora else "lora"
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The paths of the targets within a layer."""
+        return tuple(match.path for match in self.matches if match.parameters)
+
+    @property
+    def modules(self) -> int:
+        """How many modules have LoRA."""
+        return sum(match.layers for match in self.matches if match.parameters)
+
+    @property
+    def expert_matrices(self) -> int:
+        """How many matrices of experts have LoRA."""
+        return sum(match.layers * match.experts for match in self.matches if match.parameters)
+
     def describe(self) -> str:
         """Describe the trained parameters in one line."""
         config = self.config
@@ -57,7 +96,9 @@ class LoRASummary:
         exceptions = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
         scale = scale_of(config.lora_alpha, config.lora_rank, rslora=config.rslora)
         formula = " = alpha / √rank" if config.rslora else ""
+        experts = self.expert_matrices
         extras = [
+            *self._mixed(),
             "DoRA" if config.dora else "",
             f"initialised by {config.init}" if config.init != "lora" else "",
             f"starting from {config.init_adapter}" if config.init_adapter is not None else "",
@@ -66,10 +107,41 @@ class LoRASummary:
         return (
             f"rank {config.lora_rank}{f' ({exceptions})' if ranks else ''}, "
             f"alpha {config.lora_alpha:g} (scale {scale:g}{formula}) on "
-            f"{', '.join(config.targets)}: {self.modules} modules in {self.layers} layers, "
+            f"{', '.join(config.targets)}: {self.modules} modules in {self.layers} layers"
+            f"{f' (with {experts:,} matrices of experts)' if experts else ''}, "
             f"{self.trainable_parameters:,} trainable parameters ({share:.3%})"
             + "".join(f"; {extra}" for extra in extras if extra)
         )
+
+    def _mixed(self) -> Iterator[str]:
+        """Yield what each target stands for that means experts and other projections."""
+        for target in self.config.targets:
+            found = [match for match in self.matches if is_named(match.path, target)]
+            if len({bool(match.experts) for match in found}) == 2:
+                places = (f"{each.path} in {count(each.layers, 'layer')}" for each in found)
+                yield f"{target} is {', '.join(places)}"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is surprising about the experts, with its remedy."""
+        trained = [match for match in self.matches if match.parameters]
+        names = {match.path.rsplit(".", 1)[-1] for match in trained}
+        left = [match for match in self.matches if match.experts and not match.parameters]
+        if left := [match for match in left if match.path.rsplit(".", 1)[-1] in names]:
+            places = join_few(f"{each.path} in {count(each.layers, 'layer')}" for each in left)
+            yield (
+                f"--targets {','.join(self.config.targets)} leaves experts untrained: {places}: "
+                f"add {','.join(each.path for each in left)} to train them too"
+            )
+        experts = [match for match in trained if match.experts]
+        if (size := sum(match.parameters for match in experts)) > _MOSTLY * sum(
+            match.parameters for match in trained
+        ):
+            yield (
+                f"{size / self.trainable_parameters:.0%} of the adapter's "
+                f"{self.trainable_parameters:,} parameters are those of experts, each of which "
+                "sees only its share of the tokens: leave them out of --targets, or give a lower "
+                f"--target-rank to {', '.join(each.path for each in experts)}"
+            )
 
 
 def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
@@ -77,22 +149,14 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
 
     No weight is read. PiSSA and a first adapter are applied by `initialise`.
 
-    Raises ModelError if any target matches nothing.
+    Raises ModelError if that is not possible.
     """
-    layers = chosen_layers(model, config)
-    keys = match_targets(layers, config.targets)
+    chosen = choose_targets(model, config)
     names = {id(module): name for name, module in model.named_modules()}
     dropout_keys = DropoutKeys()
     model.freeze()
-    for layer in layers:
-        add_lora(layer, names[id(layer)], keys, config, dropout_keys)
-    ranks = target_ranks(config.target_rank)
-    used = {pattern_of(name, ranks) for name in adapted_modules(model)}
-    if unused := [target for target in ranks if target not in used]:
-        raise ModelError(
-            f"--target-rank: {', '.join(unused)} is not a target; "
-            f"the targets are {', '.join(sorted(keys))}"
-        )
+    for layer in chosen.layers:
+        add_lora(layer, names[id(layer)], chosen.keys, config, dropout_keys)
     return summarise(model, config, dropout_keys)
 
 
@@ -116,17 +180,16 @@ def add_lora(
 
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
     """Return the summary of a model with LoRA."""
-    matches = [list(adapted_modules(layer)) for layer in model.layers]
+    num_layers = config.num_layers or len(model.layers)
     # A is (in, rank), or (experts, rank, in); a file holds PiSSA's initial factors too.
     factor = 2 if config.init != "lora" else 1
     written = {(factor * m.lora_a.shape[1], m.scale) for m in adapted_modules(model).values()}
     rank, scale = max(written)
     return LoRASummary(
         config=config,
-        keys=tuple(sorted({path for paths in matches for path in paths})),
-        num_layers=config.num_layers or len(matches),
-        modules=sum(map(len, matches)),
-        layers=sum(map(bool, matches)),
+        matches=_matches(model.layers[-num_layers:]),
+        num_layers=num_layers,
+        layers=sum(bool(adapted_modules(layer)) for layer in model.layers),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
         # Those of LoRA are not counted: its layers have children.
         total_parameters=get_total_parameters(model),
@@ -134,6 +197,24 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         scale=scale,
         written_rank=rank,
         trained_as_written=len(written) == 1 and config.init == "lora",
+    )
+
+
+def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
+    """Return the projections of some layers by path, whether they have LoRA or not."""
+    found: Counter[tuple[str, int, int]] = Counter()
+    for layer in layers:
+        adapted = adapted_modules(layer)
+        inner = {id(module.linear) for module in adapted.values()}
+        plain = {path: m for path, m in projections(layer).items() if id(m) not in inner}
+        for path, module in (plain | adapted).items():
+            matrices = module.lora_a if path in adapted else module.weight
+            experts = len(matrices) if matrices.ndim == 3 else 0
+            trained = tree_flatten(module.trainable_parameters()) if path in adapted else []
+            found[path, experts, sum(value.size for _, value in trained)] += 1
+    return tuple(
+        Match(path, layers, experts, layers * size)
+        for (path, experts, size), layers in sorted(found.items())
     )
 
 
@@ -154,9 +235,10 @@ def lora_layer(
 
     Raises ModelError if that is not possible.
     """
+    check_trainable(name, module, config)
     key = mx.random.key(hash_of(f"{config.seed}/lora/{name}", 8))
     if isinstance(module, EXPERTS):
-        return _lora_experts(module, name, rank, scale, config, key)
+        return _lora_experts(module, rank, scale, key)
     kind = DoRALinear if config.dora else LoRALinear
     layer = kind(
         module,
@@ -168,28 +250,12 @@ def lora_layer(
         salt=hash_of(f"dropout/{name}", 4),
     )
     if config.init != "lora":
-        limit = min(layer.lora_a.shape[0], layer.lora_b.shape[1])
-        if rank > limit:
-            raise ModelError(
-                f"--init pissa: {name} has only {limit} singular vectors, fewer than a rank of "
-                f"{rank}: lower its rank with --rank or --target-rank"
-            )
         # Placeholders of the right shape until the factors are computed or read.
         layer.principal = PrincipalFactors(mx.zeros_like(layer.lora_a), layer.lora_b)
     return layer
 
 
-def _lora_experts(
-    module: nn.Module, name: str, rank: int, scale: float, config: InstructConfig, key: mx.array
-) -> nn.Module:
-    if config.dropout:
-        raise ModelError(f"--dropout does not work on the experts of {name}: set it to 0")
-    for option, given in ("--dora", config.dora), ("--init pissa", config.init != "lora"):
-        if given:
-            raise ModelError(
-                f"{option} does not work on the experts of {name}: "
-                "leave it out, or name other --targets"
-            )
+def _lora_experts(module: nn.Module, rank: int, scale: float, key: mx.array) -> nn.Module:
     experts = LoRASwitchLinear.from_base(module, r=rank, scale=scale)
     bound = 1 / math.sqrt(module.input_dims)
     experts.lora_a = mx.random.uniform(-bound, bound, experts.lora_a.shape, key=key)

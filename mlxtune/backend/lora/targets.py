@@ -1,6 +1,7 @@
 """Which projections of a model get LoRA, and with what rank."""
 
 import difflib
+from dataclasses import dataclass
 
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -35,12 +36,41 @@ def projections_of(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def chosen_layers(model: nn.Module, config: InstructConfig) -> list[nn.Module]:
-    """Return the last `num_layers` layers, or all of them. Raises ModelError."""
+@dataclass(frozen=True)
+class Targets:
+    """The layers that get LoRA, the last of the model, and the paths of projections in them."""
+
+    layers: list[nn.Module]
+    keys: set[str]
+
+
+def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
+    """Return what the options name, without reading any weights.
+
+    Raises ModelError if they name something that the model lacks, or that cannot be trained so.
+    """
     layers = list(model.layers)
     if config.num_layers is not None and config.num_layers > len(layers):
         raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
-    return layers[-(config.num_layers or len(layers)) :]
+    layers = layers[-(config.num_layers or len(layers)) :]
+    keys = _match(layers, config.targets)
+    names = {id(module): name for name, module in model.named_modules()}
+    modules = {
+        names[id(module)]: module
+        for layer in layers
+        for key, module in projections(layer).items()
+        if key in keys
+    }
+    ranks = target_ranks(config.target_rank)
+    used = {pattern_of(name, ranks) for name in modules}
+    if unused := [target for target in ranks if target not in used]:
+        raise ModelError(
+            f"--target-rank: {', '.join(unused)} is not a target; "
+            f"the targets are {', '.join(sorted(keys))}"
+        )
+    for name, module in modules.items():
+        check_trainable(name, module, config)
+    return Targets(layers, keys)
 
 
 def rank_of(name: str, config: InstructConfig) -> int:
@@ -50,19 +80,46 @@ def rank_of(name: str, config: InstructConfig) -> int:
     return config.lora_rank if pattern is None else ranks[pattern]
 
 
-def match_targets(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
+def dimensions(module: nn.Module) -> tuple[int, int]:
+    """Return the input and output dimensions of a projection, those of one expert of a stack."""
+    outputs, inputs = module.weight.shape[-2:]
+    return (inputs * 32 // module.bits if "scales" in module else inputs), outputs
+
+
+def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
+    """Raise ModelError if a projection cannot be trained as the options say."""
+    if isinstance(module, EXPERTS):
+        options = {
+            "--dropout": config.dropout > 0,
+            "--dora": config.dora,
+            f"--init {config.init}": config.init != "lora",
+        }
+        if refused := [option for option, given in options.items() if given]:
+            raise ModelError(
+                f"{refused[0]} does not work on the experts of {name}: "
+                "leave it out, or name other --targets"
+            )
+    elif config.init != "lora" and (rank := rank_of(name, config)) > min(dimensions(module)):
+        raise ModelError(
+            f"--init pissa: {name} has only {min(dimensions(module))} singular vectors, fewer than "
+            f"a rank of {rank}: lower its rank with --rank or --target-rank"
+        )
+
+
+def _match(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
     """Return the paths within a layer of the projections that targets name.
 
     Raises ModelError if any target matches nothing.
     """
     available = sorted({name for layer in layers for name in projections(layer)})
+    routers = {name for layer in layers for name in _routers(projections(layer))}
     matches: set[str] = set()
     unmatched = []
     for target in targets:
         matching = {
             name
             for name in available
-            if target == "all" or name == target or name.endswith("." + target)
+            if (target == "all" and name not in routers) or is_named(name, target)
         }
         if not matching:
             last_names = [name.rsplit(".", 1)[-1] for name in available]
@@ -75,3 +132,23 @@ def match_targets(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]
             f"this model has {', '.join(available)}"
         )
     return matches
+
+
+def is_named(path: str, target: str) -> bool:
+    """Return whether a target names a path in a layer, by its last parts."""
+    return f".{path}".endswith(f".{target}")
+
+
+def _routers(modules: dict[str, nn.Module]) -> set[str]:
+    """Return the paths of a layer's routers, which choose the experts of each token.
+
+    `all` leaves them as they are: with other experts, the model computes another function.
+    """
+    experts = {len(module.weight) for module in modules.values() if isinstance(module, EXPERTS)}
+    return {
+        name
+        for name, module in modules.items()
+        if {"gate", "router"} & set(name.split("."))
+        and module.weight.ndim == 2
+        and len(module.weight) in experts
+    }

@@ -38,7 +38,7 @@ class _Matrix:
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
     """Return the shapes of a model that was opened, to be run by operations of this memory.
 
-    Raises ModelError when a target matches nothing.
+    Raises ModelError if LoRA cannot be applied.
     """
     dtype = getattr(mx, base.dtype)
     used = int(base.text_config.get("num_experts_per_tok") or 1)
@@ -91,17 +91,16 @@ def planned_execution(execution: Execution, base: BaseModel, config: InstructCon
 def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:
     """Return the matrices of each layer from the first with LoRA on.
 
-    Raises ModelError when a target matches nothing.
+    Raises ModelError if LoRA cannot be applied.
     """
-    layers, chosen = list(base.model.layers), targets.chosen_layers(base.model, config)
-    keys = targets.match_targets(chosen, config.targets)
+    layers, chosen = list(base.model.layers), targets.choose_targets(base.model, config)
     names = {id(module): name for name, module in base.model.named_modules()}
     sizes: list[list[_Matrix]] = []
     # The chosen layers are the last ones, and numbered from 0.
-    for i, layer in enumerate(layers, len(chosen) - len(layers)):
+    for i, layer in enumerate(layers, len(chosen.layers) - len(layers)):
         sizes.append([])
         for key, module in targets.projections(layer).items():
-            has_lora = i >= 0 and key in keys
+            has_lora = i >= 0 and key in chosen.keys
             rank = targets.rank_of(names[id(module)], config) if has_lora else 0
             sizes[-1].append(_matrix(module, rank, getattr(mx, base.dtype), memory))
     first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
@@ -109,11 +108,10 @@ def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> lis
 
 
 def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) -> _Matrix:
-    *experts, outputs, inputs = module.weight.shape
+    inputs, outputs = targets.dimensions(module)
     quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
-    if quantized:
-        inputs = inputs * 32 // module.bits
-    copies, casts = experts[0] if experts else 1, memory.casts_quantized
+    copies = len(module.weight) if module.weight.ndim == 3 else 1
+    casts = memory.casts_quantized
     cast = unpacked and casts if quantized else module.weight.dtype != dtype
     return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts)
 

@@ -89,8 +89,8 @@ class TracedLayers:
         config: InstructConfig,
         prepare: Callable[[nn.Module], Any] = MLX.prepare,
     ) -> None:
-        layers, chosen = list(base.model.layers), targets.chosen_layers(base.model, config)
-        keys = targets.match_targets(chosen, config.targets)
+        layers, chosen = list(base.model.layers), targets.choose_targets(base.model, config)
+        keys = chosen.keys
         names = {id(module): name for name, module in base.model.named_modules()}
         self._kinds = [_kind(layer) for layer in layers]
         ranks = {config.lora_rank, *target_ranks(config.target_rank).values()}
@@ -100,7 +100,7 @@ class TracedLayers:
         self._calls: dict[tuple[bool, frozenset[int]], list[_Call]] = {}
         self._known: dict[Any, LayersUse] = {}
         self._copies: dict[int, nn.Module] = {}
-        untrained = len(layers) - len(chosen)
+        untrained = len(layers) - len(chosen.layers)
         self._first = next(
             i for i in range(untrained, len(layers)) if keys & set(targets.projections(layers[i]))
         )

@@ -39,6 +39,7 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan, each with its heading; a line without one continues the last."""
     plan, peak = run.memory, run.memory.peak
     yield "Model", run.model
+    yield "LoRA", run.lora
     yield "Device", run.device
     yield "Memory", peak_line(plan)
     for name in ("weights", "optimizer", "activations", "head"):

@@ -11,8 +11,9 @@ from mlxtune.core.training.speed import Speed
 class RunPlan:
     """What a run is expected to take; without data, only the memory of the longest example.
 
-    `larger_limit` says what a larger --memory-limit would gain here, if anything. `tokens` and
-    `supervised` count those of the training rows, `all_tokens` those of all steps.
+    `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
+    larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the
+    training rows, `all_tokens` those of all steps.
     """
 
     model: str
@@ -20,6 +21,9 @@ class RunPlan:
     device: str
     max_seq_len: int
     memory: MemoryPlan
+    lora: str = ""
+    trainable_parameters: int = 0
+    expert_matrices: int = 0
     larger_limit: str = ""
     rows: int = 0
     steps_per_epoch: int = 0
@@ -39,6 +43,11 @@ class RunPlan:
         plan, execution, peak = self.memory, self.memory.execution, self.memory.peak
         return {
             "model": self.model,
+            "lora": {
+                "description": self.lora,
+                "trainable_parameters": self.trainable_parameters,
+                "expert_matrices": self.expert_matrices,
+            },
             "dtype": self.dtype,
             "device": self.device,
             "max_seq_len": self.max_seq_len,

@@ -14,6 +14,7 @@ from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import find_adapter, load_adapted
 from mlxtune.backend.model.loading import load_base
 from mlxtune.errors import ModelError
+from tests.experts import EXPERTS
 from tests.models import sums, write_chat, write_model
 
 TOKENS = [[5, 17, 80, 3]]
@@ -41,6 +42,26 @@ def test_adapted_model_is_what_mlx_lm_loads(trained: tuple[Path, Path]) -> None:
     ours = load_adapted(load_base(model, "float32"), str(adapter))
     theirs, _ = load(str(model), adapter_path=str(adapter))
     np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_5_moe", "qwen3_moe"])
+def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: str) -> None:
+    from mlx_lm.utils import load
+
+    model = write_model(tmp_path / "model", architecture, **EXPERTS[architecture])
+    rows = write_chat(tmp_path / "chat.jsonl", sums(8))
+    output = tmp_path / "out" / "adapters.safetensors"
+    options = {"targets": ["all"], "rslora": True, "lr_ratio": 4.0, "lr": 1e-2, "max_steps": 2}
+    train(
+        TrainConfig(str(model), str(rows), output=str(output), val_split=0, quiet=True, **options)
+    )
+    shapes = {value.shape for value in mx.load(str(output)).values() if value.ndim == 3}
+    assert {shape[0] for shape in shapes} == {4}
+    ours = load_adapted(load_base(model, "float32"), str(output))
+    theirs, _ = load(str(model), adapter_path=str(output.parent))
+    np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=0, atol=1e-6)
+    plain = load_base(model, "float32")
+    assert np.abs(logits(theirs) - logits(plain.model)).max() > 0.01
 
 
 def test_adapter_is_taken_off_and_put_back(trained: tuple[Path, Path]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,9 +12,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.layers import DropoutKeys, LoRALinear, step_keys
+from mlxtune.backend.model.loading import open_base
+from mlxtune.config import InstructConfig
 from mlxtune.errors import ModelError
 from tests.backend.conftest import MakePipeline
+from tests.experts import EXPERTS
+from tests.models import write_model
 
 
 def lora_linear(
@@ -153,15 +160,7 @@ def test_trainable_parameters_and_their_share_are_counted(make_pipeline: MakePip
 
 
 def test_experts_get_lora_of_their_own(make_pipeline: MakePipeline) -> None:
-    config = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    }
+    config = EXPERTS["qwen3_moe"]
     pipeline = make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",))
     shapes = {
         name: value.shape for name, value in tree_flatten(pipeline.model.trainable_parameters())
@@ -169,10 +168,50 @@ def test_experts_get_lora_of_their_own(make_pipeline: MakePipeline) -> None:
     name = "model.layers.0.mlp.switch_mlp.down_proj"
     assert shapes[f"{name}.lora_a"] == (4, 4, 32)
     assert shapes[f"{name}.lora_b"] == (4, 64, 4)
-    for option, given in {
-        "--dropout": {"dropout": 0.1},
-        "--dora": {"dora": True},
-        "--init pissa": {"init": "pissa"},
-    }.items():
-        with pytest.raises(ModelError, match=f"{option} does not work on the experts of model"):
-            make_pipeline("qwen3_moe", model_config=config, targets=("down_proj",), **given)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4_text", "hunyuan", "llama4"])
+def test_target_of_experts_and_others_is_reported_by_name_and_count(
+    tmp_path: Path, architecture: str
+) -> None:
+    experts, others = {
+        "deepseek_v3": ("mlp.switch_mlp", ["mlp", "mlp.shared_experts"]),
+        "gemma4_text": ("experts.switch_glu", ["mlp"]),
+        "hunyuan": ("mlp.switch_mlp", ["mlp.shared_mlp"]),
+        "llama4": ("feed_forward.experts", ["feed_forward", "feed_forward.shared_expert"]),
+    }[architecture]
+    write_model(tmp_path, architecture, **EXPERTS[architecture])
+    config = InstructConfig(targets=("gate_proj",))
+    lora = apply_lora(open_base(tmp_path, "auto").model, config)
+    layers = {"deepseek_v3": 1}.get(architecture, 2)
+    assert f"(with {4 * layers} matrices of experts)" in lora.describe()
+    (line,) = re.findall("; (gate_proj is .*)", lora.describe())
+    for name in (experts, *others):
+        assert f" {name}.gate_proj in {layers} layer" in line
+    assert line.count(".gate_proj in ") == 1 + len(others)
+
+
+def test_experts_left_untrained_beside_their_dense_namesake_are_a_warning(tmp_path: Path) -> None:
+    write_model(tmp_path, "deepseek_v3", **EXPERTS["deepseek_v3"])
+
+    def warnings(*targets: str) -> list[str]:
+        config = InstructConfig(targets=targets)
+        return list(apply_lora(open_base(tmp_path, "auto").model, config).warnings())
+
+    assert warnings("mlp.up_proj", "o_proj") == [
+        "--targets mlp.up_proj,o_proj leaves experts untrained: mlp.switch_mlp.up_proj in 1 layer: "
+        "add mlp.switch_mlp.up_proj to train them too"
+    ]
+    assert warnings("o_proj") == warnings("mlp.up_proj", "mlp.switch_mlp.up_proj", "o_proj") == []
+
+
+def test_experts_that_are_most_of_the_adapter_are_a_warning(tmp_path: Path) -> None:
+    write_model(tmp_path, "olmoe", **EXPERTS["olmoe"])
+    config = InstructConfig(targets=("down_proj", "q_proj"), lora_rank=2)
+    lora = apply_lora(open_base(tmp_path, "auto").model, config)
+    # Two layers of rank 2: four experts of 96 to 64, and one projection of 64 to 64.
+    experts, rest = 2 * 2 * 4 * (96 + 64), 2 * 2 * (64 + 64)
+    assert lora.trainable_parameters == experts + rest
+    (warning,) = lora.warnings()
+    assert warning.startswith(f"{experts / (experts + rest):.0%} of the adapter's 3,072 parameters")
+    assert warning.endswith("or give a lower --target-rank to mlp.switch_mlp.down_proj")

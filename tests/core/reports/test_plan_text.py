@@ -31,6 +31,9 @@ RUN = RunPlan(
     *("qwen3, 28 layers", "float32", "AMD EPYC (cpu)", 512, MEMORY),
     **{"rows": 80, "steps_per_epoch": 20, "steps": 60, "tokens": 9000, "supervised": 2000},
     all_tokens=27_000,
+    lora="rank 8 on q_proj",
+    trainable_parameters=4096,
+    expert_matrices=12,
 )
 
 

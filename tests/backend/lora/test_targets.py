@@ -1,0 +1,73 @@
+"""Which projections the options name, and which of them cannot be trained so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlxtune.backend.lora.targets import choose_targets
+from mlxtune.backend.model.loading import open_base
+from mlxtune.config import InstructConfig
+from mlxtune.errors import ModelError
+from tests.experts import EXPERTS
+from tests.models import write_model
+
+
+def opened(folder: Path, architecture: str, **config: Any) -> nn.Module:
+    return open_base(
+        write_model(folder, architecture, **EXPERTS[architecture], **config), "auto"
+    ).model
+
+
+def keys_of(model: nn.Module, *targets: str, **options: Any) -> set[str]:
+    return choose_targets(model, InstructConfig(targets=targets, **options)).keys
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_all_takes_every_expert_and_no_router(tmp_path: Path, architecture: str) -> None:
+    model = opened(tmp_path, architecture)
+    modules = dict(model.layers[-1].named_modules())
+    experts = {path for path, module in modules.items() if isinstance(module, SwitchLinear)}
+    keys = keys_of(model, "all")
+    assert len(experts) in (2, 3)
+    assert experts <= keys
+    # By mlx-lm's names for them, those of its models whose router is a linear layer.
+    routers = {
+        "mlp.gate",
+        "mlp.router",
+        "block_sparse_moe.gate",
+        "feed_forward.gate",
+        "router.proj",
+    }
+    assert not keys & {*routers, "feed_forward.router", "block_sparse_moe.router.layer"}
+
+
+def test_router_trains_if_it_is_named(tmp_path: Path) -> None:
+    model = opened(tmp_path, "qwen3_moe")
+    assert keys_of(model, "mlp.gate") == {"mlp.gate"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "message"),
+    [
+        (
+            ("down_proj",),
+            {"dropout": 0.1},
+            "--dropout does not work on the experts of model.layers.0",
+        ),
+        (("all",), {"dora": True}, "--dora does not work on the experts of model.layers.0.mlp.sw"),
+        (("all",), {"init": "pissa_niter_4"}, "--init pissa_niter_4 does not work on the experts"),
+        (("q_proj",), {"init": "pissa", "lora_rank": 65}, "has only 64 singular vectors"),
+        (("q_proj",), {"target_rank": ("v_proj=4",)}, "v_proj is not a target"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_weights_are_read(
+    tmp_path: Path, targets: tuple[str, ...], options: dict[str, Any], message: str
+) -> None:
+    model = opened(tmp_path, "qwen3_moe")
+    with pytest.raises(ModelError, match=message):
+        keys_of(model, *targets, **options)

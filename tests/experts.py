@@ -1,0 +1,136 @@
+"""Tiny configs of mixtures of experts, one of each family of mlx-lm, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SMALL: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 1, **_SMALL}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    **_SMALL,
+}
+_LINEAR = {
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 32,
+}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# By mlx-lm's model type. All have two layers, Llama 4 the four that it needs at least.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "num_key_value_heads": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        **_ROUTED,
+    },
+    "ernie4_5_moe": {
+        "use_bias": False,
+        "tie_word_embeddings": True,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "glm4_moe": {
+        "use_qk_norm": True,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+        **_ROUTED,
+    },
+    "gpt_oss": {**_LOCAL, "sliding_window": 8, "intermediate_size": 64},
+    "granitemoehybrid": {
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_bias": False,
+        "layer_types": ["attention", "attention"],
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+        "normalization_function": "rmsnorm",
+        **_LOCAL,
+    },
+    "hunyuan": {
+        "attention_bias": False,
+        "moe_topk": 2,
+        "num_experts": 4,
+        "num_shared_expert": 1,
+        "use_mixed_mlp_moe": True,
+        "use_qk_norm": True,
+        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
+        "use_cla": False,
+        "cla_share_factor": 2,
+        "tie_word_embeddings": True,
+    },
+    "lfm2_moe": {
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "use_expert_bias": True,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"],
+        **_EXPERTS,
+    },
+    "llama4": {
+        "text_config": {
+            "model_type": "llama4_text",
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "intermediate_size_mlp": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 320,
+            "max_position_embeddings": 512,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
+            "use_qk_norm": True,
+            "attention_bias": False,
+        }
+    },
+    "minimax": {**_LOCAL, "shared_intermediate_size": 0, "rotary_dim": 8},
+    "mixtral": _LOCAL,
+    "olmoe": _EXPERTS,
+    "qwen2_moe": {"shared_expert_intermediate_size": 32, **_EXPERTS},
+    "qwen3_5_moe": _LINEAR | _EXPERTS,
+    "qwen3_moe": {"mlp_only_layers": [], "tie_word_embeddings": False, **_EXPERTS},
+    "qwen3_next": {"partial_rotary_factor": 0.5, "mlp_only_layers": [], **_LINEAR, **_EXPERTS},
+}
