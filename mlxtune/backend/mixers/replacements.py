@@ -3,12 +3,14 @@
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from mlxtune.backend.mixers.convolution import DepthwiseConv1d
+from mlxtune.backend.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.model.replaced import Replacements, subclasses
 
 # By the identity of what is replaced.
-FUNCTIONS: dict[int, Any] = {}
+FUNCTIONS: dict[int, Any] = {id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update}
 KINDS: dict[type, type] = subclasses(DepthwiseConv1d, nn.Conv1d)
 
 MIXERS = Replacements(FUNCTIONS, KINDS)
