@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install '
 
 from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
 from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
+from tests.long.architectures import ARCHITECTURES  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("short_proofs")
@@ -27,6 +29,13 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.out_proj": "ssm_out",
 }
 
 
@@ -45,6 +54,23 @@ def exported(adapter: Path, output: Path) -> Path:
     return output / "adapter.gguf"
 
 
+def tiled(tensor: Any, projection: str, part: str) -> Any:
+    """Return a matrix of the gated delta rule as llama.cpp's converter orders its value heads.
+
+    Two key heads of 16 serve two value heads of 16 each: 0 1 of the first, 2 3 of the second.
+    """
+    if part == "lora_a":
+        if projection != "out_proj":
+            return tensor
+        return np.concatenate([tensor[:, 16 * head : 16 * head + 16] for head in (0, 2, 1, 3)], 1)
+    if projection == "out_proj":
+        return tensor
+    before = 2 * 2 * 16 if projection == "in_proj_qkv" else 0
+    size = 1 if projection in ("in_proj_a", "in_proj_b") else 16
+    starts = [before + size * head for head in (0, 2, 1, 3)]
+    return np.concatenate([tensor[:before], *(tensor[start : start + size] for start in starts)])
+
+
 @pytest.mark.parametrize(
     ("model_type", "architecture"),
     [
@@ -53,12 +79,14 @@ def exported(adapter: Path, output: Path) -> Path:
         ("qwen3", "qwen3"),
         ("gemma2", "gemma2"),
         ("gemma3_text", "gemma3"),
+        ("gemma4_text", "gemma4"),
+        ("qwen3_5", "qwen35"),
     ],
 )
 def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
     tmp_path: Path, model_type: str, architecture: str
 ) -> None:
-    model = write_model(tmp_path / "model", model_type)
+    model = write_model(tmp_path / "model", model_type, **ARCHITECTURES.get(model_type, {}))
     adapter = trained(tmp_path, model, template="qwen3" if "gemma" not in model_type else "gemma")
     reader = gguf.GGUFReader(exported(adapter, tmp_path / "gguf"))
     said = {name: field.contents() for name, field in reader.fields.items() if "." in name}
@@ -73,17 +101,21 @@ def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
     )
     expected = {}
     for name, tensor in safetensors.numpy.load_file(adapter / "adapters.safetensors").items():
-        _, _, layer, inside, part = name.split(".", 4)[:3] + name.split(".", 3)[3].rsplit(".", 1)
+        found = re.fullmatch(r".*layers\.(\d+)\.(.+)\.(lora_[ab])", name)
+        assert found
+        layer, inside, part = found.groups()
         tensor = tensor.T
         projection = inside.split(".")[-1]
         if part == "lora_b" and architecture == "llama" and projection in HEADS:
             tensor = interleaved(tensor, HEADS[projection])
+        if "linear_attn" in inside:
+            tensor = tiled(tensor, projection, part)
         expected[f"blk.{layer}.{NAMES[inside]}.weight.{part}"] = tensor
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    assert found.keys() == expected.keys()
+    written = {tensor.name: tensor for tensor in reader.tensors}
+    assert written.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].tensor_type == gguf.GGMLQuantizationType.F32
-        np.testing.assert_array_equal(found[name].data, tensor)
+        assert written[name].tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_array_equal(written[name].data, tensor)
 
 
 def test_model_that_llama_cpp_is_not_written_for_is_an_error(tmp_path: Path) -> None:

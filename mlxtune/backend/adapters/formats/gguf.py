@@ -2,8 +2,7 @@
 
 Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
-`adapter.lora.alpha / rank`. The rows of q_proj and k_proj of Llama models are permuted like the
-base model's: llama.cpp's rotary embedding pairs neighbours instead of halves.
+`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`_orders`).
 """
 
 from collections.abc import Iterable
@@ -12,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
-    Matrix,
     Update,
     path_in_layer,
     updates_in,
@@ -26,8 +25,15 @@ from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.gguf"
-# The model types of mlx-lm for which llama.cpp has the same name, less `_text`.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text")
+# llama.cpp's names of the model types of mlx-lm.
+ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4")},
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+}
+Order = npt.NDArray[np.intp]
 
 
 def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
@@ -47,12 +53,12 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
             "--format gguf needs the gguf package: pip install 'mlxtune[gguf]'"
         ) from error
     adapter.check_plain("GGUF")
-    names, heads = _gguf_names(adapter.modules, base), _heads(base)
+    names = _gguf_names(adapter.modules, base)
     if unknown := adapter.modules.keys() - names.keys():
         raise ModelError(
             f"llama.cpp has no name for {join_few(sorted(unknown))} of {base.model_type} models"
         )
-    writer = gguf.GGUFWriter(folder / WEIGHTS, _architecture(base))
+    writer = gguf.GGUFWriter(folder / WEIGHTS, ARCHITECTURES[base.model_type])
     with as_output_error(folder / WEIGHTS, "--output"), closing(writer):
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -60,11 +66,9 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for path, name in names.items():
             update = adapter.modules[path]
-            b = update.b.T
-            if (projection := path.rsplit(".", 1)[-1]) in heads:
-                b = _permuted(b, heads[projection], 2)
-            writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(update.a.T))
-            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
+            columns, rows = _orders(path, update, base)
+            writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(update.a[columns].T))
+            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(update.b[:, rows].T))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -77,37 +81,43 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
     reader = gguf.GGUFReader(folder / WEIGHTS)
     alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
     tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
-    names, heads = _gguf_names(modules, base), _heads(base)
-    updates = updates_in(folder / WEIGHTS, tensors, names)
+    updates = updates_in(folder / WEIGHTS, tensors, _gguf_names(modules, base))
     for module, update in updates.items():
-        if (projection := module.rsplit(".", 1)[-1]) in heads:
-            half = update.b.shape[1] // heads[projection] // 2
-            updates[module] = Update(update.a, _permuted(update.b.T, heads[projection], half).T)
+        columns, rows = map(np.argsort, _orders(module, update, base))
+        updates[module] = Update(update.a[columns], update.b[:, rows])
     adapter = Adapter(1.0, updates)
     return replace(adapter, scale=alpha / adapter.rank)
 
 
-def _permuted(rows: Matrix, heads: int, parts: int) -> Matrix:
-    """Return rows (out, n) with the parts of each head interleaved: for two, 0, d/2, 1, d/2 + 1, …
+def _orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
+    """Return the order in which llama.cpp has the columns and the rows of a module's weight.
 
-    As many parts as half the head's size undo that.
+    The halves of each head of Llama are interleaved, as rotary embeddings pair neighbours there.
+    Value heads of the gated delta rule, which mlx-lm groups by their key head (k0 k0 k1 k1), are
+    tiled (k0 k1 k0 k1).
 
-    Source: LlamaModel.permute in llama.cpp's conversion/llama.py.
+    Source: LlamaModel.permute and _LinearAttentionVReorderBase in llama.cpp's conversion/.
     """
-    size = len(rows) // heads
-    return rows.reshape(heads, parts, size // parts, -1).swapaxes(1, 2).reshape(rows.shape)
+    columns, rows = np.arange(len(update.a)), np.arange(update.b.shape[1])
+    name, config = module.rsplit(".", 1)[-1], base.text_config
+    if base.model_type == "llama" and name in ("q_proj", "k_proj"):
+        heads = config["num_attention_heads"]
+        if name == "k_proj":
+            heads = config.get("num_key_value_heads") or heads
+        rows = rows.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+    if ".linear_attn." in module:
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
 
+        def tiled(order: Order) -> Order:
+            return order.reshape(keys, values // keys, -1).swapaxes(0, 1).ravel()
 
-def _architecture(base: BaseModel) -> str:
-    return base.model_type.removesuffix("_text")
-
-
-def _heads(base: BaseModel) -> dict[str, int]:
-    """Return the number of heads of each projection whose rows llama.cpp permutes."""
-    if base.model_type != "llama":
-        return {}
-    heads = base.text_config["num_attention_heads"]
-    return {"q_proj": heads, "k_proj": base.text_config.get("num_key_value_heads") or heads}
+        if name == "out_proj":
+            columns = tiled(columns)
+        else:
+            # Queries and keys come before the values.
+            first = 2 * keys * config["linear_key_head_dim"] if name == "in_proj_qkv" else 0
+            rows[first:] = tiled(rows[first:])
+    return columns, rows
 
 
 def _gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
@@ -115,7 +125,10 @@ def _gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(by_name[_architecture(base)], base.num_layers)
+    architecture = ARCHITECTURES[base.model_type]
+    if architecture not in by_name:
+        raise ModelError(f"this gguf package knows no {architecture}: pip install --upgrade gguf")
+    table = gguf.get_tensor_name_map(by_name[architecture], base.num_layers)
     names = {}
     for module in modules:
         layer, inside = path_in_layer(module)
