@@ -7,9 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.cpu import attention, elementwise, products
 from mlxtune.backend.cpu.arrays import computes
+from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS
@@ -176,6 +178,8 @@ _FUNCTIONS: dict[int, Any] = {
 _KINDS: dict[type, type] = {
     **subclasses(_Product, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
+    **subclasses(ExpertsGLU, SwitchGLU),
+    **subclasses(ExpertsMLP, SwitchMLP),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,
 }

@@ -5,6 +5,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+# Activations of experts that all models share, so that none can be changed for one model.
+_SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__}
 
 
 class Instead:
@@ -36,7 +40,7 @@ class Replacements:
         for _, part in model.named_modules():
             kind = type(part)
             replaced = self._subclass(kind)
-            if replaced is not None:
+            if replaced is not None and id(part) not in _SHARED:
                 changed.append((part, kind))
                 # In place, unlike `Intercepted`: the model has no parent to hold a replacement, and
                 # adapters hold their modules to take them off and put them back.
