@@ -45,13 +45,15 @@ class _Attention:
         v: mx.array,
         scale: float,
         mask: Any,
-        layout: packed.Layout | None = None,
+        sinks: mx.array | None,
+        layout: packed.Layout | None,
     ) -> None:
         self.batch, self.heads, self.length, _ = q.shape
         self.groups, self.keys = k.shape[1], k.shape[2]
         self.scale = np.float32(scale)
         self.causal = isinstance(mask, str)
         self.layout = layout
+        self.sinks = None if sinks is None else view(sinks).reshape(self.groups, -1)
         self.q, self.k, self.v = self.by_group(view(q)), view(k), view(v)
         self.mask = None
         if mask is not None and not self.causal:
@@ -114,6 +116,10 @@ class _Attention:
             by_query += self.mask[part.line, part.groups, :, part.queries]
         return scores
 
+    def sinks_of(self, part: _Part) -> Floats | None:
+        """Return the sink of each row of scores, (groups * H / G * queries,)."""
+        return None if self.sinks is None else self.sinks[part.groups].repeat(part.count)
+
     def forward(self) -> mx.array:
         # Laid out by tokens, as the next projection reads it.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
@@ -121,7 +127,7 @@ class _Attention:
         for part in self.parts():
             weights = self.scores(self.rows(self.q, part) * self.scale, part)
             rows = weights.reshape(-1, part.seen)
-            by_rows(kernels.softmax_, rows, part.count, self.causal)
+            by_rows(kernels.softmax_, rows, part.count, self.causal, self.sinks_of(part))
             values = weights @ self.seen(self.v, part)
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
@@ -137,7 +143,8 @@ class _Attention:
             weights, part_d = self.scores(q, part), self.rows(d, part)
             d_scores = part_d @ self.seen(self.v, part).swapaxes(1, 2)
             rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
-            by_rows(kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
+            options = part.count, self.causal, self.sinks_of(part)
+            by_rows(kernels.softmax_gradient_, rows, d_rows, *options)
             self.add_seen(d_v, part, weights.swapaxes(1, 2) @ part_d)
             self.add_seen(d_k, part, d_scores.swapaxes(1, 2) @ q)
             target = d_q[part.line, part.groups, :, part.queries]
@@ -153,13 +160,21 @@ def _additive(mask: mx.array) -> Floats:
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, *, needed: bool = True
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+    *,
+    needed: bool = True,
 ) -> mx.array:
     """Return softmax(scale * q k^T + mask) v of shape (B, H, T, n), never holding all scores.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
-    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). Where
-    the value is not `needed`, only its gradient, nothing that may be read is in its place.
+    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). `sinks`
+    (H,) are frozen scores that have no values (arXiv:2309.17453; gpt-oss). Where the value is not
+    `needed`, only its gradient, nothing that may be read is in its place.
     """
     # By the backward pass, another line may be running.
     layout = packed.layout()
@@ -168,12 +183,12 @@ def attention(
 
     def run(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         if needed:
-            return _Attention(q, k, v, scale, mask, layout).forward()
+            return _Attention(q, k, v, scale, mask, sinks, layout).forward()
         return unread(*q.shape[:-1], v.shape[-1])
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         q, k, v = primals
-        gradients = _Attention(q, k, v, scale, mask, layout).backward(cotangent)
+        gradients = _Attention(q, k, v, scale, mask, sinks, layout).backward(cotangent)
         return tuple(mx.array(d.reshape(x.shape)) for d, x in zip(gradients, primals, strict=True))
 
     return differentiable(run, gradient)(q, k, v)

@@ -59,6 +59,20 @@ def swiglu(gate: mx.array, x: mx.array, *, needed: bool = True) -> mx.array:
     return _by_rows(kernels.swiglu, kernels.swiglu_gradient, (gate, x), needed=needed)
 
 
+def clamped_swiglu(
+    gate: mx.array, x: mx.array, *, alpha: float, limit: float, needed: bool = True
+) -> mx.array:
+    """Return gpt-oss's SwiGLU: g * sigmoid(alpha g) * (x + 1), both clamped to the limit."""
+    constants = np.float32(alpha), np.float32(limit)
+    both = kernels.clamped_swiglu, kernels.clamped_swiglu_gradient
+    return _by_rows(*both, (gate, x), *constants, needed=needed)
+
+
+def geglu(gate: mx.array, x: mx.array, *, needed: bool = True) -> mx.array:
+    """Return gelu_approx(gate) * x, as `swiglu`."""
+    return _by_rows(kernels.geglu, kernels.geglu_gradient, (gate, x), needed=needed)
+
+
 def silu(x: mx.array) -> mx.array:
     """Return x * sigmoid(x)."""
     return _by_rows(kernels.silu, kernels.silu_gradient, (x,))

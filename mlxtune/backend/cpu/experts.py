@@ -64,6 +64,9 @@ class _Layer:
     def __init__(self, module: nn.Module) -> None:
         has_lora = "lora_a" in module
         self._linear = linear = module.linear if has_lora else module
+        # Slices of MLX would be an evaluation for each expert.
+        self._narrow = linear.weight.dtype == mx.bfloat16
+        self._weights = view(linear.weight.view(mx.uint16) if self._narrow else linear.weight)
         self._bias = view(linear.bias.astype(mx.float32)) if "bias" in linear else None
         self._scale = np.float32(module.scale if has_lora else 0)
         self.trained = [module.lora_a, module.lora_b] if has_lora else []
@@ -96,7 +99,9 @@ class _Layer:
         """Return the weight (out, in) of an expert, until the next call."""
         if "scales" in self._linear:
             return view(dequantized_expert(self._linear, expert))
-        return products.in_float32(self._linear["weight"][expert])
+        if self._narrow:
+            return products.widened(self._weights[expert])
+        return self._weights[expert].astype(np.float32, copy=False)
 
 
 def expert_products(

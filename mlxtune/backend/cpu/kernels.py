@@ -15,6 +15,7 @@ _inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
 
 _f = np.float32
 _ZERO, _HALF, _ONE, _TWO = _f(0), _f(0.5), _f(1), _f(2)
+_NO_SINK = _f(-np.inf)
 _LOWEST, _HIGHEST = _f(-87), _f(88)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4)
 _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
@@ -60,6 +61,49 @@ def swiglu_gradient(start, end, gate, x, d, d_gate, d_x):  # type: ignore[no-unt
             s = _sigmoid(g)
             d_x[i, j] = d[i, j] * g * s
             d_gate[i, j] = d[i, j] * x[i, j] * s * (_ONE + g * (_ONE - s))
+
+
+@_kernel
+def clamped_swiglu(start, end, gate, x, out, alpha, limit):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(gate.shape[1]):
+            # Not by min and max, which lose NaN.
+            g = limit if gate[i, j] > limit else gate[i, j]
+            v = limit if x[i, j] > limit else (-limit if x[i, j] < -limit else x[i, j])
+            out[i, j] = (v + _ONE) * g * _sigmoid(alpha * g)
+
+
+@_kernel
+def clamped_swiglu_gradient(start, end, gate, x, d, d_gate, d_x, alpha, limit):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(gate.shape[1]):
+            g = limit if gate[i, j] > limit else gate[i, j]
+            v = limit if x[i, j] > limit else (-limit if x[i, j] < -limit else x[i, j])
+            s = _sigmoid(alpha * g)
+            d_x[i, j] = _ZERO if v != x[i, j] else d[i, j] * g * s
+            slope = s * (_ONE + alpha * g * (_ONE - s))
+            d_gate[i, j] = _ZERO if g != gate[i, j] else d[i, j] * (v + _ONE) * slope
+
+
+@_kernel
+def geglu(start, end, gate, x, out):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(gate.shape[1]):
+            g = gate[i, j]
+            t = _tanh(_GELU_SCALE * g * (_ONE + _GELU_CUBE * g * g))
+            out[i, j] = _HALF * g * (_ONE + t) * x[i, j]
+
+
+@_kernel
+def geglu_gradient(start, end, gate, x, d, d_gate, d_x):  # type: ignore[no-untyped-def]
+    for i in range(start, end):
+        for j in range(gate.shape[1]):
+            g = gate[i, j]
+            t = _tanh(_GELU_SCALE * g * (_ONE + _GELU_CUBE * g * g))
+            inner = _GELU_SCALE * (_ONE + _f(3) * _GELU_CUBE * g * g)
+            d_x[i, j] = d[i, j] * _HALF * g * (_ONE + t)
+            slope = _HALF * (_ONE + t + g * (_ONE - t * t) * inner)
+            d_gate[i, j] = d[i, j] * x[i, j] * slope
 
 
 @_kernel
@@ -144,9 +188,12 @@ def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
 
 
 @_inline
-def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
-    """Replace the scores that are seen by exp(score - highest), others by 0; return their sum."""
-    highest, total = _f(-np.inf), _ZERO
+def _softmax_row(x, i, seen, sink):  # type: ignore[no-untyped-def]
+    """Replace the scores that are seen by exp(score - highest), others by 0; return their sum.
+
+    That of the sink, a score with no value, is in the sum.
+    """
+    highest, total = sink, _ZERO
     for j in range(seen):
         highest = max(highest, x[i, j])
     for j in range(seen):
@@ -155,26 +202,26 @@ def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
         total += e
     for j in range(seen, x.shape[1]):
         x[i, j] = _ZERO
-    return total
+    return total + _exp(sink - highest)
 
 
 @_kernel
-def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
-    """Replace scores by their softmax, in place."""
+def softmax_(start, end, x, queries, causal, sinks=None):  # type: ignore[no-untyped-def]
+    """Replace scores by their softmax, in place; `sinks` are scores (m,) that have no values."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
-        total = _softmax_row(x, i, seen)
+        total = _softmax_row(x, i, seen, _NO_SINK if sinks is None else sinks[i])
         r = _ONE / total
         for j in range(seen):
             x[i, j] *= r
 
 
 @_kernel
-def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-untyped-def]
+def softmax_gradient_(start, end, x, d, queries, causal, sinks=None):  # type: ignore[no-untyped-def]
     """Replace scores by their softmax, and its gradient by that of the scores, in place."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
-        total = _softmax_row(x, i, seen)
+        total = _softmax_row(x, i, seen, _NO_SINK if sinks is None else sinks[i])
         r, dot = _ONE / total, _ZERO
         for j in range(seen):
             x[i, j] *= r

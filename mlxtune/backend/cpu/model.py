@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations
+from mlx_lm.models import activations, gemma4_text
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
@@ -109,10 +109,13 @@ def _serves_layer(layer: LoRALinear, x: mx.array) -> bool:
     return computes(x) and isinstance(layer.linear, _Product)
 
 
-def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    if computes(gate, x) and gate.shape == x.shape:
-        return elementwise.swiglu(gate, x, needed=values_needed())
-    return activations.swiglu(gate, x)
+def _gated(fast: Callable[..., mx.array], plain: Any) -> Callable[..., mx.array]:
+    def call(gate: mx.array, x: mx.array, **options: float) -> mx.array:
+        if computes(gate, x) and gate.shape == x.shape:
+            return fast(gate, x, **options, needed=values_needed())
+        return plain(gate, x, **options)
+
+    return call
 
 
 def _attention(
@@ -126,10 +129,10 @@ def _attention(
 ) -> mx.array:
     # A mask that is added may carry a gradient, as in DeepSeek's attention.
     constant = not isinstance(mask, mx.array) or mask.dtype == mx.bool_
-    fast = constant and sinks is None and not hasattr(cache, "bits")
-    if fast and computes(queries, keys, values):
+    fast = constant and not hasattr(cache, "bits")
+    if fast and computes(queries, keys, values, *([] if sinks is None else [sinks])):
         needed = values_needed()
-        return attention.attention(queries, keys, values, scale, mask, needed=needed)
+        return attention.attention(queries, keys, values, scale, mask, sinks, needed=needed)
     if packed.layout() is not None:
         raise packed.CannotPackError
     return mlx_lm_base.scaled_dot_product_attention(
@@ -155,7 +158,9 @@ def _rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
 
 _FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_base.scaled_dot_product_attention): _attention,
-    id(activations.swiglu): _swiglu,
+    id(activations.swiglu): _gated(elementwise.swiglu, activations.swiglu),
+    id(activations.swiglu_oai): _gated(elementwise.clamped_swiglu, activations.swiglu_oai),
+    id(gemma4_text.geglu): _gated(elementwise.geglu, gemma4_text.geglu),
     id(mx): Instead(
         mx,
         {

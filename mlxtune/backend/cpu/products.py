@@ -37,7 +37,11 @@ def in_float32(weight: Weight) -> Floats:
         return view(weight)
     if weight.dtype != mx.bfloat16:
         return view(weight.astype(mx.float32))
-    narrow = np.array(weight.view(mx.uint16), copy=False)
+    return widened(np.array(weight.view(mx.uint16), copy=False))
+
+
+def widened(narrow: npt.NDArray[np.uint16]) -> Floats:
+    """Return bfloat16 (m, n), given as uint16, as float32, until the next call."""
     if "weight" not in _scratch or _scratch["weight"].size < narrow.size:
         _scratch["weight"] = np.empty(narrow.size, dtype=np.uint32)
     wide = _scratch["weight"][: narrow.size].reshape(narrow.shape)

@@ -26,11 +26,16 @@ def heads(
 
 
 def assert_same_attention(
-    q: mx.array, k: mx.array, v: mx.array, mask: Any, tolerance: float = 5e-6
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    mask: Any,
+    tolerance: float = 5e-6,
+    sinks: mx.array | None = None,
 ) -> None:
     assert_same_function(
-        lambda q, k, v: attention.attention(q, k, v, SCALE, mask),
-        lambda q, k, v: reference(q, k, v, mask),
+        lambda q, k, v: attention.attention(q, k, v, SCALE, mask, sinks),
+        lambda q, k, v: reference(q, k, v, mask, sinks),
         q,
         k,
         v,
@@ -38,11 +43,14 @@ def assert_same_attention(
     )
 
 
-def reference(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
+def reference(
+    q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: mx.array | None = None
+) -> mx.array:
     """mlx's own function, which wants one width: the values are cut in two."""
     width = q.shape[-1]
     parts = [v[..., :width], mx.pad(v[..., width:], [(0, 0)] * 3 + [(0, 2 * width - v.shape[-1])])]
-    whole = [mx.fast.scaled_dot_product_attention(q, k, p, scale=SCALE, mask=mask) for p in parts]
+    options = {"scale": SCALE, "mask": mask, "sinks": sinks}
+    whole = [mx.fast.scaled_dot_product_attention(q, k, p, **options) for p in parts]
     return mx.concatenate(whole, axis=-1)[..., : v.shape[-1]]
 
 
@@ -62,6 +70,16 @@ def test_several_blocks_of_queries(mask: str | None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "_SCORES", 1000)  # one group of heads at a time
     monkeypatch.setattr(attention, "_QUERIES", 100)
     assert_same_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("masked", ["causal", "window"])
+@pytest.mark.parametrize("groups, repeats", [(2, 2), (1, 4)])
+def test_sinks(masked: str, groups: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_SCORES", 1000)
+    mask = window(150, 150, 20) if masked == "window" else masked
+    # The first outweighs all scores, the last none.
+    sinks = mx.linspace(30, -30, groups * repeats)
+    assert_same_attention(*heads(150, 150, groups=groups, repeats=repeats), mask, sinks=sinks)
 
 
 def window(queries: int, keys: int, size: int) -> mx.array:

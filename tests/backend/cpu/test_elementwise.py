@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -35,10 +36,34 @@ def test_function_and_gradient(name: str, shape: tuple[int, ...]) -> None:
     assert_same_function(*UNARY[name], random(*shape, scale=3))
 
 
+def clamped_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    gate, x = mx.minimum(gate, 4), mx.clip(x, -4, 4)
+    return gate * mx.sigmoid(1.5 * gate) * (x + 1)
+
+
+def geglu(gate: mx.array, x: mx.array) -> mx.array:
+    return nn.gelu_approx(gate) * x
+
+
+GATED: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {
+    "swiglu": (elementwise.swiglu, swiglu),
+    "clamped_swiglu": (partial(elementwise.clamped_swiglu, alpha=1.5, limit=4), clamped_swiglu),
+    "geglu": (elementwise.geglu, geglu),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_swiglu_and_gradients(shape: tuple[int, ...]) -> None:
-    gate, x = random(*shape, scale=3, seed=1), random(*shape, seed=2)
-    assert_same_function(elementwise.swiglu, swiglu, gate, x)
+def test_gated_function_and_gradients(name: str, shape: tuple[int, ...]) -> None:
+    gate, x = random(*shape, scale=3, seed=1), random(*shape, scale=3, seed=2)
+    assert_same_function(*GATED[name], gate, x)
+
+
+def test_clamped_swiglu_keeps_nan() -> None:
+    nothing, x = mx.full((2, 3), mx.nan), random(2, 3)
+    for pair in (nothing, x), (x, nothing):
+        made = elementwise.clamped_swiglu(*pair, alpha=1.5, limit=4)
+        assert np.isnan(np.array(made)).all()
 
 
 @pytest.mark.parametrize("weighted", [True, False])

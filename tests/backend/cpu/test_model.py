@@ -65,7 +65,7 @@ def test_parts_that_have_a_faster_way_take_it(
         monkeypatch.setattr(home, name, noted(name, before[home][name]))
     mx.eval(model(TOKENS))
     # Those that are kept in a table are called by what they were then.
-    table = {"gelu_approx", "tanh", "rope"}
+    table = {"gelu_approx", "tanh", "rope", "swiglu"}
     assert called - table == set(USES[architecture]) - table
 
 
