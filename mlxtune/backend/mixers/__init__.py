@@ -1,1 +1,1 @@
-"""Convolutions and recurrences for training, in the place of mlx-lm's, on any device."""
+"""Convolutions, recurrences and experts for training, in the place of mlx-lm's, on any device."""
