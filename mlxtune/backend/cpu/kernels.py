@@ -299,3 +299,48 @@ def add_product_(start, end, out, low, update):  # type: ignore[no-untyped-def]
             c = low[i, k]
             for j in range(out.shape[1]):
                 out[i, j] += c * update[k, j]
+
+
+@_inline
+def _decay(sums, m, i, j):  # type: ignore[no-untyped-def]
+    """Return exp(sums_i - sums_j) for sums in two parts, whose differences must not be mixed."""
+    fine = sums[1, m, i] - sums[1, m, j]
+    # The fine parts are below 2^-6.
+    return _exp(sums[0, m, i] - sums[0, m, j]) * (
+        _ONE + fine * (_ONE + fine * (_HALF + fine * _P4))
+    )
+
+
+@_kernel
+def weigh(start, end, out, sums, pairs):  # type: ignore[no-untyped-def]
+    """Write pairs (m / r, c, c) times exp(sums_i - sums_j), of sums (2, m, c), for j <= i."""
+    heads = len(out) // len(pairs)
+    for m in range(start, end):
+        for i in range(out.shape[1]):
+            for j in range(i + 1):
+                out[m, i, j] = pairs[m // heads, i, j] * _decay(sums, m, i, j)
+
+
+@_kernel
+def weigh_back(start, end, out, sums, pairs, d, d_pairs, d_decays):  # type: ignore[no-untyped-def]
+    """Write what `weigh` writes, and the gradients of pairs and of what the sums are of (m, c).
+
+    d is the gradient of `out`. A decay is between all tokens before it and those from it on.
+    """
+    length, heads = out.shape[1], len(out) // len(pairs)
+    after = np.empty(length, np.float32)
+    for m in range(start * heads, end * heads):
+        q = m // heads
+        after[:] = _ZERO
+        for i in range(length - 1, -1, -1):
+            total = _ZERO
+            for j in range(i):
+                e = _decay(sums, m, i, j)
+                w = pairs[q, i, j] * e
+                out[m, i, j] = w
+                d_pairs[q, i, j] += d[m, i, j] * e
+                after[j] += d[m, i, j] * w
+                total += after[j]
+            out[m, i, i] = pairs[q, i, i]
+            d_pairs[q, i, i] += d[m, i, i]
+            d_decays[m, i] = total

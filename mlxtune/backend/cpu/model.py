@@ -5,11 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, gemma4_text
+from mlx_lm.models import activations, gemma4_text, ssm
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlxtune.backend.cpu import attention, elementwise, products
+from mlxtune.backend.cpu import attention, elementwise, products, state_space
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
@@ -161,6 +161,7 @@ _FUNCTIONS: dict[int, Any] = {
     id(activations.swiglu): _gated(elementwise.swiglu, activations.swiglu),
     id(activations.swiglu_oai): _gated(elementwise.clamped_swiglu, activations.swiglu_oai),
     id(gemma4_text.geglu): _gated(elementwise.geglu, gemma4_text.geglu),
+    id(ssm.ssm_update): state_space.ssm_update,
     id(mx): Instead(
         mx,
         {

@@ -4,15 +4,20 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
+from mlx_lm.models import ssm
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
+from mlxtune.backend.mixers import state_space
 from mlxtune.backend.mixers.convolution import DepthwiseConv1d
 from mlxtune.backend.mixers.experts import SortedGLU, SortedMLP
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.model.replaced import Replacements, subclasses
 
 # By the identity of what is replaced.
-FUNCTIONS: dict[int, Any] = {id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update}
+FUNCTIONS: dict[int, Any] = {
+    id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update,
+    id(ssm.ssm_update): state_space.ssm_update,
+}
 KINDS: dict[type, type] = {
     **subclasses(DepthwiseConv1d, nn.Conv1d),
     **subclasses(SortedGLU, SwitchGLU),
