@@ -16,7 +16,7 @@ _inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
 _f = np.float32
 _ZERO, _HALF, _ONE, _TWO = _f(0), _f(0.5), _f(1), _f(2)
 _NO_SINK = _f(-np.inf)
-_LOWEST, _HIGHEST = _f(-87), _f(88)
+_LOWEST, _HIGHEST, _NOTHING = _f(-87), _f(88), _f(-50)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4)
 _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
@@ -302,13 +302,13 @@ def add_product_(start, end, out, low, update):  # type: ignore[no-untyped-def]
 
 
 @_inline
-def _decay(sums, m, i, j):  # type: ignore[no-untyped-def]
-    """Return exp(sums_i - sums_j) for sums in two parts, whose differences must not be mixed."""
-    fine = sums[1, m, i] - sums[1, m, j]
-    # The fine parts are below 2^-6.
-    return _exp(sums[0, m, i] - sums[0, m, j]) * (
-        _ONE + fine * (_ONE + fine * (_HALF + fine * _P4))
-    )
+def _decay(coarse, fine):  # type: ignore[no-untyped-def]
+    """Return exp(coarse + fine) for |fine| < 2^-6, in a way that never rounds their sum.
+
+    It is 0 from e^-50 on: products with subnormal numbers, which smaller ones lead to, are slow.
+    """
+    e = _exp(coarse) * (_ONE + fine * (_ONE + fine * (_HALF + fine * _P4)))
+    return e if coarse > _NOTHING else _ZERO
 
 
 @_kernel
@@ -316,9 +316,11 @@ def weigh(start, end, out, sums, pairs):  # type: ignore[no-untyped-def]
     """Write pairs (m / r, c, c) times exp(sums_i - sums_j), of sums (2, m, c), for j <= i."""
     heads = len(out) // len(pairs)
     for m in range(start, end):
-        for i in range(out.shape[1]):
+        # Only rows that are looked up outside of the loops let these be vectorised.
+        rows, given, coarse, fine = out[m], pairs[m // heads], sums[0, m], sums[1, m]
+        for i in range(len(rows)):
             for j in range(i + 1):
-                out[m, i, j] = pairs[m // heads, i, j] * _decay(sums, m, i, j)
+                rows[i, j] = given[i, j] * _decay(coarse[i] - coarse[j], fine[i] - fine[j])
 
 
 @_kernel
@@ -330,17 +332,18 @@ def weigh_back(start, end, out, sums, pairs, d, d_pairs, d_decays):  # type: ign
     length, heads = out.shape[1], len(out) // len(pairs)
     after = np.empty(length, np.float32)
     for m in range(start * heads, end * heads):
-        q = m // heads
+        rows, d_rows, coarse, fine = out[m], d[m], sums[0, m], sums[1, m]
+        given, d_given = pairs[m // heads], d_pairs[m // heads]
         after[:] = _ZERO
         for i in range(length - 1, -1, -1):
             total = _ZERO
             for j in range(i):
-                e = _decay(sums, m, i, j)
-                w = pairs[q, i, j] * e
-                out[m, i, j] = w
-                d_pairs[q, i, j] += d[m, i, j] * e
-                after[j] += d[m, i, j] * w
+                e = _decay(coarse[i] - coarse[j], fine[i] - fine[j])
+                w = given[i, j] * e
+                rows[i, j] = w
+                d_given[i, j] += d_rows[i, j] * e
+                after[j] += d_rows[i, j] * w
                 total += after[j]
-            out[m, i, i] = pairs[q, i, i]
-            d_pairs[q, i, i] += d[m, i, i]
+            rows[i, i] = given[i, i]
+            d_given[i, i] += d_rows[i, i]
             d_decays[m, i] = total

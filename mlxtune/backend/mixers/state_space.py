@@ -50,9 +50,13 @@ class Kernels:
 
 
 def _decays(sums: mx.array) -> mx.array:
-    between = (sums[..., :, None] - sums[..., None, :]).sum(axis=0)
-    below = mx.tril(mx.ones(between.shape[-2:], dtype=mx.bool_))
-    return mx.exp(mx.where(below, between, -math.inf))
+    decays = _exp((sums[..., :, None] - sums[..., None, :]).sum(axis=0))
+    return mx.where(mx.tril(mx.ones(decays.shape[-2:], dtype=mx.bool_)), decays, 0)
+
+
+def _exp(x: mx.array) -> mx.array:
+    # Products with subnormal numbers, which smaller ones lead to, are slow on the CPU.
+    return mx.where(x < _LOWEST, 0, mx.exp(x))
 
 
 def _weigh(pairs: mx.array, sums: mx.array) -> mx.array:
@@ -208,10 +212,8 @@ class _Chunks:
         # The sums of the coarse parts are exact, and so are their differences.
         coarse = mx.round(decays * _COARSE) / _COARSE
         sums = mx.cumsum(mx.stack([coarse, decays - coarse]), axis=4)
-        self.since, self.until = (
-            mx.exp(sums.sum(axis=0)),
-            mx.exp((sums[..., -1:, :] - sums).sum(axis=0)),
-        )
+        self.since = _exp(sums.sum(axis=0))
+        self.until = _exp((sums[..., -1:, :] - sums).sum(axis=0))
         self.sums = sums.swapaxes(4, 5)
         self.pairs = (self.C @ _transposed(self.B))[:, :, :, None]
 
