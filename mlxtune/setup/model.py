@@ -65,6 +65,7 @@ def build_pipeline(
         console.warn(warning)
     confirmed = confirm(step, pipeline, work, plan)
     pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
+    pipeline.limit_evaluation(confirmed.peak.total)
     return pipeline, confirmed
 
 

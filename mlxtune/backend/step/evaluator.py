@@ -18,7 +18,7 @@ from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.stages import Stages
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.execution import Execution, Load, load_of
+from mlxtune.core.steps.execution import Execution, Load, load_of, vocabulary_block
 from mlxtune.core.steps.groups import AT_ONCE, Group
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
@@ -54,6 +54,10 @@ class ExampleLosses:
         self._stages = stages
         self._most = most_tokens(parameters)
         self._memory = BatchMemory(forward, held)
+
+    def limit_memory(self, most: int) -> None:
+        """Have the peak of no batch above this many bytes, unless that of training is."""
+        self._memory.limit(most)
 
     def of(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -152,9 +156,15 @@ class BatchMemory:
         self._heads = int(options.get("num_attention_heads") or _HEADS)
         used = int(options.get("num_experts_per_tok") or _EXPERTS)
         self._width = max(_outputs(layer, used) for layer in model.layers)
-        self._logits = 4 * _LOGITS * execution.loss_chunk * int(options.get("vocab_size") or 0)
-        self._free = mx.get_memory_limit() / (1 + MARGIN) - weights - held
+        self._vocab, self._chunk = int(options.get("vocab_size") or 0), execution.loss_chunk
+        self._in_blocks = forward.plain_head and forward.dtype == mx.float32
+        self._held = weights + held
+        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
         self._splits_head = execution.split_head
+
+    def limit(self, most: int) -> None:
+        """Leave no more free than what is left of `most` bytes."""
+        self._free = min(self._free, most - self._held)
 
     def fits(self, load: Load) -> bool:
         """Return whether a batch fits; with logits of all tokens, none larger than planned does."""
@@ -164,7 +174,10 @@ class BatchMemory:
         """Return the bytes of a batch, its examples side by side and attention's scores held."""
         tokens = max(load.tokens, load.lines * load.width)
         entries = _PRODUCTS * self._width * tokens + _SCORES * self._heads * load.scores
-        return self._logits + self._itemsize * entries
+        logits = self._chunk * self._vocab
+        if self._in_blocks:
+            logits = min(logits, load.positions * vocabulary_block(load.positions))
+        return 4 * _LOGITS * logits + self._itemsize * entries
 
 
 def _outputs(layer: nn.Module, experts: int) -> int:

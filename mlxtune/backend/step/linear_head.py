@@ -59,7 +59,8 @@ def head_losses(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.arr
     """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
     softmax = _OnlineSoftmax(len(hidden))
     for block in _blocks(weight, len(hidden)):
-        softmax.take(hidden @ block.T)
+        rows = mx.depends([hidden], [softmax.total])[0]
+        softmax.take(rows @ block.T)
     return softmax.log_sums() - (hidden * _rows(weight, targets)).sum(axis=1)
 
 

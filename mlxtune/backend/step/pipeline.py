@@ -103,6 +103,10 @@ class InstructPipeline:
     def micro_batch_tokens(self, tokens: int) -> None:
         self._micro_batches.max_tokens = tokens
 
+    def limit_evaluation(self, most: int) -> None:
+        """Evaluate in batches that keep the peak below this many bytes, if those of training do."""
+        self._losses.limit_memory(most)
+
     @property
     def learning_rate(self) -> float:
         """The rate of a step that is given none."""

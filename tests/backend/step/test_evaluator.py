@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
@@ -254,6 +255,28 @@ def test_batch_takes_no_more_memory_than_expected(
     expected = evaluator._losses._memory.of(load_of(group, examples))
 
     assert expected / 3 < memory.last_peak_bytes() - before <= expected
+
+
+def test_evaluation_stays_below_the_peak_that_training_is_planned_to_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
+    examples, peaks = random_examples(200), []
+    for planned in (None, 6_000_000):
+        evaluator = evaluator_of(Execution(MLX), 20)
+        if planned is not None:
+            evaluator._losses.limit_memory(planned)
+        evaluator.losses(examples)
+        elsewhere = mx.get_active_memory() - weights_of(evaluator)
+        memory.start_peak()
+        evaluator.losses(examples)
+        peaks.append(memory.last_peak_bytes() - elsewhere)
+    assert peaks[0] > 6_000_000 >= peaks[1]
+
+
+def weights_of(evaluator: Evaluator) -> int:
+    parameters = tree_flatten(evaluator.forward.model.parameters())
+    return sum(array.nbytes for _, array in parameters)
 
 
 def test_evaluation_in_stages_gives_the_same_bytes() -> None:
