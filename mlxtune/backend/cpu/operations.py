@@ -19,6 +19,7 @@ class CpuOperations:
     """See `Operations`."""
 
     by_segments = True
+    lazy = False
     memory: MemoryUse = KernelMemory()
 
     def load(self) -> None:

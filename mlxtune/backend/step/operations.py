@@ -73,6 +73,7 @@ class MlxOperations:
     """MLX's own, for any device; see `Operations`. `plain` leaves models as mlx-lm made them."""
 
     by_segments = False
+    lazy = True
     cross_entropies = staticmethod(softmax_cross_entropies)
 
     def __init__(self, memory: MemoryUse | None = None, *, plain: bool = False) -> None:

@@ -1,5 +1,6 @@
 """A step that the device works on while the host does something else."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class PendingStep:
 
     `build` makes its graph, `run` tries again what fails for lack of memory, and `commit` makes the
     update that was computed the state of the pipeline; it returns the step's result, or the error
-    that `result` raises.
+    that `result` raises. The step was computed at `ended` by `time.perf_counter`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class PendingStep:
         self._commit = commit
         self._started: Started | None = None
         self._outcome: InstructBatchResult | NonFiniteLossError | None = None
+        self.ended = 0.0
 
     @property
     def update(self) -> Update | None:
@@ -85,6 +87,7 @@ class PendingStep:
             return found, update
 
         self._outcome = self._commit(self._run(compute))
+        self.ended = time.perf_counter()
         return tries == 1
 
     def result(self) -> InstructBatchResult:

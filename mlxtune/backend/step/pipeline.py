@@ -158,7 +158,8 @@ class InstructPipeline:
         built = None
         if before is not None:
             # Several micro-batches hide the host's work behind each other.
-            if before.update and self._micro_batches.is_one(examples) and not self.phases.timer:
+            ahead = self.forward.execution.operations.lazy and not self.phases.timer
+            if ahead and before.update and self._micro_batches.is_one(examples):
                 built = self._build(examples, step, rate, before.update)
             if not before.finish():
                 built = None

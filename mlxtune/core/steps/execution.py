@@ -264,10 +264,12 @@ MemoryUse = GraphMemory | KernelMemory
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `by_segments`: causal attention keeps apart the examples of a line by itself.
+    `by_segments`: causal attention keeps apart the examples of a line by itself. `lazy`: building a
+    graph computes none of it.
     """
 
     by_segments: bool
+    lazy: bool
     memory: MemoryUse
 
     def load(self) -> None:

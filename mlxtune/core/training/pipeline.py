@@ -11,7 +11,9 @@ from mlxtune.core.training.saving import Snapshot
 
 
 class PendingStep(Protocol):
-    """An optimizer step that was started."""
+    """An optimizer step that was started; it was computed at `ended` by `time.perf_counter`."""
+
+    ended: float
 
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.

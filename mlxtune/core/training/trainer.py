@@ -277,7 +277,7 @@ class InstructTrainer:
             self._skip(SkippedStep(step, epoch, rate, str(error), rows), error)
             return
         # It may have waited for the step before.
-        started, self._step_ended = max(taken.started, self._step_ended), time.perf_counter()
+        started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
         record = StepRecord(
             step=step,
             epoch=epoch,

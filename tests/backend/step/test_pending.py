@@ -1,12 +1,16 @@
 """A step that is built while the one before is computed gives what it gives after it."""
 
+import time
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError
 from tests.backend.step.executions import IN_LINE, SPLIT, fixed_step, fresh, model_folder
 
@@ -58,6 +62,26 @@ def test_step_is_built_before_the_one_before_has_ended(monkeypatch: pytest.Monke
     )
     ahead(pipeline)
     assert events == ["build", "build", "finish", "build", "finish", "finish"]
+
+
+@pytest.mark.parametrize("operations", [MLX, CPU], ids=["MLX", "CPU"])
+def test_time_of_a_step_ends_before_the_next_one_is_computed(
+    operations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = fresh(model_folder("qwen3"), Execution(operations), 10_000)
+    started: list[float] = []
+    # The CPU's kernels compute a step while it is built.
+    place, name = (
+        (InstructPipeline, "_build") if operations is CPU else (type(pipeline._stages), "start")
+    )
+    whole = getattr(place, name)
+    monkeypatch.setattr(
+        place, name, lambda *given: (started.append(time.perf_counter()), whole(*given))[1]
+    )
+    first = pipeline.start_batch(STEPS[0], step=1, learning_rate=1e-2)
+    second = pipeline.start_batch(STEPS[1], step=2, learning_rate=1e-2)
+    second.result()
+    assert started[0] < first.ended <= started[1] < second.ended
 
 
 def test_step_that_is_not_finite_is_undone_and_the_next_one_holds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -30,6 +31,7 @@ class Started:
     def __init__(self, take: Callable[[], InstructBatchResult]) -> None:
         self._take = take
         self._outcome: InstructBatchResult | NonFiniteLossError | None = None
+        self.ended = 0.0
 
     def result(self) -> InstructBatchResult:
         if self._outcome is None:
@@ -37,6 +39,7 @@ class Started:
                 self._outcome = self._take()
             except NonFiniteLossError as error:
                 self._outcome = error
+            self.ended = time.perf_counter()
         if isinstance(self._outcome, NonFiniteLossError):
             raise self._outcome
         return self._outcome
