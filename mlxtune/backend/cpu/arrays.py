@@ -65,10 +65,16 @@ def by_rows(
 ) -> None:
     """Call a kernel that takes (start, end, x, *args) for all `rows`, by default those of x."""
     rows = len(x) if rows is None else rows
-    if x.size < _WORTH_SHARING or rows < 2:
+    if x.size < _WORTH_SHARING:
         kernel(0, rows, x, *args)
-        return
-    half = rows // 2
-    other = _SECOND_THREAD.submit(kernel, half, rows, x, *args)
-    kernel(0, half, x, *args)
-    other.result()
+    else:
+        by_halves(lambda start, end: kernel(start, end, x, *args), rows)
+
+
+def by_halves(work: Callable[[int, int], None], count: int) -> None:
+    """Call `work(start, end)` for two halves of `count` things, at once."""
+    half = count // 2
+    other = _SECOND_THREAD.submit(work, 0, half) if half else None
+    work(half, count)
+    if other:
+        other.result()

@@ -1,19 +1,22 @@
 """Makes one model compute with the functions of this folder; no class that others use changes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations, gemma4_text, ssm
 from mlx_lm.models import base as mlx_lm_base
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlxtune.backend.cpu import attention, elementwise, products, state_space
+from mlxtune.backend.cpu import attention, elementwise, gated_delta, products, state_space
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
+from mlxtune.backend.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS
 from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
@@ -157,6 +160,9 @@ def _rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
 
 
 _FUNCTIONS: dict[int, Any] = {
+    id(mlx_lm_gated_delta.gated_delta_update): partial(
+        gated_delta_update, rule=gated_delta.gated_delta_rule
+    ),
     id(mlx_lm_base.scaled_dot_product_attention): _attention,
     id(activations.swiglu): _gated(elementwise.swiglu, activations.swiglu),
     id(activations.swiglu_oai): _gated(elementwise.clamped_swiglu, activations.swiglu_oai),

@@ -1,0 +1,78 @@
+"""The gated delta rule by numpy, against the one by MLX, which is compared with mlx-lm's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlxtune.backend.cpu import gated_delta
+from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.backend.mixers.gated_delta import gated_delta_rule
+from tests.backend.cpu.compared import assert_close, random
+
+
+def inputs(tokens: int, key_heads: int, channels: bool = False, size: int = 8) -> list[mx.array]:
+    heads = 2 * key_heads
+    k = random(2, tokens, key_heads, size)
+    gates = random(2, tokens, heads, *([size] if channels else []), seed=1)
+    return [
+        random(2, tokens, key_heads, size, seed=2),
+        k / mx.linalg.norm(k, axis=-1, keepdims=True),
+        random(2, tokens, heads, 4, seed=3),
+        -mx.exp(2 * gates),
+        mx.sigmoid(random(2, tokens, heads, seed=4)),
+        random(2, heads, 4, size, seed=5),
+    ]
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("tokens", "key_heads"), [(1, 1), (70, 2), (300, 3)])
+def test_rule_and_its_gradients(tokens: int, key_heads: int, channels: bool) -> None:
+    given = inputs(tokens, key_heads, channels)
+    expected = gated_delta_rule(*given)
+    cotangents = [random(*x.shape, seed=6) for x in expected]
+    for x, y in zip(gated_delta.gated_delta_rule(*given), expected, strict=True):
+        assert_close(x, y, 2e-6)
+    found = mx.vjp(lambda *x: gated_delta.gated_delta_rule(*x), given, cotangents)[1]
+    wanted = mx.vjp(lambda *x: gated_delta_rule(*x), given, cotangents)[1]
+    for x, y in zip(found, wanted, strict=True):
+        assert_close(x, y, 1e-5)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_products_that_wake_threads_of_the_blas_are_left_to_mlx(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(gated_delta, "by_mlx", lambda *x: calls.append(x) or gated_delta_rule(*x))
+    gated_delta.gated_delta_rule(*inputs(2, 1, size=64 if served else 128))
+    assert bool(calls) is not served
+
+
+def test_layer_that_keeps_its_products_runs_the_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    run = gated_delta._run
+    monkeypatch.setattr(gated_delta, "_run", lambda x: runs.append(x) or run(x))
+    given = inputs(70, 1)
+
+    def layer(*x: mx.array) -> list[mx.array]:
+        return [2 * mx.square(gated_delta.gated_delta_rule(*x)[0])]
+
+    def gradients(keeps: bool) -> Any:
+        layers, module = KernelLayers(keep_products=keeps), nn.Module()
+        # Known from the second step on.
+        for _ in range(2):
+            runs.clear()
+            found = mx.vjp(lambda *x: layers.run(module, [], layer, x), given, [given[2]])[1]
+            mx.eval(found)
+        return found
+
+    for x, y in zip(gradients(True), mx.vjp(layer, given, [given[2]])[1], strict=True):
+        assert_close(x, y, 1e-5)
+    gradients(True)
+    assert len(runs) == 1
+    gradients(False)
+    assert len(runs) == 2
