@@ -32,7 +32,7 @@ THINKING = (
 )
 _MERGED = ("the quick brown fox jumps over the lazy dog", "user assistant model system")
 
-_SHAPE = {
+SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -78,10 +78,10 @@ def write_model(
     import mlx.nn as nn
     from mlx.utils import tree_flatten
 
-    settings = {"model_type": model_type, **_SHAPE, **MODEL_TYPES.get(model_type, {}), **config}
+    settings = {"model_type": model_type, **SHAPE, **MODEL_TYPES.get(model_type, {}), **config}
     architecture = importlib.import_module(f"mlx_lm.models.{model_type}")
     model = architecture.Model(architecture.ModelArgs.from_dict(settings))
-    if model_type in ("gemma3", "gemma3_text"):
+    if model_type == "gemma3_text":
         model.sanitize({})  # ties the head to the embeddings, as all Gemma 3 models do
     rng = np.random.default_rng(seed)
     weights = [

@@ -13,7 +13,7 @@ from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 from mlxtune.backend.model import loading, memory
 from mlxtune.backend.model.loading import BaseModel
-from mlxtune.backend.model.model_folder import find_folder
+from mlxtune.backend.model.model_folder import find_folder, read_config
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig
 from mlxtune.config.use import ImportConfig, OutgoingConfig
@@ -74,7 +74,8 @@ def find_base(
 ) -> Path:
     """Return the base model's folder: that of --model-path, or the one that the adapter names.
 
-    The adapter's name for it may be relative to the folder `relative_to`. Raises ModelError.
+    The adapter's name for it may be relative to the folder `relative_to`. Its config is checked.
+    Raises ModelError.
     """
     path = config.model_path or named
     if not path:
@@ -88,6 +89,7 @@ def find_base(
         if config.model_path:
             raise
         raise ModelError(f"{adapter}: its base model: {error}: give --model-path") from error
+    read_config(folder, trust_remote_code=config.trust_remote_code)
     return folder
 
 

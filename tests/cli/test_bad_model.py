@@ -108,6 +108,17 @@ DAMAGE = {
         set_config(num_experts_per_tok="a"),
         "num_experts",
     ),
+    "experts would take all memory": (set_config(num_experts=10**8), "num_experts is more than"),
+    "kinds of too few layers": (
+        set_config(layer_types=["full_attention"]),
+        "config.json: layer_types has 1 entries, but num_hidden_layers is 2",
+    ),
+    "heads of another number": (
+        set_config(num_attention_heads=8),
+        "config.json: does not fit the weights: by it, model.layers.0.self_attn.q_proj.weight is "
+        "(128, 64), but in the weights it is (64, 64): check head_dim, num_attention_heads, "
+        "num_key_value_heads, or",
+    ),
     "base is a list, used when it computes": (set_config(rope_theta=[10000]), "cannot be loaded"),
     "text_config is a list": (set_config(text_config=[1]), "text_config is not an object"),
     "config is a pipe": (to_pipe("config.json"), "config.json: is not a regular file"),
@@ -170,6 +181,64 @@ def test_broken_model_is_one_line_that_names_the_folder_and_a_remedy(
     assert said in outcome.error
     assert re.search("download|upgrade|is this a .*model", outcome.error)
     assert files_in(tmp_path) == before
+
+
+_DATA = ("--data", "chat.jsonl")
+_OUTGOING = ("--adapter", "adapter", "--output", "new")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("bench", (*_DATA, "--no-cache")),
+        ("chat", ()),
+        ("eval", (*_DATA, "--no-cache")),
+        ("export", (*_OUTGOING, "--format", "gguf")),
+        ("export", (*_OUTGOING, "--format", "peft")),
+        ("fuse", _OUTGOING),
+        ("generate", ("--prompt", "Hi")),
+        ("import", ("adapter", "--output", "new")),
+        ("inspect", (*_DATA, "--no-cache")),
+        ("plan", ()),
+        ("plan", (*_DATA, "--no-cache")),
+        ("train", (*_DATA, "--output", "new/adapters.safetensors")),
+    ],
+)
+def test_every_command_refuses_a_config_that_contradicts_itself(
+    cli: Cli,
+    broken: Path,
+    chat: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "adapter")
+    before = files_in(tmp_path)
+    for changes, said in (
+        ({"num_experts": 10**8}, "num_experts is more than 10,000"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which is no multiple of num_key"),
+    ):
+        edit_config(broken, **changes)
+        outcome = cli(command, "--model-path", broken, *arguments)
+        assert outcome.code == 1
+        assert outcome.error.startswith(f"{broken / 'config.json'}: {said}")
+        assert files_in(tmp_path) == before
+        edit_config(broken, num_experts=0)
+
+
+def write_adapter(folder: Path) -> None:
+    """Write an adapter of the tiny model, as mlx-lm does."""
+    import mlx.core as mx
+
+    folder.mkdir()
+    name = "model.layers.0.self_attn.q_proj"
+    tensors = {f"{name}.lora_a": mx.ones((64, 2)), f"{name}.lora_b": mx.ones((2, 64))}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(

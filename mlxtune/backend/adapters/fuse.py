@@ -63,10 +63,7 @@ class _Base:
 
 def _open(folder: Path, trust_remote_code: bool, quantization: Mapping[str, Any]) -> _Base:
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    try:
-        model, config = load_lazily(folder, config)
-    except Exception as error:
-        raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
+    model, config = load_lazily(folder, config)
     dtypes = {}
     if quantization:
         modules = model.named_modules()

@@ -22,7 +22,13 @@ from mlxtune.backend.model.layers import (
     compute_quantized,
     replace_modules,
 )
-from mlxtune.backend.model.model_folder import check_weights, read_config
+from mlxtune.backend.model.model_config import misfit
+from mlxtune.backend.model.model_folder import (
+    NOT_TEXT,
+    check_weights,
+    read_config,
+    weight_names,
+)
 from mlxtune.backend.model.nf4 import NF4Linear
 from mlxtune.backend.model.quantize import (
     describe_format,
@@ -30,11 +36,8 @@ from mlxtune.backend.model.quantize import (
     quantize_lazily,
     read_one_by_one,
 )
-from mlxtune.core.text import short_number
+from mlxtune.core.text import count, short_number
 from mlxtune.errors import ModelError, one_line
-
-# Fields of a config that are used here, in addition to those that mlx-lm reads.
-_NUMBERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_experts_per_tok")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class BaseModel:
 
     `text_config` is the language model's part of config.json. `quantization` describes quantised
     weights, `quantize` is the format they were quantised to while loading, and
-    `quantized_compute` how they are multiplied; each is None if it does not apply.
+    `quantized_compute` how they are multiplied; each is None if it does not apply. `passed_over`
+    counts the tensors for images and sound, which mlx-lm does not load.
     """
 
     model: nn.Module
@@ -59,6 +63,7 @@ class BaseModel:
     quantize: str | None = None
     double_quant: bool = False
     quantized_compute: str | None = None
+    passed_over: int = 0
 
     def describe(self) -> str:
         """Describe the model in one line."""
@@ -66,11 +71,16 @@ class BaseModel:
         if self.quantization:
             when = " while loading" if self.quantize else ""
             quantization = f"quantised{when} ({self.quantization}), "
+        others = (
+            "; only its language part is used: "
+            f"{count(self.passed_over, 'tensor')} for images or sound passed over"
+        )
         unpacked = ", matrices dequantised for each use"
         return (
             f"{self.model_type}, {self.num_layers} layers, {short_number(self.parameters)} "
             f"parameters, {quantization}computing in {self.dtype}"
             f"{unpacked if self.quantized_compute == DEQUANTIZED else ''}"
+            f"{others if self.passed_over else ''}"
         )
 
 
@@ -103,14 +113,13 @@ def open_base(
     Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    check_weights(folder, config)
     if quantize is not None and is_quantized(config):
         raise ModelError(
             f"{folder}: is already quantised: leave out --quantize {quantize}, "
             "or name the full-precision model"
         )
+    model, config = load_lazily(folder, config)
     try:
-        model, config = load_lazily(folder, config)
         chosen = _choose_dtype(model, dtype)
         stored = config.get("quantization")
         quantization = describe_format(stored) if stored else None
@@ -139,15 +148,23 @@ def open_base(
         quantize=quantize,
         double_quant=double_quant,
         quantized_compute=compute,
+        passed_over=sum(bool(NOT_TEXT.search(name)) for name in weight_names(folder)),
     )
 
 
 def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return mlx-lm's model, without reading its weights, and its completed config.
 
-    `config` comes from `read_config`, so code of the folder that it names is trusted.
+    `config` comes from `read_config`, so code of the folder that it names is trusted. Raises
+    ModelError, naming what does not fit.
     """
-    return load_model(folder, lazy=True, trust_remote_code=bool(config.get("model_file")))
+    check_weights(folder, config)
+    try:
+        return load_model(folder, lazy=True, trust_remote_code=bool(config.get("model_file")))
+    except Exception as error:
+        if problem := misfit(error, config):
+            raise ModelError(f"{folder / 'config.json'}: {problem}") from error
+        raise _broken(folder, error) from error
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,10 +172,6 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text_config = config.get("text_config") or config
     if not isinstance(text_config, Mapping):
         raise TypeError("text_config is not an object")
-    for name in _NUMBERS:
-        number = text_config.get(name) or config.get(name)
-        if number is not None and not isinstance(number, int):
-            raise TypeError(f"{name} is not an integer")
     return text_config
 
 

@@ -4,20 +4,22 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import safetensors
 from mlx_lm import utils as mlx_lm_utils
 
+from mlxtune.backend.model.model_config import LAYERS, config_problems, counts
 from mlxtune.errors import ModelError, one_line
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+# In the names of what encodes images and sound beside a language model.
+NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_MAX_LAYERS = 10_000
 # A vocabulary of a million tokens takes 100 MB, all other files next to nothing.
 _MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
 
@@ -124,7 +126,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a file that is not regular, such as a pipe, or far too large.
+    """Raise ModelError for a file that is not regular or far too large, or a broken config.
 
     Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """
@@ -138,12 +140,9 @@ def check_files(folder: Path) -> None:
         vocabulary = path.name.startswith(("tokenizer.", "vocab", "merges"))
         if path.stat().st_size > (_MAX_VOCABULARY if vocabulary else _MAX_BYTES):
             raise ModelError(f"{path}: is far larger than such a file should be: download it again")
-    # transformers makes lists of this length, even to load the tokenizer.
-    for name, count in _layer_counts(json_object(folder / "config.json")):
-        if count > _MAX_LAYERS:
-            raise ModelError(
-                f"{folder / 'config.json'}: {name} is more than {_MAX_LAYERS:,}: download it again"
-            )
+    path = folder / "config.json"
+    if problems := list(config_problems(json_object(path))):
+        raise ModelError(f"{path}: {'; '.join(problems)}: download it again")
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
@@ -151,19 +150,9 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
     mlx-lm would crash, or make layers until memory runs out.
     """
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
+    if not (tensors := len(weight_names(folder))):
         raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
-    tensors = 0
-    for path in files:
-        try:
-            with safetensors.safe_open(path, framework="numpy") as file:
-                tensors += len(list(file.keys()))
-        except Exception as error:
-            raise ModelError(
-                f"{path}: cannot be read: {one_line(error)}: download it again"
-            ) from error
-    for name, count in _layer_counts(config):
+    for name, count in counts(config, LAYERS):
         if count > tensors:
             raise ModelError(
                 f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
@@ -171,13 +160,18 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _layer_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for name, value in config.items():
-        if isinstance(value, dict) and name.endswith("config"):
-            yield from _layer_counts(value)
-        # Gemma 3n's vocab_size_per_layer_input is no count of layers.
-        elif "layer" in name and "per_layer" not in name and isinstance(value, int):
-            yield name, value
+def weight_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in a model folder, from their headers. Raises ModelError."""
+    names: list[str] = []
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                names += file.keys()
+        except Exception as error:
+            raise ModelError(
+                f"{path}: cannot be read: {one_line(error)}: download it again"
+            ) from error
+    return names
 
 
 def vocab_size(folder: Path) -> int:

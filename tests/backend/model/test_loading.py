@@ -10,10 +10,22 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
+from mlxtune.backend.lora.apply import adapted_modules, apply_lora
 from mlxtune.backend.model import loading, model_folder
 from mlxtune.backend.model.loading import load_base
+from mlxtune.config import InstructConfig
 from mlxtune.errors import ModelError
-from tests.models import write_model
+from tests.experts import EXPERTS
+from tests.models import MODEL_TYPES, SHAPE, write_model
+
+# The language models that mlx-lm takes out of models of text and images, by the model's type.
+LANGUAGE_PARTS = {
+    "gemma3": {"model_type": "gemma3_text", **MODEL_TYPES["gemma3_text"]},
+    "gemma4": {"model_type": "gemma4_text", **EXPERTS["gemma4_text"]},
+    "mistral3": {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen3_5": {"model_type": "qwen3_5_text", **EXPERTS["qwen3_5_moe"], "num_experts": 0},
+    "llama4": EXPERTS["llama4"]["text_config"],
+}
 
 
 def dtypes(base: loading.BaseModel) -> set[mx.Dtype]:
@@ -133,3 +145,22 @@ def test_truncated_weights_are_an_error_that_names_the_folder(tmp_path: Path) ->
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"model.safetensors: cannot be read"):
         load_base(folder, "auto")
+
+
+@pytest.mark.parametrize("kind", LANGUAGE_PARTS)
+def test_of_a_model_of_text_and_images_the_language_part_trains_and_the_rest_is_passed_over(
+    tmp_path: Path, kind: str
+) -> None:
+    write_model(tmp_path, kind, text_config={**SHAPE, **LANGUAGE_PARTS[kind]}, vision_config={})
+    assert "passed over" not in loading.open_base(tmp_path, "auto").describe()
+    file = str(tmp_path / "model.safetensors")
+    weights = mx.load(file)
+    tower = {"llama4": "vision_model", "qwen3_5": "model.visual"}.get(kind, "vision_tower")
+    names = (f"{tower}.layers.0.self_attn.q_proj.weight", f"{tower}.layers.0.norm.weight")
+    mx.save_safetensors(file, {**weights, **{name: mx.zeros((8, 8)) for name in names}})
+    base = load_base(tmp_path, "auto")
+    assert base.describe().endswith(
+        "; only its language part is used: 2 tensors for images or sound passed over"
+    )
+    assert apply_lora(base.model, InstructConfig(targets=("all",))).layers == base.num_layers
+    assert all("language_model" in name for name in adapted_modules(base.model))

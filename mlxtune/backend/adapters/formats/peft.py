@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import regex
-import safetensors
 
 from mlxtune.backend.adapters.files import (
     read_adapter_config,
@@ -29,6 +28,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Update,
     path_in_layer,
 )
+from mlxtune.backend.model.model_folder import NOT_TEXT, weight_names
 from mlxtune.core.machine.files import write_json
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
@@ -38,8 +38,6 @@ PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
 # From the layer number on, a module has the same name in all libraries.
 _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
-# Encoders of images and sound have layers too.
-_NOT_TEXT = re.compile(r"vision|visual|audio|speech|image")
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
@@ -140,13 +138,7 @@ def read_peft(folder: Path, modules: Iterable[str]) -> Adapter:
 
 def _modules_in(folder: Path) -> set[str]:
     """Return the modules with a weight in a model folder, without reading it. Raises ModelError."""
-    names: set[str] = set()
-    for path in sorted(folder.glob("model*.safetensors")):
-        try:
-            with safetensors.safe_open(path, framework="numpy") as file:
-                names.update(file.keys())
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    names = weight_names(folder)
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 
@@ -159,7 +151,7 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
     present = set(present)
     by_tail: dict[str, list[str]] = {}
     for name in present:
-        if (tail := _TAIL.search(name)) and not _NOT_TEXT.search(name):
+        if (tail := _TAIL.search(name)) and not NOT_TEXT.search(name):
             by_tail.setdefault(tail[1], []).append(name)
     matches, missing = {}, []
     for name in wanted:

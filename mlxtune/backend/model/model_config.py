@@ -1,0 +1,128 @@
+"""What a config.json contradicts: itself, what it may be, or the weights beside it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Libraries make lists as long as these counts, in config.json alone or even to load the tokenizer.
+_MOST = 10_000
+# Gemma 3n's vocab_size_per_layer_input is no count of layers.
+LAYERS = re.compile(r"(?!.*per_layer).*layer.*")
+_LISTED = re.compile(rf"{LAYERS.pattern}|.*experts")
+# Where wrappers of a language model keep its part.
+_PARTS = ("text_config", "llm_config", "language_config")
+_COUNT = re.compile(
+    r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|num_experts_per_tok|(?:\w+_)?head_dim"
+    r"|(?:\w+_)?(?:hidden|intermediate|vocab)_size"
+)
+# The first is a multiple of the second.
+_MULTIPLES = (
+    ("num_attention_heads", "num_key_value_heads"),
+    ("num_attention_heads", "num_global_key_value_heads"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+    ("n_routed_experts", "n_group"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+# MLX's error for a weight of another shape.
+_OTHER_SHAPE = re.compile(
+    r"Expected shape \((.*?)\) but received shape \((.*?)\) for parameter (\S+)"
+)
+# What the names of layer kinds in transformers and mlx-lm have in them.
+_KINDS = re.compile(
+    r"\w*(?:attention|attn|full|linear|sliding|window|sparse|dense|mlp|moe|conv|hybrid|mamba|ssm"
+    r"|recurrent)\w*"
+)
+
+
+def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a config and the language model's part of it."""
+    for name, count in counts(config, _LISTED):
+        if count > _MOST:
+            yield f"{name} is more than {_MOST:,}"
+            return
+    for part in (config, *(config.get(name) for name in _PARTS)):
+        if isinstance(part, Mapping):
+            problems = list(_no_counts(part))
+            yield from problems or _contradictions(part)
+
+
+def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
+    """Yield the numbers at any depth that have such names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name.endswith("config"):
+            yield from counts(value, names)
+        elif isinstance(value, int) and names.fullmatch(name):
+            yield name, value
+
+
+def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        if _COUNT.fullmatch(name) and not isinstance(value, list | None):
+            if type(value) is not int:
+                yield f"{name} is not an integer: {value!r:.40}"
+            elif value < 0:
+                yield f"{name} is {value}, less than 0"
+
+
+def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
+    for whole, part in _MULTIPLES:
+        a, b = config.get(whole), config.get(part)
+        if type(a) is type(b) is int and b > 0 and a % b:
+            yield f"{whole} is {a}, which is no multiple of {part}, {b}"
+    experts = next((name for name in _EXPERTS if type(config.get(name)) is int), None)
+    # One expert is none: such models have plain layers.
+    if experts is not None and (count := config[experts]) > 1:
+        for name in _USED:
+            used = config.get(name, 1)
+            if type(used) is int and not 1 <= used <= count:
+                yield f"{name} is {used}, of {count} {experts}"
+    yield from _layer_kinds(config)
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is None or type(layers) is not int:
+        return
+    # Layers that predict further tokens come last, and may have kinds too.
+    further = config.get("num_nextn_predict_layers")
+    most = layers + (further if type(further) is int else 0)
+    if not isinstance(kinds, list) or not layers <= len(kinds) <= most:
+        length = len(kinds) if isinstance(kinds, list) else repr(kinds)[:40]
+        yield f"layer_types has {length} entries, but num_hidden_layers is {layers}"
+    elif unknown := [kind for kind in kinds if not _KINDS.fullmatch(str(kind))]:
+        yield f"layer_types has {unknown[0]!r:.40}, which is no kind of layer"
+
+
+def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
+    """Return what MLX's error for a weight of another shape means, with the keys to look at."""
+    if (found := _OTHER_SHAPE.search(str(error))) is None:
+        return None
+    made, stored, name = found.groups()
+    shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in (made, stored)]
+    sizes = {
+        key: value
+        for part in (config, *(config.get(part) for part in _PARTS))
+        if isinstance(part, Mapping)
+        for key, value in part.items()
+        if _COUNT.fullmatch(key) and not key.endswith("layers") and type(value) is int
+    }
+    fitting = {a for a, b in zip(*shapes, strict=False) if a == b}
+    keys = {
+        key
+        for key, value in sizes.items()
+        for ours, theirs in zip(*shapes, strict=False)
+        if ours != theirs and value not in fitting and _explains(value, ours, theirs)
+    }
+    look = f"check {', '.join(sorted(keys))}, or " if keys else ""
+    return (
+        f"does not fit the weights: by it, {name} is ({made}), but in the weights it is "
+        f"({stored}): {look}download it again"
+    )
+
+
+def _explains(value: int, ours: int, theirs: int) -> bool:
+    """Return whether `ours` is a multiple of a value of which another one would give `theirs`."""
+    if value < 2 or ours == 0 or ours % value:
+        return value == ours
+    return theirs % (ours // value) == 0
