@@ -1,7 +1,6 @@
 """Applies LoRA or DoRA to a model, and describes the result."""
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -202,7 +201,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
 
 def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
     """Return the projections of some layers by path, whether they have LoRA or not."""
-    found: Counter[tuple[str, int, int]] = Counter()
+    found: dict[tuple[str, int, bool], list[int]] = {}
     for layer in layers:
         adapted = adapted_modules(layer)
         inner = {id(module.linear) for module in adapted.values()}
@@ -211,10 +210,11 @@ def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
             matrices = module.lora_a if path in adapted else module.weight
             experts = len(matrices) if matrices.ndim == 3 else 0
             trained = tree_flatten(module.trainable_parameters()) if path in adapted else []
-            found[path, experts, sum(value.size for _, value in trained)] += 1
+            sizes = found.setdefault((path, experts, bool(trained)), [])
+            sizes.append(sum(value.size for _, value in trained))
     return tuple(
-        Match(path, layers, experts, layers * size)
-        for (path, experts, size), layers in sorted(found.items())
+        Match(path, len(sizes), experts, sum(sizes))
+        for (path, experts, _), sizes in sorted(found.items())
     )
 
 
