@@ -1,7 +1,9 @@
 """Which projections of a model get LoRA, and with what rank."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -13,8 +15,23 @@ from mlxtune.errors import ModelError
 # The experts of a mixture, stacked in one layer.
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 PROJECTIONS = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
+# How many of them each token goes to, by the names that architectures give to it.
+_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+)
 # Gemma 3n clips the weights of these itself whenever it runs.
 _CLIPPED = ("prediction_coefs", "correction_coefs")
+
+
+def experts_per_token(options: Mapping[str, Any]) -> int | None:
+    """Return how many experts each token goes to, at most, by its options; None if unknown."""
+    given = next((options[name] for name in _PER_TOKEN if options.get(name)), None)
+    return max(map(int, given)) if isinstance(given, list) else given and int(given)
 
 
 def projections(layer: nn.Module) -> dict[str, nn.Module]:

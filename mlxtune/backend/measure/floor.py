@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.lora.targets import projections
+from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.recompute import first_trained
 
@@ -70,19 +70,20 @@ def step_products(
       each what causal attention needs, n (n + 1) / 2 pairs of n², less in a sliding window.
     - head: (supervised, hidden, vocabulary) forward, and for the gradient of the hidden states.
 
-    - experts: as projections and LoRA, for as many as a token is sent to.
+    - experts: as projections and LoRA, one product for each expert, the tokens divided evenly.
 
     Attention of unknown shape is left out.
     """
     counts: defaultdict[Product, float] = defaultdict(float)
     layers = list(model.layers)
     first = first_trained(layers)
-    args = getattr(model, "args", None)
-    window, sent = getattr(args, "sliding_window", None), getattr(args, "num_experts_per_tok", 1)
+    args = getattr(getattr(model, "language_model", model), "args", None)
+    options = getattr(args, "__dict__", {})
+    window, sent = options.get("sliding_window"), experts_per_token(options) or 1
     size, share = _rounded(sum(tokens for tokens, _ in stretches))
     for i, layer in enumerate(layers):
-        for product in _projections(layer, size, sent, above=i > first, first=i == first):
-            counts[product] += share
+        for product, part in _projections(layer, size, sent, above=i > first, first=i == first):
+            counts[product] += share * part
         for product, count in _attention(layer, stretches, window):
             counts[product] += count * (3 if i > first else 1)
     size, share = _rounded(supervised)
@@ -98,29 +99,40 @@ def needed_flops(products: Products) -> int:
 
 def _projections(
     layer: nn.Module, size: int, sent: int, *, above: bool, first: bool
-) -> Iterator[Product]:
+) -> Iterator[tuple[Product, float]]:
     """Yield the products of projections and LoRA; each token is `sent` to so many experts."""
     adapted = {name: module for name, module in layer.named_modules() if "lora_a" in module}
     attention = tuple({name.rpartition(".")[0] for name in adapted if "att" in name})
     for name, module in projections(layer).items():
-        kind, rows = ("experts", size * sent) if module.weight.ndim == 3 else ("projections", size)
+        kind, experts, rows, share = _rows(module.weight, size, sent, "projections")
         inner, outer = _dims(module)
-        yield Product(kind, rows, inner, outer)
+        yield Product(kind, rows, inner, outer, experts), share
         if above or (first and attention and not name.startswith(attention)):
-            yield Product(kind, rows, outer, inner)
+            yield Product(kind, rows, outer, inner, experts), share
     for module in adapted.values():
-        kind, rows = "LoRA", size
+        kind, experts, rows, share = _rows(module.lora_a, size, sent, "LoRA")
         inner, rank = module.lora_a.shape[-2:]
         outer = module.lora_b.shape[1]
         if module.lora_a.ndim == 3:  # of experts, transposed
-            kind, rows, inner, rank = "experts", size * sent, rank, inner
-        yield Product(kind, rows, inner, rank)
-        yield Product(kind, rows, rank, outer)
-        yield Product(kind, rank, rows, outer)
-        yield Product(kind, rows, outer, rank)
-        yield Product(kind, inner, rows, rank)
+            inner, rank = rank, inner
+        shapes = [(rows, inner, rank), (rows, rank, outer), (rank, rows, outer)]
+        shapes += [(rows, outer, rank), (inner, rows, rank)]
         if above:
-            yield Product(kind, rows, rank, inner)
+            shapes.append((rows, rank, inner))
+        for m, k, n in shapes:
+            yield Product(kind, m, k, n, experts), share
+
+
+def _rows(weight: mx.array, size: int, sent: int, kind: str) -> tuple[str, int, int, float]:
+    """Return the kind of a matrix's product, how many there are, their rows, and what share counts.
+
+    A stack of experts has one for each, or as many as there are tokens.
+    """
+    if weight.ndim < 3:
+        return kind, 1, size, 1.0
+    experts = min(weight.shape[0], size * sent)
+    rows = round(size * sent / experts)
+    return "experts", experts, rows, size * sent / (experts * rows)
 
 
 def _attention(
@@ -161,14 +173,11 @@ def _rounded(tokens: int) -> tuple[int, float]:
 def product_seconds(products: Products, dtype: str) -> dict[str, float]:
     """Return the seconds that products take, by kind, as the fastest plain ones of the device.
 
-    Those of experts, which are no plain products, are left out.
     On the CPU these are MLX's or numpy's, the latter in float32 whatever the dtype.
     """
     largest = _LARGEST_FLOPS_CPU if on_cpu() else _LARGEST_FLOPS_GPU
     spent: defaultdict[str, float] = defaultdict(float)
     for product, count in products.items():
-        if product.kind == "experts":
-            continue
         rows = max(1, int(product.m * min(1.0, largest / product.flops)))
         seconds = _seconds(product.batch, rows, product.k, product.n, dtype)
         spent[product.kind] += count * seconds * product.m / rows

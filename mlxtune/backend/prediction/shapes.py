@@ -41,7 +41,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     Raises ModelError if LoRA cannot be applied.
     """
     dtype = getattr(mx, base.dtype)
-    used = int(base.text_config.get("num_experts_per_tok") or 1)
+    used = targets.experts_per_token(base.text_config) or 1
     sizes = _matrices(base, config, memory)
     every = [matrix for layer in sizes for matrix in layer]
     updated = [m for m in every if m.rank]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.lora.targets import projections
+from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.forward import Forward
@@ -154,7 +154,7 @@ class BatchMemory:
         options = getattr(getattr(text, "args", None), "__dict__", {})
         self._itemsize = 4 if forward.dtype is None else forward.dtype.size
         self._heads = int(options.get("num_attention_heads") or _HEADS)
-        used = int(options.get("num_experts_per_tok") or _EXPERTS)
+        used = experts_per_token(options) or _EXPERTS
         self._width = max(_outputs(layer, used) for layer in model.layers)
         self._vocab, self._chunk = int(options.get("vocab_size") or 0), execution.loss_chunk
         self._in_blocks = forward.plain_head and forward.dtype == mx.float32

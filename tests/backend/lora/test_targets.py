@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxtune.backend.lora.targets import choose_targets
+from mlxtune.backend.lora.targets import choose_targets, experts_per_token
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import InstructConfig
 from mlxtune.errors import ModelError
@@ -71,3 +71,15 @@ def test_what_cannot_be_trained_is_refused_before_weights_are_read(
     model = opened(tmp_path, "qwen3_moe")
     with pytest.raises(ModelError, match=message):
         keys_of(model, *targets, **options)
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_how_many_experts_a_token_goes_to_is_known_by_each_name(architecture: str) -> None:
+    # One or two, as tests/experts.py has them.
+    config = EXPERTS[architecture]
+    assert experts_per_token(config.get("text_config", config)) in (1, 2)
+
+
+def test_most_experts_of_any_layer_count() -> None:
+    assert experts_per_token({"moe_topk": [2, 6, 1]}) == 6
+    assert experts_per_token({"num_experts_per_tok": 0, "hidden_size": 64}) is None

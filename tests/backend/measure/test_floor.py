@@ -107,6 +107,26 @@ def test_model_that_a_pipeline_has_prepared_counts_the_same(folder: Path) -> Non
     assert flops_of(pipeline.model) == pytest.approx(flops(folder))
 
 
+def test_experts_are_a_product_each_over_the_tokens_that_they_get(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    options = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    folder = write_model(
+        tmp_path / "m", "qwen3_moe", tie_word_embeddings=True, **experts, **options
+    )
+    model, _ = load_model(folder, lazy=True)
+    apply_lora(model, InstructConfig(lora_rank=RANK, targets=("q_proj", "down_proj")))
+    counts = step_products(model, STRETCHES, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    kinds = {product: n for product, n in counts.items() if product.kind == "experts"}
+    assert {product.batch for product in kinds} == {4}
+    # Two layers, forward and backward; in LoRA's, five products in the first layer and six above.
+    frozen, lora = 2 * T * 2 * 3 * HIDDEN * 32, 2 * T * 2 * RANK * (HIDDEN + 32)
+    expected = 2 * 2 * frozen + 2 * 3 * lora - 2 * T * 2 * RANK * 32
+    assert sum(n * product.flops for product, n in kinds.items()) == pytest.approx(expected)
+    # Fewer tokens than experts: some get none.
+    few = step_products(model, [(1, 0)], 1, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    assert {product.batch for product in few if product.kind == "experts"} == {2}
+
+
 @given(st.integers(1, 10**6))
 def test_rounded_sizes_are_near_and_few(tokens: int) -> None:
     size, share = _rounded(tokens)
