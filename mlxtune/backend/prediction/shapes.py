@@ -10,6 +10,7 @@ from mlxtune.backend.lora import targets
 from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.prediction.traced_memory import TracedLayers
+from mlxtune.backend.step.head import find_heads
 from mlxtune.backend.step.operations import MlxOperations
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
@@ -118,8 +119,7 @@ def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) ->
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     text = getattr(base.model, "language_model", base.model)
-    trunk = getattr(text, "model", None)
-    head = getattr(text, "lm_head", None) or getattr(trunk, "embed_tokens", None)
+    head = next(iter(find_heads(text)), None)
     if head is None:
         return 0
     entries = base.vocab_size * base.hidden_size

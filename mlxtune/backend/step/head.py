@@ -62,13 +62,13 @@ class SplitModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._text = getattr(model, "language_model", model)
-        self._trunk = getattr(self._text, "model", None)
+        self._name, self._trunk = find_trunk(self._text)
         self.weight: mx.array | PackedRows | None = None
         self.splits = False
         self.dtype: mx.Dtype | None = None
         # The hidden states of a few texts, each by itself.
         self._alone = mx.array(0.0)
-        if isinstance(self._trunk, nn.Module):
+        if self._trunk is not None:
             self._compare()
 
     def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
@@ -111,11 +111,11 @@ class SplitModel:
         self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
     ) -> mx.array:
         # Set as an entry, which keeps the order of the parameters.
-        self._text["model"] = slot
+        self._text[self._name] = slot
         try:
             return self._text(inputs, cache=cache) if cache else self._text(inputs)
         finally:
-            self._text["model"] = self._trunk
+            self._text[self._name] = self._trunk
 
     def _compare(self) -> None:
         """Check on a few tokens that the head after the trunk is the model; find its weight."""
@@ -142,14 +142,29 @@ class SplitModel:
         )
 
     def _candidates(self) -> Iterator[mx.array | PackedRows]:
-        heads = (getattr(self._text, "lm_head", None), getattr(self._trunk, "embed_tokens", None))
-        for head in heads:
-            if not isinstance(head, nn.Module) or "bias" in head:
+        for head in find_heads(self._text):
+            if "bias" in head:
                 continue
             if isinstance(head, nn.Linear | nn.Embedding):
                 yield head.weight
             if isinstance(head, DequantizedLinear | DequantizedEmbedding):
                 yield PackedRows(head)
+
+
+def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
+    """Return the part of a text model that has its layers, with its name."""
+    for name, part in text.children().items():
+        if isinstance(part, nn.Module) and getattr(part, "layers", None):
+            return name, part
+    return "", None
+
+
+def find_heads(text: nn.Module) -> list[nn.Module]:
+    """Return the modules of a text model that may be its head, the likeliest first."""
+    _, trunk = find_trunk(text)
+    names = [(text, "lm_head"), (trunk, "embed_tokens"), (trunk, "embeddings")]
+    heads = [getattr(part, name, None) for part, name in names]
+    return [head for head in heads if isinstance(head, nn.Module)]
 
 
 def _close(one: mx.array, other: mx.array, tolerance: float = _TOLERANCE) -> bool:

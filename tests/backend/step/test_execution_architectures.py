@@ -17,7 +17,7 @@ SOME = {
     "deepseek_v3": (True, True),  # a mask that carries a gradient
     "hunyuan": (True, True),  # layers that hand on keys and values
     "lfm2": (True, True),  # layers without attention
-    "nemotron_h": (False, False),  # a trunk by another name
+    "nemotron_h": (True, True),  # a trunk by another name, state spaces
     "olmo_hybrid": (True, True),  # a layer's class decides which mask it gets
     "gemma3n": (True, False),  # projections whose weights the model itself changes
 }
