@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -25,21 +26,11 @@ from tests.backend.step.executions import (
     fresh,
     model_folder,
 )
+from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
 
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "lfm2": {
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 64,
-        "block_ff_dim": 96,
-        "block_multiple_of": 32,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "layer_types": ["conv", "full_attention"],
-    },
-}
+# Convolutions, and recurrences beside attention and without any.
+HYBRIDS = ("lfm2", "falcon_h1", "mamba2")
 # `c d` and `x` both continue `a b`.
 LINE, TEXTS = [1, 2, 3, 4, 5, 8, 9], [[1, 2, 3, 4], [1, 2, 5], [8, 9]]
 LAYOUT = Layout(
@@ -47,9 +38,13 @@ LAYOUT = Layout(
 )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text"])
-def test_hidden_states_of_a_line_are_those_of_each_example(architecture: str) -> None:
-    model = load_base(model_folder(architecture), "float32").model
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text", *HYBRIDS])
+def test_hidden_states_of_a_line_are_those_of_each_example(
+    architecture: str, tmp_path: Any
+) -> None:
+    config = ARCHITECTURES[architecture] if architecture in HYBRIDS else {}
+    folder = write_model(tmp_path / "m", architecture, **config)
+    model = load_base(folder, "float32").model
     split = SplitModel(model)
     before = [name for name, _ in model.named_modules()]
     alone = [split.hidden(mx.array([text]))[0] for text in TEXTS]
@@ -65,17 +60,25 @@ def test_hidden_states_of_a_line_are_those_of_each_example(architecture: str) ->
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_convolutions_do_not_look_past_the_start_of_an_example(
+def test_examples_of_a_line_give_what_each_gives_by_itself(
     architecture: str, operations: Operations, tmp_path: Any
 ) -> None:
-    folder = write_model(tmp_path / "m", architecture, **HYBRIDS[architecture])
+    folder = write_model(tmp_path / "m", architecture, **ARCHITECTURES[architecture])
     rng = np.random.default_rng(0)
+    # Two with a shared prefix, and one without.
     examples = family(1, rng.integers(0, 320, 20).tolist(), [3, 5], rng, one_row=False)
-    fast = fresh(folder, Execution(operations), 10_000)
-    found = computed(fast, examples)
+    examples += family(3, [], [9], rng, one_row=False)
+    fast, plain = fresh(folder, Execution(operations), 10_000), fresh(folder)
     assert fast.forward.execution.packs
-    assert found.run_tokens == 20 + 2 + 4
-    assert_same(found, computed(fresh(folder), examples))
+    found, alone = computed(fast, examples), [computed(plain, [each]) for each in examples]
+    assert found.run_tokens == 20 + 2 + 4 + 8
+    shares = [each.tokens / found.tokens for each in alone]
+    loss = sum(share * each.loss for share, each in zip(shares, alone, strict=True))
+    gradients = {
+        name: sum(share * each.gradients[name] for share, each in zip(shares, alone, strict=True))
+        for name in found.gradients
+    }
+    assert_same(found, replace(found, loss=loss, gradients=gradients))
 
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
