@@ -4,13 +4,14 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
-from mlx_lm.models import ssm
+from mlx_lm.models import rwkv7, ssm
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.mixers import state_space
 from mlxtune.backend.mixers.convolution import DepthwiseConv1d
 from mlxtune.backend.mixers.experts import SortedGLU, SortedMLP
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
+from mlxtune.backend.mixers.rwkv7 import ChunkedTimeMixing
 from mlxtune.backend.model.replaced import Replacements, subclasses
 
 # By the identity of what is replaced.
@@ -20,6 +21,7 @@ FUNCTIONS: dict[int, Any] = {
 }
 KINDS: dict[type, type] = {
     **subclasses(DepthwiseConv1d, nn.Conv1d),
+    **subclasses(ChunkedTimeMixing, rwkv7.Rwkv7TimeMixing),
     **subclasses(SortedGLU, SwitchGLU),
     **subclasses(SortedMLP, SwitchMLP),
 }

@@ -55,7 +55,8 @@ class Replacements:
     def _subclass(self, kind: type) -> type | None:
         """Return a subclass that uses the replacements, None if it has no use for any."""
         if kind not in self._known:
-            self._known[kind] = self.kinds.get(kind) or self._with_functions(kind)
+            given = self.kinds.get(kind)
+            self._known[kind] = self._with_functions(given or kind) or given
         return self._known[kind]
 
     def _with_functions(self, kind: type) -> type | None:
