@@ -69,7 +69,7 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
         return mlx_lm.load_with_mlx_lm(base.model, folder)
     modules = projections_of(base.model)
     if config.format == "peft":
-        adapter = peft.read_peft(folder, modules)
+        adapter = peft.read_peft(folder, modules, base.model_type)
     elif config.format == "flat":
         adapter = flat.read_flat(folder, modules)
     else:

@@ -27,7 +27,7 @@ def import_adapter(config: ImportConfig) -> Path:
     folder = find_base(config, named, str(given.parent), str(given))
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
     modules = projections_of(base.model)
-    adapter = read_peft(given.parent, modules) if is_peft else read_mlx_lm(given)
+    adapter = read_peft(given.parent, modules, base.model_type) if is_peft else read_mlx_lm(given)
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]
     with new_folder(target, sources, marker=ADAPTER, overwrite=config.overwrite) as temporary:

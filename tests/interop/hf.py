@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +42,55 @@ def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
         "gemma3": lambda: transformers.Gemma3TextConfig(
             **_SHAPE, query_pre_attn_scalar=16, sliding_window=8, sliding_window_pattern=2
         ),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **_SHAPE, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "olmoe": lambda: transformers.OlmoeConfig(**_SHAPE, num_experts=4, num_experts_per_tok=2),
+        "gpt_oss": lambda: transformers.GptOssConfig(
+            **_SHAPE,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **_SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
     }
     config = configs[kind]()
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:  # transformers' own are so small that the model says nothing
+            if parameter.ndim > 1:  # transformers' own are so small that the model says nothing
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if kind in ("gpt_oss", "olmoe", "qwen3_moe"):  # as transformers 4 wrote it, which mlx-lm reads
+        path = folder / "config.json"
+        older = {"num_experts": 4, "rope_theta": 10000.0}
+        path.write_text(json.dumps(json.loads(path.read_text()) | older))
     end = "<end_of_turn>" if kind.startswith("gemma") else "<|im_end|>"
     write_tokenizer(folder, bos=not kind.startswith("qwen"), eos_token=end)
     if kind == "qwen2":
         (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+def write_split_experts(model: Path, folder: Path) -> Path:
+    """Write a folder of gpt-oss in mlx-lm's layout, whose converter knows mxfp4 only."""
+    import safetensors.numpy
+
+    shutil.copytree(model, folder)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        experts, _, leaf = name.rpartition(".")
+        value, kind = tensors.pop(name), "bias" if leaf.endswith("_bias") else "weight"
+        value = value if kind == "bias" else value.swapaxes(1, 2)
+        parts = {"down": value}
+        if "gate_up" in leaf:
+            parts = {"gate": value[:, ::2], "up": value[:, 1::2]}
+        for part, each in parts.items():
+            tensors[f"{experts}.{part}_proj.{kind}"] = np.ascontiguousarray(each)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "mlx"})
     return folder
 
 

@@ -36,6 +36,11 @@ NAMES = {
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.out_proj": "ssm_out",
+    **{
+        f"{stack}.{projection}_proj": f"ffn_{projection}_exps"
+        for stack in ("mlp.switch_mlp", "mlp.experts", "block_sparse_moe.switch_mlp")
+        for projection in ("gate", "up", "down")
+    },
 }
 
 
@@ -81,6 +86,10 @@ def tiled(tensor: Any, projection: str, part: str) -> Any:
         ("gemma3_text", "gemma3"),
         ("gemma4_text", "gemma4"),
         ("qwen3_5", "qwen35"),
+        ("gpt_oss", "gpt-oss"),
+        ("mixtral", "llama"),
+        ("olmoe", "olmoe"),
+        ("qwen3_moe", "qwen3moe"),
     ],
 )
 def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
@@ -104,7 +113,8 @@ def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
         found = re.fullmatch(r".*layers\.(\d+)\.(.+)\.(lora_[ab])", name)
         assert found
         layer, inside, part = found.groups()
-        tensor = tensor.T
+        # LoraTorchTensor stacks the A and the B of experts, as mlx-lm does.
+        tensor = tensor if tensor.ndim == 3 else tensor.T
         projection = inside.split(".")[-1]
         if part == "lora_b" and architecture == "llama" and projection in HEADS:
             tensor = interleaved(tensor, HEADS[projection])

@@ -22,6 +22,7 @@ from tests.interop.hf import (  # noqa: E402
     train_on,
     trained_logits,
     write_hf_model,
+    write_split_experts,
 )
 
 KINDS = ("qwen3", "llama", "gemma3", "qwen2", "gemma2")
@@ -76,6 +77,29 @@ def test_exported_adapter_gives_the_trained_models_logits_in_peft(
         name.replace(".weight", ".default.weight")
         for name in safetensors.numpy.load_file(output / "adapter_model.safetensors")
     }
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
+# PEFT looks for these patterns among modules only, but takes them for parameters too.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")
+def test_experts_give_the_trained_models_logits_in_peft_and_back(tmp_path: Path, kind: str) -> None:
+    theirs = write_hf_model(tmp_path / "theirs", kind)
+    model = write_split_experts(theirs, tmp_path / "model") if kind == "gpt_oss" else theirs
+    ranks = ("up_proj=2", "o_proj=3")
+    adapter = train_on(model, tmp_path / "out", target_rank=ranks, template="qwen3")
+    output = exported(model, adapter, tmp_path / "peft")
+    expected = trained_logits(model, adapter)
+    base = base_of(theirs)
+    plain = torch_logits(base)
+    with_peft = peft.PeftModel.from_pretrained(base, output)
+    np.testing.assert_allclose(torch_logits(with_peft), expected, rtol=0, atol=1e-4)
+    assert np.abs(plain - expected).max() > 0.1
+    assert {name for name, _ in with_peft.named_parameters() if "lora_" in name} == {
+        name.replace(".weight", ".default.weight")
+        for name in safetensors.numpy.load_file(output / "adapter_model.safetensors")
+    }
+    back = imported(output, model, tmp_path / "back")
+    np.testing.assert_allclose(trained_logits(model, back), expected, rtol=0, atol=1e-5)
 
 
 def test_fused_folder_gives_the_trained_models_logits_in_transformers(

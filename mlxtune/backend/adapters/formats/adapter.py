@@ -65,15 +65,16 @@ class Adapter:
         """The rank of its modules, which all have the same."""
         return next(iter(self.modules.values())).rank
 
-    def check_plain(self, format: str, *, dora: bool = False) -> None:
-        """Raise ModelError for experts, or DoRA without `dora`: most formats cannot hold them."""
+    def check_plain(self, format: str, *, dora: bool = False, experts: bool = False) -> None:
+        """Raise ModelError for DoRA or experts, unless the format can hold them."""
         if self.is_dora and not dora:
             raise ModelError(
                 f"{format} cannot hold DoRA's magnitudes: use --format peft, or mlxtune fuse"
             )
-        if experts := [name for name, update in self.modules.items() if update.of_experts]:
+        names = [name for name, update in self.modules.items() if update.of_experts]
+        if names and not experts:
             raise ModelError(
-                f"{format} cannot hold the experts of a mixture ({join_few(experts, 2)}): "
+                f"{format} cannot hold the experts of a mixture ({join_few(names, 2)}): "
                 "use --format mlx-lm, or mlxtune fuse"
             )
 
@@ -93,14 +94,17 @@ def updates_in(
 ) -> dict[str, Update]:
     """Return updates by module from a file of `{name}.lora_a` (rank, in) and `.lora_b` (out, rank).
 
+    For experts, both have a first axis, the expert.
+
     `names` gives the name in the file of each module of the base model. Raises ModelError for
     tensors of other modules and for incomplete pairs.
     """
     rest, updates = dict(tensors), {}
     for module, name in names.items():
         if {f"{name}.lora_a", f"{name}.lora_b"} <= rest.keys():
-            a, b = (np.array(rest.pop(f"{name}.lora_{part}").T) for part in "ab")
-            updates[module] = Update(a, b)
+            a, b = (rest.pop(f"{name}.lora_{part}") for part in "ab")
+            # Those of experts are as in mlx-lm.
+            updates[module] = Update(a, b) if a.ndim == 3 else Update(np.array(a.T), np.array(b.T))
     if rest or not updates:
         raise ModelError(
             f"{path}: has {join_few(rest) or 'no tensors'}, which the base model has no place for"

@@ -2,9 +2,11 @@
 
 Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
-`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`_orders`).
+`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`_orders`). For a
+stack of experts, such as `blk.N.ffn_gate_exps`, both have a first axis, the expert.
 """
 
+import re
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -30,9 +32,17 @@ ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4")},
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "gpt_oss": "gpt-oss",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
 }
+# mlx-lm's names of a stack of experts, and one that the gguf package knows.
+_STACK = re.compile(r"(?:mlp|block_sparse_moe)\.(?:switch_mlp|experts)\.")
+_KNOWN_STACK = "mlp.experts."
 Order = npt.NDArray[np.intp]
 
 
@@ -52,7 +62,7 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
         raise ModelError(
             "--format gguf needs the gguf package: pip install 'mlxtune[gguf]'"
         ) from error
-    adapter.check_plain("GGUF")
+    adapter.check_plain("GGUF", experts=True)
     names = _gguf_names(adapter.modules, base)
     if unknown := adapter.modules.keys() - names.keys():
         raise ModelError(
@@ -66,9 +76,12 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for path, name in names.items():
             update = adapter.modules[path]
-            columns, rows = _orders(path, update, base)
-            writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(update.a[columns].T))
-            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(update.b[:, rows].T))
+            a, b = update.a, update.b
+            if not update.of_experts:
+                columns, rows = _orders(path, update, base)
+                a, b = a[columns].T, b[:, rows].T
+            writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
+            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -83,6 +96,8 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
     tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
     updates = updates_in(folder / WEIGHTS, tensors, _gguf_names(modules, base))
     for module, update in updates.items():
+        if update.of_experts:
+            continue
         columns, rows = map(np.argsort, _orders(module, update, base))
         updates[module] = Update(update.a[columns], update.b[:, rows])
     adapter = Adapter(1.0, updates)
@@ -100,7 +115,7 @@ def _orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]
     """
     columns, rows = np.arange(len(update.a)), np.arange(update.b.shape[1])
     name, config = module.rsplit(".", 1)[-1], base.text_config
-    if base.model_type == "llama" and name in ("q_proj", "k_proj"):
+    if ARCHITECTURES[base.model_type] == "llama" and name in ("q_proj", "k_proj"):
         heads = config["num_attention_heads"]
         if name == "k_proj":
             heads = config.get("num_key_value_heads") or heads
@@ -132,6 +147,7 @@ def _gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     names = {}
     for module in modules:
         layer, inside = path_in_layer(module)
+        inside = _STACK.sub(_KNOWN_STACK, inside)
         if name := table.get_name(f"model.layers.{layer}.{inside}"):
             names[module] = f"{name}.weight"
     return names

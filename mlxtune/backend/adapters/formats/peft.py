@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from mlxtune.backend.adapters.files import (
     valid_dropout,
     write_tensors,
 )
+from mlxtune.backend.adapters.formats import peft_experts
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
     path_in_layer,
 )
-from mlxtune.backend.model.model_folder import NOT_TEXT, weight_names
+from mlxtune.backend.model.model_folder import NOT_TEXT, json_object, weight_names
 from mlxtune.core.machine.files import write_json
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
@@ -49,7 +50,7 @@ _COUNTS = re.compile(r"\{\d{1,2}(?:,\d{0,2})?\}")
 _PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
 # Features of PEFT's adapters that mlx-lm's LoRA does not have.
 _REFUSED = (
-    *("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
+    *("modules_to_save", "trainable_token_indices", "layer_replication"),
     *("lora_bias", "fan_in_fan_out", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
     *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
@@ -60,14 +61,19 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 
     Raises ModelError for what PEFT cannot hold, and OutputError.
     """
-    adapter.check_plain("PEFT's format", dora=True)
+    model_type = str(json_object(base / "config.json").get("model_type"))
+    placed = model_type in peft_experts.PLACES
+    adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
     present = _modules_in(base)
-    names = _match(adapter.modules, present, str(base))
-    tensors: dict[str, Matrix] = {}
-    ranks: dict[str, int] = {}
     # Modules that are zero throughout are padding: mlx-lm needs the same modules in every layer.
-    modules = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
-    for path, update in (modules or adapter.modules).items():
+    kept = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
+    kept = kept or dict(adapter.modules)
+    modules = {path: each for path, each in kept.items() if not each.of_experts}
+    names = _match(modules, present, str(base))
+    experts = {path: each for path, each in kept.items() if each.of_experts}
+    tensors, ranks = _expert_tensors(experts, model_type, present)
+    parameters = sorted(".".join(name.rsplit(".", 2)[1:]) for name in ranks)
+    for path, update in modules.items():
         rank, name = _rank_in_use(update), f"{_PREFIX}{names[path]}"
         ranks[names[path]] = rank
         tensors[f"{name}.lora_A.weight"] = update.a[:, :rank].T
@@ -75,7 +81,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
         if update.m is not None:
             tensors[f"{name}.lora_magnitude_vector"] = update.m
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    chosen = {names[path]: path_in_layer(path) for path in modules or adapter.modules}
+    chosen = {names[path]: path_in_layer(path) for path in modules}
     targets, layers = _shortest_targets(chosen, present)
     rank = max(ranks.values())
     patterns = {re.escape(name): each for name, each in sorted(ranks.items()) if each != rank}
@@ -91,6 +97,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
             "lora_dropout": adapter.dropout,
             "target_modules": targets,
             "layers_to_transform": layers,
+            **({"target_parameters": sorted(set(parameters))} if parameters else {}),
             "rank_pattern": patterns,
             "alpha_pattern": {name: adapter.scale * each for name, each in patterns.items()},
             "use_dora": adapter.is_dora,
@@ -102,38 +109,100 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     )
 
 
+def _expert_tensors(
+    experts: Mapping[str, Update], model_type: str, present: Iterable[str]
+) -> tuple[dict[str, Matrix], dict[str, int]]:
+    """Return the tensors of experts, and the rank of each parameter of transformers."""
+    tensors: dict[str, Matrix] = {}
+    ranks: dict[str, int] = {}
+    if not experts:
+        return tensors, ranks
+    prefix = Counter(
+        name[: tail.start(1)]
+        for name in present
+        if (tail := _TAIL.search(name)) and not NOT_TEXT.search(name)
+    ).most_common(1)[0][0]
+    updates = peft_experts.joined(experts, model_type)
+    for (layer, parameter), update in updates.items():
+        module = f"{prefix}layers.{layer}.{peft_experts.PLACES[model_type]}"
+        ranks[f"{module}.{parameter}"] = update.rank
+        others = [name for number, name in updates if number == layer]
+        name = f"{_PREFIX}{peft_experts.wrapped(module, others)[parameter]}"
+        a, b = peft_experts.to_matrices(update)
+        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    return tensors, ranks
+
+
 def _rank_in_use(update: Update) -> int:
     """Return the rank without padding, which is zero in both `a` and `b`."""
     used = np.flatnonzero(update.a.any(axis=0) | update.b.any(axis=1))
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
 
 
-def read_peft(folder: Path, modules: Iterable[str]) -> Adapter:
-    """Return the adapter of a PEFT folder for a base model with these modules.
+def read_peft(folder: Path, modules: Iterable[str], model_type: str) -> Adapter:
+    """Return the adapter of a PEFT folder for a base model of this type with these modules.
 
     Lower ranks are padded with zeros to the largest, and `b` makes up for differing scales. Raises
     ModelError, naming the features that mlx-lm's LoRA does not have.
     """
-    config = _read_config(folder / CONFIG)
-    parts = _read_parts(folder / WEIGHTS, dora=bool(config.get("use_dora")))
-    names = _match(parts, modules, "the base model")
-    deadline = time.monotonic() + _PATTERN_SECONDS
-    scales = {
-        name: _scale(folder, config, name, each["lora_A"], deadline) for name, each in parts.items()
-    }
+    config, weights = _read_config(folder / CONFIG), folder / WEIGHTS
+    if config.get("target_parameters") and model_type not in peft_experts.PLACES:
+        raise ModelError(
+            f"{folder / CONFIG}: has target_parameters, which {model_type} has no place for here: "
+            "merge the adapter into its base model with PEFT's merge_and_unload instead"
+        )
+    parts, deadline = _read_parts(weights, dora=bool(config.get("use_dora"))), _deadline()
+    experts = _expert_parts(config, parts, model_type)
+    names = _match(parts.keys() - experts.keys(), modules, "the base model")
+    found: dict[str, tuple[Update, float]] = {}
+    for name, module in names.items():
+        a, b = parts[name]["lora_A"].T, parts[name]["lora_B"].T
+        rank, scale = _rank_and_scale(folder, config, name, deadline)
+        _check_rank(folder, name, rank, a.shape[1])
+        found[module] = Update(a, b, parts[name].get("lora_magnitude_vector")), scale
+    stacks = peft_experts.stacks(modules) if experts else {}
+    for name, (module, parameter) in experts.items():
+        a, b = parts[name]["lora_A"], parts[name]["lora_B"]
+        rank, scale = _rank_and_scale(folder, config, f"{module}.{parameter}", deadline)
+        _check_rank(folder, name, rank, math.gcd(rank, len(a)))
+        update, (layer, _) = peft_experts.from_matrices(a, b, rank), path_in_layer(module)
+        for projection, half in peft_experts.split(parameter, update, model_type).items():
+            if (layer, projection) not in stacks:
+                raise ModelError(f"the base model has no experts for {name}.{projection}")
+            found[stacks[layer, projection]] = half, scale
     # The most common one, so that most modules stay the same bit for bit.
-    scale = Counter(scales.values()).most_common(1)[0][0]
-    rank = max(each["lora_A"].shape[0] for each in parts.values())
-    _check_padding(folder / WEIGHTS, parts.values(), rank)
-    updates = {
-        names[name]: _update(each, rank, scales[name] / scale) for name, each in parts.items()
-    }
+    scale = Counter(scale for _, scale in found.values()).most_common(1)[0][0]
+    rank = max(update.rank for update, _ in found.values())
+    _check_padding(weights, [update for update, _ in found.values()], rank)
+    updates = {name: _padded(update, rank, own / scale) for name, (update, own) in found.items()}
     return Adapter(
         scale=scale,
         modules=updates,
         dropout=valid_dropout(folder / CONFIG, "lora_dropout", config.get("lora_dropout")),
         model=str(config.get("base_model_name_or_path") or ""),
     )
+
+
+def _deadline() -> float:
+    return time.monotonic() + _PATTERN_SECONDS
+
+
+def _expert_parts(
+    config: Mapping[str, Any], parts: Iterable[str], model_type: str
+) -> dict[str, tuple[str, str]]:
+    """Return the parts that belong to experts, with their module and parameter in transformers."""
+    targets = [f".{each}" for each in config.get("target_parameters") or ()]
+    found: dict[str, tuple[str, str]] = {}
+    for module in {re.sub(r"(\.base_layer)+$", "", name) for name in parts} if targets else ():
+        if module.endswith(f".{peft_experts.PLACES[model_type]}"):
+            names = [
+                name
+                for name in peft_experts.PARAMETERS
+                if any(f".{module}.{name}".endswith(each) for each in targets)
+            ]
+            places = peft_experts.wrapped(module, names)
+            found |= {place: (module, name) for name, place in places.items()}
+    return {name: each for name, each in found.items() if name in set(parts)}
 
 
 def _modules_in(folder: Path) -> set[str]:
@@ -235,14 +304,15 @@ def _read_parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
     return parts
 
 
-def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix, deadline: float) -> float:
-    """Return the scale of a module's update as PEFT computes it.
+def _rank_and_scale(
+    folder: Path, config: Mapping[str, Any], name: str, deadline: float
+) -> tuple[int, float]:
+    """Return the rank of a module or parameter, and the scale of its update as PEFT computes it.
 
     Raises ModelError, also if matching the patterns takes too long.
     """
-    rank = a.shape[0]
     try:
-        config_rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"], deadline))
+        rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"], deadline))
         default = config["lora_alpha"]
         alpha = float(_by_pattern(config.get("alpha_pattern"), name, default, deadline))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
@@ -252,12 +322,15 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, a: Matrix, deadli
         raise ModelError(
             f"{folder / CONFIG}: has no valid r and lora_alpha: {one_line(error)}"
         ) from error
-    if config_rank != rank:
+    return rank, scale
+
+
+def _check_rank(folder: Path, name: str, rank: int, stored: int) -> None:
+    if rank != stored:
         raise ModelError(
-            f"{folder / CONFIG}: gives rank {config_rank} for {name}, whose tensors have {rank}: "
+            f"{folder / CONFIG}: gives rank {rank} for {name}, whose tensors have {stored}: "
             "the two files do not belong together"
         )
-    return scale
 
 
 def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
@@ -285,23 +358,21 @@ def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
     return default
 
 
-def _check_padding(path: Path, parts: Iterable[Mapping[str, Matrix]], rank: int) -> None:
+def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
     """Raise ModelError if padding to one rank would take many times the file's size."""
-    pairs = [(each["lora_A"], each["lora_B"]) for each in parts]
-    padded = sum(rank * (a.shape[1] + b.shape[0]) * 4 for a, b in pairs)
-    if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(a.nbytes + b.nbytes for a, b in pairs)):
-        lowest = min(a.shape[0] for a, _ in pairs)
+    sizes = [each.a.nbytes + each.b.nbytes for each in updates]
+    padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))
+    if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(sizes)):
+        lowest = min(each.rank for each in updates)
         raise ModelError(
             f"{path}: has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "
             f"it would take {padded / 1e9:,.1f} GB: merge it into its base model with PEFT instead"
         )
 
 
-def _update(parts: Mapping[str, Matrix], rank: int, factor: float) -> Update:
-    a, b = parts["lora_A"].T, parts["lora_B"].T
-    padding = rank - a.shape[1]
-    return Update(
-        a=np.pad(a, ((0, 0), (0, padding))),
-        b=np.pad(b if factor == 1 else b * np.float32(factor), ((0, padding), (0, 0))),
-        m=parts.get("lora_magnitude_vector"),
-    )
+def _padded(update: Update, rank: int, factor: float) -> Update:
+    def pad(x: Matrix, axis: int) -> Matrix:
+        return np.pad(x, [(0, (rank - update.rank) * (axis == i)) for i in range(x.ndim)])
+
+    b = update.b if factor == 1 else update.b * np.float32(factor)
+    return Update(pad(update.a, 1), pad(b, 2 if update.of_experts else 0), update.m)

@@ -1,0 +1,108 @@
+"""LoRA on experts as PEFT keeps it for parameters of transformers that stack them.
+
+transformers has two such parameters in the `experts` of a layer: `gate_up_proj`, with the outputs
+of gate and up one after the other, or in turns, and `down_proj`. PEFT wraps the module once for
+each of its `target_parameters`, so with both, the LoRA of the first is at `experts.base_layer`.
+`lora_A` is (experts * rank, in), by expert and rank, and `lora_B` (out, rank * experts), by rank
+and expert.
+
+Source: ParamWrapper in PEFT's tuners/lora/layer.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from mlxtune.backend.adapters.formats.adapter import Matrix, Update, path_in_layer
+
+# The path of experts in a layer of transformers, by mlx-lm's model type.
+PLACES = {
+    "gpt_oss": "mlp.experts",
+    "mixtral": "mlp.experts",
+    "olmoe": "mlp.experts",
+    "qwen3_moe": "mlp.experts",
+}
+# Those whose outputs of gate and up take turns.
+_IN_TURNS = ("gpt_oss",)
+# In the order in which PEFT wraps them.
+PARAMETERS = ("gate_up_proj", "down_proj")
+# What mlx-lm calls a stack of experts.
+_STACKS = ("switch_mlp", "switch_glu", "experts")
+
+
+def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, str], Update]:
+    """Return the updates of experts by layer and parameter, those of gate and up as one.
+
+    Its rank is the sum of theirs: A is stacked, and B block-diagonal.
+    """
+    layers: dict[int, dict[str, Update]] = {}
+    for path, update in modules.items():
+        layer, inside = path_in_layer(path)
+        layers.setdefault(layer, {})[inside.rsplit(".", 1)[-1]] = _without_padding(update)
+    found = {}
+    for layer, named in sorted(layers.items()):
+        if "gate_proj" in named or "up_proj" in named:
+            one = named.get("gate_proj") or named["up_proj"]
+            none = Update(one.a[:, :0], one.b[..., :0])
+            gate, up = (named.get(name, none) for name in ("gate_proj", "up_proj"))
+            b = np.zeros((len(one.b), 2 * one.b.shape[1], gate.rank + up.rank), np.float32)
+            first, second = _rows(b.shape[1], model_type)
+            b[:, first, : gate.rank], b[:, second, gate.rank :] = gate.b, up.b
+            found[layer, "gate_up_proj"] = Update(np.concatenate([gate.a, up.a], axis=1), b)
+        if "down_proj" in named:
+            found[layer, "down_proj"] = named["down_proj"]
+    return found
+
+
+def split(parameter: str, update: Update, model_type: str) -> dict[str, Update]:
+    """Return the updates of a parameter by mlx-lm's name of the projection."""
+    if parameter == "down_proj":
+        return {parameter: update}
+    rows = _rows(update.b.shape[1], model_type)
+    halves = (replace(update, b=update.b[:, each]) for each in rows)
+    return dict(zip(("gate_proj", "up_proj"), map(_without_padding, halves), strict=True))
+
+
+def _rows(outputs: int, model_type: str) -> tuple[slice, slice]:
+    """Return where the outputs of gate and up are."""
+    if model_type in _IN_TURNS:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, outputs // 2), slice(outputs // 2, None)
+
+
+def _without_padding(update: Update) -> Update:
+    """Return an update of experts without the directions for which B is zero in all of them."""
+    used = update.b.any(axis=(0, 1))
+    return (
+        update if used.all() or not used.any() else Update(update.a[:, used], update.b[..., used])
+    )
+
+
+def to_matrices(update: Update) -> tuple[Matrix, Matrix]:
+    """Return `lora_A` and `lora_B` as PEFT keeps those of experts."""
+    a, b = update.a, update.b.transpose(1, 2, 0)
+    return a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)
+
+
+def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
+    """Undo `to_matrices`. Raises ValueError if the shapes are not those of experts."""
+    return Update(a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).transpose(2, 0, 1))
+
+
+def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
+    """Return where PEFT keeps the LoRA of each parameter of a module, of those that have one."""
+    chosen = [name for name in PARAMETERS if name in parameters]
+    depths = range(len(chosen) - 1, -1, -1)
+    return {
+        name: module + ".base_layer" * depth for name, depth in zip(chosen, depths, strict=True)
+    }
+
+
+def stacks(modules: Iterable[str]) -> dict[tuple[int, str], str]:
+    """Return the stacks of experts among mlx-lm's modules, by layer and name."""
+    return {
+        (path_in_layer(name)[0], name.rsplit(".", 1)[-1]): name
+        for name in modules
+        if name.split(".")[-2] in _STACKS
+    }
