@@ -59,6 +59,25 @@ def test_hidden_states_of_a_line_are_those_of_each_example(
 
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
+@pytest.mark.parametrize("prefix", [70, 0])
+def test_gated_delta_rule_starts_anew_with_each_example(
+    prefix: int, operations: Operations, tmp_path: Any
+) -> None:
+    """Examples longer than a chunk, with and without a shared prefix."""
+    folder = write_model(tmp_path / "m", "qwen3_5", **ARCHITECTURES["qwen3_5"])
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 320, prefix).tolist()
+    examples = family(1, shared, [3, 66, 5], rng, one_row=False)
+    fast, alone = fresh(folder, Execution(operations), 10_000), fresh(folder)
+    found = computed(fast, examples)
+    assert fast.forward.execution.packs
+    assert found.run_tokens < prefix + 3 + 66 + 5
+    assert_same(found, computed(alone, examples))
+    for example in examples:
+        assert_same(computed(fast, [example]), computed(alone, [example]))
+
+
+@pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_examples_of_a_line_give_what_each_gives_by_itself(
     architecture: str, operations: Operations, tmp_path: Any
