@@ -5,7 +5,9 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
+from mlxtune.backend.cpu import elementwise
 from mlxtune.backend.cpu.arrays import Floats, by_halves, computes, empty, view
 from mlxtune.backend.cpu.layers import product
 from mlxtune.backend.mixers import delta_chunks
@@ -41,6 +43,19 @@ def gated_delta_rule(
 
     y, states = differentiable(forward, backward)(q, k, v, log_gates, beta, state)
     return y, states[-1]
+
+
+def normalize_qk(
+    q: mx.array, k: mx.array, *, inv_scale: float, eps: float
+) -> tuple[mx.array, mx.array]:
+    """Return what mlx-lm's function of this name does: unit vectors, q times inv_scale."""
+    if not computes(q, k):
+        return mlx_lm_gated_delta.normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
+    width = q.shape[-1:]
+    return (
+        elementwise.rms_norm(q, mx.full(width, inv_scale**2), eps * inv_scale**2),
+        elementwise.rms_norm(k, mx.full(width, inv_scale), eps * inv_scale**2),
+    )
 
 
 def _run(inputs: Sequence[Floats]) -> tuple[mx.array, mx.array]:

@@ -121,6 +121,12 @@ def _gated(fast: Callable[..., mx.array], plain: Any) -> Callable[..., mx.array]
     return call
 
 
+def _precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    if computes(h, gate, x) and gate.shape == x.shape:
+        return elementwise.swiglu(gate, x, needed=values_needed())
+    return activations.precise_swiglu(h, gate, x)
+
+
 def _attention(
     queries: mx.array,
     keys: mx.array,
@@ -163,8 +169,10 @@ _FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_gated_delta.gated_delta_update): partial(
         gated_delta_update, rule=gated_delta.gated_delta_rule
     ),
+    id(mlx_lm_gated_delta.normalize_qk): gated_delta.normalize_qk,
     id(mlx_lm_base.scaled_dot_product_attention): _attention,
     id(activations.swiglu): _gated(elementwise.swiglu, activations.swiglu),
+    id(activations.precise_swiglu): _precise_swiglu,
     id(activations.swiglu_oai): _gated(elementwise.clamped_swiglu, activations.swiglu_oai),
     id(gemma4_text.geglu): _gated(elementwise.geglu, gemma4_text.geglu),
     id(ssm.ssm_update): state_space.ssm_update,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from mlxtune.backend.cpu import gated_delta
 from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.mixers.gated_delta import gated_delta_rule
-from tests.backend.cpu.compared import assert_close, random
+from tests.backend.cpu.compared import assert_close, assert_same_function, random
 
 
 def inputs(tokens: int, key_heads: int, channels: bool = False, size: int = 8) -> list[mx.array]:
@@ -40,6 +42,19 @@ def test_rule_and_its_gradients(tokens: int, key_heads: int, channels: bool) -> 
     wanted = mx.vjp(lambda *x: gated_delta_rule(*x), given, cotangents)[1]
     for x, y in zip(found, wanted, strict=True):
         assert_close(x, y, 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_queries_and_keys_are_normalized_as_by_mlx_lm(scale: float) -> None:
+    def joined(normalize: Callable[..., Any]) -> Callable[..., mx.array]:
+        return lambda q, k: mx.concatenate(normalize(q, k, inv_scale=16**-0.5, eps=1e-6))
+
+    assert_same_function(
+        joined(gated_delta.normalize_qk),
+        joined(mlx_lm_gated_delta.normalize_qk),
+        random(2, 5, 3, 16, scale=scale),
+        random(2, 5, 3, 16, scale=scale, seed=1),
+    )
 
 
 @pytest.mark.parametrize("served", [True, False])
