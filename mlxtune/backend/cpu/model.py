@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, gemma4_text, ssm
+from mlx_lm.models import activations, gemma2, gemma3_text, gemma4_text, ssm
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
@@ -127,6 +127,17 @@ def _precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
     return activations.precise_swiglu(h, gate, x)
 
 
+_geglu = _gated(elementwise.geglu, gemma4_text.geglu)
+
+
+class _GeGLU(nn.Module):
+    """An MLP of Gemma's, with its activation and the product with it in one kernel."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.down_proj(_geglu(self.gate_proj(x), self.up_proj(x)))
+        return y
+
+
 def _attention(
     queries: mx.array,
     keys: mx.array,
@@ -174,7 +185,7 @@ _FUNCTIONS: dict[int, Any] = {
     id(activations.swiglu): _gated(elementwise.swiglu, activations.swiglu),
     id(activations.precise_swiglu): _precise_swiglu,
     id(activations.swiglu_oai): _gated(elementwise.clamped_swiglu, activations.swiglu_oai),
-    id(gemma4_text.geglu): _gated(elementwise.geglu, gemma4_text.geglu),
+    id(gemma4_text.geglu): _geglu,
     id(ssm.ssm_update): state_space.ssm_update,
     id(mx): Instead(
         mx,
@@ -198,6 +209,7 @@ _FUNCTIONS: dict[int, Any] = {
 _KINDS: dict[type, type] = {
     **subclasses(_Product, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
+    **subclasses(_GeGLU, gemma2.MLP, gemma3_text.MLP),
     **subclasses(ExpertsGLU, SwitchGLU),
     **subclasses(ExpertsMLP, SwitchMLP),
     LoRALinear: _LoRALinear,

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.device import on_cpu
@@ -40,6 +41,27 @@ class StoredLinear(nn.Linear):
     def cast(self, dtype: mx.Dtype, after: mx.array) -> mx.array:
         """Return the weight (out, in) in a dtype, computed after `after`."""
         return mx.depends([self["weight"]], [after])[0].astype(dtype)
+
+
+class StoredExperts(SwitchLinear):
+    """A layer of experts that are stored in 16 bits, and cast to float32 for each product."""
+
+    def __init__(self, experts: SwitchLinear) -> None:
+        nn.Module.__init__(self)
+        for name, value in experts.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        def product(x: mx.array, after: mx.array) -> mx.array:
+            weight = mx.depends([self["weight"]], [after])[0].astype(x.dtype).swapaxes(-1, -2)
+            return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+
+        def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+            # Cast again: a graph would keep the casts of all layers.
+            return mx.vjp(lambda x: product(x, cotangent), [x], [cotangent])[1][0]
+
+        y = differentiable(lambda x: product(x, x), gradient)(x)
+        return y + self["bias"][indices][..., None, :] if "bias" in self else y
 
 
 class _Dequantized(nn.Module):
@@ -183,8 +205,8 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
     `auto` takes the faster: MLX's quantised products on a GPU, dequantised matrices on the
-    CPU. Experts are left to MLX; nf4, for which MLX has no products, is always dequantised.
-    Returns the choice, or None if nothing is quantised.
+    CPU. Experts are left to the operations; nf4, for which MLX has no products, is always
+    dequantised. Returns the choice, or None if nothing is quantised.
     """
     quantised = [module for _, module in model.named_modules() if "scales" in module]
     if not quantised:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import get_total_parameters, load_model
 
 from mlxtune.backend.model.device import on_cpu
@@ -17,6 +17,7 @@ from mlxtune.backend.model.layers import (
     DEQUANTIZED,
     QUANTIZED,
     StoredEmbedding,
+    StoredExperts,
     StoredLinear,
     cast_parameters,
     compute_quantized,
@@ -191,11 +192,6 @@ def slow_products(base: BaseModel) -> str | None:
             "MLX multiplies quantised weights slowly on the CPU: "
             "--quantized-compute dequantized gives the same result many times faster"
         )
-    if any(isinstance(module, QuantizedSwitchLinear) for _, module in base.model.named_modules()):
-        return (
-            "MLX multiplies quantised experts slowly on the CPU: "
-            "use a base that is not quantised if memory allows"
-        )
     return None
 
 
@@ -226,6 +222,14 @@ def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
     return mx.float32 if on_cpu() or not sizes else sizes.most_common(1)[0][0]
 
 
+# What takes the place of layers that are stored in 16 bits.
+_STORED: dict[type, Any] = {
+    nn.Embedding: StoredEmbedding,
+    nn.Linear: StoredLinear,
+    SwitchLinear: StoredExperts,
+}
+
+
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Make a model compute in the dtype.
 
@@ -237,13 +241,12 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear):
             kept |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
-        elif casts_stored and type(module) in (nn.Linear, nn.Embedding):
+        elif casts_stored and type(module) in _STORED:
             kept.add(f"{path}.weight")
     cast_parameters(model, dtype, kept)
 
     def stored(module: nn.Module) -> nn.Module | None:
-        kinds = {nn.Embedding: StoredEmbedding, nn.Linear: StoredLinear}
-        kind = kinds.get(type(module))
+        kind = _STORED.get(type(module))
         return kind(module) if kind and module.weight.dtype != mx.float32 else None
 
     if casts_stored:

@@ -20,15 +20,15 @@ from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, Mode
 class _Matrix:
     """A linear layer, or one of `copies` experts, with LoRA of this rank, 0 for none.
 
-    `cast` tells whether it is cast for each use, `unpacked` whether it is made for each product
-    alone.
+    `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
+    product alone.
     """
 
     inputs: int
     outputs: int
     copies: int
     rank: int
-    cast: bool
+    cast: int
     unpacked: bool
 
     @property
@@ -69,7 +69,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
-        largest_cast=max((m.entries for m in every if m.cast), default=0),
+        largest_cast=max((m.cast for m in every), default=0),
         head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),
@@ -113,7 +113,9 @@ def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) ->
     quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
     copies = len(module.weight) if module.weight.ndim == 3 else 1
     casts = memory.casts_quantized
-    cast = unpacked and casts if quantized else module.weight.dtype != dtype
+    # The CPU's functions cast one expert at a time, also where MLX multiplies by quantised ones.
+    narrow = (unpacked or copies > 1) and casts if quantized else module.weight.dtype != dtype
+    cast = narrow * inputs * outputs * (1 if casts else copies)
     return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts)
 
 

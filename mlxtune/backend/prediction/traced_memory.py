@@ -20,13 +20,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.lora import targets
 from mlxtune.backend.lora.apply import add_lora
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.autograd import ExportableVjp
 from mlxtune.backend.model.device import on_cpu
-from mlxtune.backend.model.layers import StoredLinear, replace_modules
+from mlxtune.backend.model.layers import StoredExperts, StoredLinear, replace_modules
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.packed import Layout, LineCache, laid_out
 from mlxtune.backend.prediction.stand_ins import stand_ins
@@ -351,6 +352,11 @@ def _placeholder(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     copied = copy.deepcopy(model, memo)
 
     def plain(module: nn.Module) -> nn.Module | None:
+        if isinstance(module, StoredExperts):
+            count, outputs, inputs = module.weight.shape
+            experts = SwitchLinear(inputs, outputs, count, bias="bias" in module)
+            experts.set_dtype(dtype)
+            return experts
         if not (isinstance(module, StoredLinear) or hasattr(module, "unpacked")):
             return None
         outputs, inputs = module.weight.shape

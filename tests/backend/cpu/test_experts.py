@@ -14,6 +14,7 @@ from mlx_lm.models.gemma4_text import GeGLU
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
 from mlxtune.backend.cpu.model import make_fast
+from mlxtune.backend.model.layers import StoredExperts
 from tests.backend.switched import assert_same, experts, indices, with_lora
 
 
@@ -54,6 +55,17 @@ def test_quantised_experts(bits: int, mode: str) -> None:
     nn.quantize(made, group_size=32, bits=bits, mode=mode)
     made.freeze()
     assert_same(with_lora(made, "down_proj"), indices(40, 2, 5), make_fast)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_experts_stored_in_16_bits(dtype: mx.Dtype) -> None:
+    made = experts(bias=True)
+    for name, layer in made.children().items():
+        if name != "activation":
+            layer.weight = layer.weight.astype(dtype)
+            made[name] = StoredExperts(layer)
+    made.freeze()
+    assert_same(with_lora(made, "up_proj"), indices(40, 2, 5), make_fast)
 
 
 def test_the_activation_that_all_models_share_stays_as_it_is() -> None:

@@ -11,12 +11,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model import layers
 from mlxtune.backend.model.layers import (
     DequantizedLinear,
     PackedRows,
+    StoredExperts,
     StoredLinear,
     frozen_product,
 )
@@ -29,6 +31,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import fill_lora_b
 from tests.backend.step.executions import PLAIN, model_folder
+from tests.experts import EXPERTS
 from tests.models import write_model
 
 WAYS = {
@@ -219,3 +222,28 @@ def test_stored_linear_multiplies_by_its_weight_in_float32(bias: bool) -> None:
     ours = mx.grad(lambda x: (stored(x) ** 2).sum())(x)
     theirs = mx.grad(lambda x: (plain(x) ** 2).sum())(x)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_stored_experts_multiply_by_their_weights_in_float32(bias: bool) -> None:
+    experts = SwitchLinear(48, 32, 5, bias=bias)
+    if bias:
+        experts.bias = mx.random.normal((5, 32), key=mx.random.key(1))
+    wide = experts.weight = experts.weight.astype(mx.bfloat16)
+    stored = StoredExperts(experts)
+    assert stored.weight.dtype == mx.bfloat16
+    experts.weight = wide.astype(mx.float32)
+    x = mx.random.normal((2, 7, 1, 1, 48), key=mx.random.key(0))
+    chosen = mx.random.randint(0, 5, (2, 7, 3), key=mx.random.key(2)).astype(mx.uint32)
+    assert mx.allclose(stored(x, chosen), experts(x, chosen), rtol=1e-5, atol=1e-6)
+    ours = mx.grad(lambda x: (stored(x, chosen) ** 2).sum())(x)
+    theirs = mx.grad(lambda x: (experts(x, chosen) ** 2).sum())(x)
+    assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_stay_in_16_bits_where_the_cpu_computes_in_float32(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "qwen3_moe", dtype="bfloat16", **EXPERTS["qwen3_moe"])
+    model = load_base(folder, "float32").model
+    kinds = {type(each) for each in model.modules() if isinstance(each, SwitchLinear)}
+    assert kinds == {StoredExperts}
+    assert model(mx.array([[1, 2, 3]])).dtype == mx.float32
