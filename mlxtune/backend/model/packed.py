@@ -148,6 +148,10 @@ class LineCache:
     def __getitem__(self, index: int) -> None:
         return None
 
+    def __iter__(self) -> Iterator[None]:
+        # Only Kimi Linear unpacks a cache, which has four arrays.
+        return iter([None] * 4)
+
     def __setitem__(self, index: int, state: Any) -> None:
         pass
 

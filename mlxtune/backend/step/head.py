@@ -68,7 +68,7 @@ class SplitModel:
         self.dtype: mx.Dtype | None = None
         # The hidden states of a few texts, each by itself.
         self._alone = mx.array(0.0)
-        if self._trunk is not None:
+        if isinstance(self._trunk, nn.Module):
             self._compare()
 
     def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
@@ -154,15 +154,17 @@ class SplitModel:
 def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
     """Return the part of a text model that has its layers, with its name."""
     for name, part in text.children().items():
-        if isinstance(part, nn.Module) and getattr(part, "layers", None):
+        layers = getattr(part, "layers", None) or getattr(part, "h", None)
+        if isinstance(part, nn.Module) and layers:
             return name, part
-    return "", None
+    return "model", text.get("model")
 
 
 def find_heads(text: nn.Module) -> list[nn.Module]:
     """Return the modules of a text model that may be its head, the likeliest first."""
     _, trunk = find_trunk(text)
-    names = [(text, "lm_head"), (trunk, "embed_tokens"), (trunk, "embeddings")]
+    names = [(text, "lm_head"), (text, "output")]
+    names += [(trunk, name) for name in ("embed_tokens", "embeddings", "tok_embeddings", "wte")]
     heads = [getattr(part, name, None) for part, name in names]
     return [head for head in heads if isinstance(head, nn.Module)]
 

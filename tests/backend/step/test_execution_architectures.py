@@ -18,6 +18,7 @@ SOME = {
     "hunyuan": (True, True),  # layers that hand on keys and values
     "lfm2": (True, True),  # layers without attention
     "nemotron_h": (True, True),  # a trunk by another name, state spaces
+    "kimi_linear": (True, True),  # a cache that is unpacked
     "olmo_hybrid": (True, True),  # a layer's class decides which mask it gets
     "gemma3n": (True, False),  # projections whose weights the model itself changes
 }
