@@ -15,8 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
 from tests.paths import SHARED
@@ -119,23 +121,28 @@ def measure(name: str, scratch: Path, out: Path) -> None:
     if not (scratch / case.shape).exists():
         write_model(scratch / case.shape, case.shape)
     write_data(scratch / f"{name}.jsonl", case)
-    command = [sys.executable, "-m", "mlxtune", "bench", "--against", "mlx-lm"]
     options = {
         "--model-path": case.shape,
         "--data": f"{name}.jsonl",
-        "--dtype": "float32",
-        "--rank": 8,
         "--max-seq-len": 512,
         "--batch-size": case.batch_size,
         "--steps": case.steps,
         "--repeats": case.repeats,
-        "--json": (out / f"{name}.json").resolve(),
     }
-    given = [str(part) for option in options.items() for part in option]
-    subprocess.run([*command, *given, "--no-cache"], cwd=scratch, check=True)
-    result = json.loads((out / f"{name}.json").read_text())
-    result["options"]["json"] = f"{name}.json"
+    result = run_bench(scratch, f"{name}.json", options)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_bench(folder: Path, name: str, options: Mapping[str, Any], **how: Any) -> Any:
+    """Compare with mlx-lm in float32; return what the file `name` of the folder holds then.
+
+    `how` goes to subprocess.run. Raises what that raises.
+    """
+    command = [sys.executable, "-m", "mlxtune", "bench", "--against", "mlx-lm", "--no-cache"]
+    given = {"--dtype": "float32", "--rank": 8, "--json": name, **options}
+    pairs = [str(part) for option in given.items() for part in option]
+    subprocess.run([*command, *pairs], cwd=folder, check=True, **how)
+    return json.loads((folder / name).read_text())
 
 
 def line(name: str, out: Path) -> str:

@@ -127,7 +127,9 @@ class SplitModel:
             self.weight = next(
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
             )
-            self.splits = self.weight is not None or _close(logits, self.logits(hidden))
+            # Gemma 3n's trunk has the head in it: what comes out are logits already.
+            apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
+            self.splits = self.weight is not None or apart
         # Of any kind: a model that cannot be split runs whole.
         except Exception:  # noqa: BLE001
             self.splits = False

@@ -1,0 +1,160 @@
+"""docs/models.md from what tests.long.models_table measured, and the law that it checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.long.model_sizes import LISTED
+
+# What was measured, by architecture; of each, by execution and case.
+Records = Mapping[str, Mapping[str, Any]]
+CASES = {"wikisql": "WikiSQL", "alpaca": "Alpaca", "long": "2,048 tokens"}
+_GETS = {
+    "split": "head split",
+    "head": "head in blocks",
+    "line": "packed line",
+    "layerwise": "kernels",
+    "compiled": "compiled",
+}
+_HEAD = """# Models
+
+What each architecture of mlx-lm gets here. Made by `python -m tests.long.models_table`; the
+figures are kept in [measured/models.jsonl](measured/models.jsonl).
+
+Models have random weights, hidden size 512, 8 layers, 8 heads of 64 (4 for keys), 16 experts of
+384 of which 4 are used, and mostly the vocabulary of the real model. Both sides train the same
+adapter (rank 8, on the default targets, or on all projections where there are none of these
+names) on the same steps in float32, one after the other: 2 steps of 4 rows of WikiSQL or Alpaca,
+or 1 step of one example of 2,048 tokens.
+
+- **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
+  and peak memory as a share of it.
+- **Efficiency**: the share of a step that its matrix products take at the speed of the BLAS, on
+  WikiSQL.
+- **Fast ways**: *head split*: logits are computed for supervised positions only; *head in
+  blocks*: few of them at a time, from a plain product; *packed line*: examples stand end to end,
+  without padding; *kernels*: layers run by the CPU's functions, and keep less for the backward
+  pass; *compiled*: MLX can trace a whole step (`--compile on`).
+- **LoRA by default**: the projections that `q_proj,v_proj` match. Where it says *none*, name
+  `--targets`.
+- **Exports**: formats that hold an adapter of the default targets; * those that do not hold one
+  of `all`.
+- **Template**: whether the model's own chat template is tested against golden renders.
+
+No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
+"""
+
+
+def page(records: Records) -> str:
+    """Return the page."""
+    columns = ["architecture", "trains", *CASES.values(), "efficiency", "fast ways"]
+    columns += ["LoRA by default", "exports", "template"]
+    lines = [_line(columns), _line(["---"] * len(columns))]
+    lines += [_row(name, records[name]) for name in LISTED if name in records]
+    parts = [_HEAD, "\n".join(lines) + "\n"]
+    if gpu := [name for name in LISTED if _measured(records.get(name, {}), "gpu")]:
+        columns = ["architecture", *CASES.values(), "efficiency"]
+        table = [_line(columns), _line(["---"] * len(columns))]
+        table += [_line([_title(name), *_figures(records[name], "gpu")]) for name in gpu]
+        parts += [
+            "## The GPU's way\n\nThe same with `--execution gpu`: MLX's own operations, which "
+            "Metal and CUDA use, measured on the CPU.\n",
+            "\n".join(table) + "\n",
+        ]
+    if found := broken(records):
+        parts += ["## Not yet so\n", "\n".join(f"- {each}" for each in found) + "\n"]
+    return "\n".join(parts)
+
+
+def broken(records: Records) -> list[str]:
+    """Return a sentence for each case in which an architecture breaks the law."""
+    return [
+        f"{_title(name)}: {why}"
+        for name in LISTED
+        if name in records
+        for why in _breaks(records[name])
+    ]
+
+
+def _breaks(record: Mapping[str, Any]) -> Iterator[str]:
+    if record.get("trains") is False:
+        yield "a step differs from the plain path's"
+    for execution, cases in record["cases"].items():
+        for case, found in cases.items():
+            where = f"{CASES[case]}{' (GPU)' if execution == 'gpu' else ''}"
+            if "failed" in found:
+                yield f"{where}: fails: {found['failed']}"
+            elif found["theirs_failed"] is None:
+                speed, memory = _ratio(found, "real_tokens_per_s"), _ratio(found, "peak_memory")
+                if speed < 1:
+                    yield f"{where}: {speed:.2f} times mlx-lm's speed"
+                if memory > 1:
+                    yield f"{where}: {memory:.2f} times mlx-lm's memory"
+                if not found["losses_agree"]:
+                    yield f"{where}: the losses differ from mlx-lm's"
+
+
+def _row(name: str, record: Mapping[str, Any]) -> str:
+    gets = [title for key, title in _GETS.items() if record["gets"].get(key)]
+    exports = [each if each in record["exports_all"] else f"{each}*" for each in record["exports"]]
+    return _line(
+        [
+            _title(name),
+            "yes" if record["trains"] else "**no**",
+            *_figures(record, "auto"),
+            ", ".join(gets) or "none",
+            _targets(record),
+            ", ".join(exports) or "none",
+            "yes" if LISTED[name].templates else "no",
+        ]
+    )
+
+
+def _targets(record: Mapping[str, Any]) -> str:
+    if not record["targets"]:
+        return "none"
+    last = dict.fromkeys(target.rsplit(".", 1)[-1] for target in record["targets"])
+    names = ", ".join(f"`{name}`" for name in last)
+    layers, total = record["layers"]
+    return names if layers == total else f"{names}, in the layers that have them"
+
+
+def _figures(record: Mapping[str, Any], execution: str) -> list[str]:
+    """Return the cells of the cases, and the efficiency on the first."""
+    found = _measured(record, execution)
+    efficiency = found.get("wikisql", {}).get("step_efficiency")
+    return [
+        *(_cell(found.get(case)) for case in CASES),
+        "" if efficiency is None else f"{efficiency:.0%}",
+    ]
+
+
+def _cell(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if "failed" in found:
+        return "**fails**"
+    if found["theirs_failed"] is not None:
+        return f"mlx-lm fails; {found['real_tokens_per_s'][0]:.0f} tokens/s"
+    layers = found["model_layers"]
+    cell = f"{_ratio(found, 'real_tokens_per_s'):.1f}×, {_ratio(found, 'peak_memory'):.2f}"
+    return f"{cell} ({layers} layers)" if layers else cell
+
+
+def _measured(record: Mapping[str, Any], execution: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = record.get("cases", {}).get(execution, {})
+    return found
+
+
+def _ratio(found: Mapping[str, Any], quantity: str) -> float:
+    ours, theirs = found[quantity]
+    return float(ours / theirs)
+
+
+def _title(name: str) -> str:
+    return LISTED[name].title
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,248 @@
+"""Measure docs/models.md: architectures beside mlx-lm's own trainer, and what each gets.
+
+    python -m tests.long.models_table [NAME ...] [--case CASE ...] [--execution auto|gpu]
+    python -m tests.long.models_table --page
+
+Models of random weights are made in a temporary folder, one after the other (up to 1 GB each). What
+was measured is kept in docs/measured/models.jsonl, a line for each architecture, so that one can be
+measured again; `--page` makes the page from it without measuring. Ends with 1, naming them, if any
+architecture is slower or larger than in mlx-lm's trainer, or does not train.
+
+Takes up to three minutes for an architecture; close what else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
+from mlxtune.backend.model.loading import BaseModel, load_base
+from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.machine.files import write_file
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.errors import ModelError
+from mlxtune.setup.run_metadata import versions
+from tests.backend.step.executions import fixed_step, fresh
+from tests.long.bench_table import run_bench
+from tests.long.check_architectures import Result, check
+from tests.long.model_sizes import LISTED, write_sized
+from tests.long.models_page import CASES, broken, page
+from tests.models import write_chat
+from tests.paths import DOCS, SHARED
+
+Records = dict[str, dict[str, Any]]
+RECORDS = DOCS / "measured" / "models.jsonl"
+LONG_TOKENS, SECONDS = 2048, 900
+DEFAULT_TARGETS = InstructConfig().targets
+
+
+@dataclass(frozen=True)
+class Case:
+    """The rows that an architecture trains on, and how many steps of how many of them."""
+
+    data: str
+    batch_size: int
+    steps: int
+    max_seq_len: int = 512
+
+
+MEASURED = {
+    "wikisql": Case("wikisql_train", 4, 2),
+    "alpaca": Case("lf_alpaca_en_demo", 4, 2),
+    "long": Case("long", 1, 1, LONG_TOKENS),
+}
+assert MEASURED.keys() == CASES.keys()
+
+
+def describe(name: str, folder: Path) -> dict[str, Any]:
+    """Return whether an architecture trains, what it gets, its targets, and the exports that work.
+
+    All of it is tried with a tiny model, which is written to the folder.
+    """
+    result, targets = _compare(name, folder)
+    pipeline = fresh(folder, targets=targets)
+    lora = pipeline.lora
+    return {
+        "trains": result.same,
+        "gets": {**result.gets, "compiled": _compiles(folder, targets)},
+        "targets": list(lora.keys) if targets == DEFAULT_TARGETS else [],
+        "layers": [lora.layers, lora.num_layers],
+        "exports": _exports(pipeline, folder),
+        "exports_all": _exports(fresh(folder, targets=("all",)), folder),
+    }
+
+
+def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
+    """Compare with the plain path, with the default targets if the architecture has any."""
+    try:
+        return check(name, folder, targets=DEFAULT_TARGETS), DEFAULT_TARGETS
+    except ModelError:
+        return check(name, folder, targets=("all",)), ("all",)
+
+
+def _compiles(folder: Path, targets: tuple[str, ...]) -> bool:
+    """Return whether MLX can trace a whole step, as --compile on would; nothing is built."""
+    try:
+        fresh(folder, Execution(MLX, compile=True), 10_000, targets=targets).lazy_step(fixed_step())
+    # Of any kind: models that look at values cannot be traced.
+    except Exception:  # noqa: BLE001
+        return False
+    return True
+
+
+def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
+    """Return the formats in which the adapter of a pipeline can be written."""
+    base = load_base(folder, "float32")
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch)
+        pipeline.write(out / ADAPTER)
+        adapter = mlx_lm.read_mlx_lm(out / ADAPTER)
+        write_gguf = gguf.write_gguf if find_spec("gguf") else _ask_gguf
+        formats: dict[str, Callable[[], Any]] = {
+            "mlx-lm": partial(mlx_lm.load_with_mlx_lm, base.model, out),
+            "PEFT": partial(peft.write_peft, adapter, folder, out),
+            "GGUF": partial(write_gguf, adapter, base, out),
+        }
+        return [name for name, write in formats.items() if _works(write)]
+
+
+def _ask_gguf(adapter: Any, base: BaseModel, folder: Path) -> None:
+    """Raise ModelError as `write_gguf` would, without its package."""
+    adapter.check_plain("GGUF")
+    if base.model_type not in gguf.ARCHITECTURES:
+        raise ModelError(base.model_type)
+
+
+def _works(write: Callable[[], Any]) -> bool:
+    try:
+        write()
+    except ModelError:
+        return False
+    return True
+
+
+def measure(folder: Path, data: Path, case: Case, **options: Any) -> dict[str, Any]:
+    """Return the figures of both sides in a case, or why one failed."""
+    given = {
+        "--model-path": folder.name,
+        "--data": data,
+        "--batch-size": case.batch_size,
+        "--max-seq-len": case.max_seq_len,
+        "--steps": case.steps,
+        "--repeats": 1,
+        **{f"--{name}": value for name, value in options.items()},
+    }
+    try:
+        result = run_bench(
+            folder.parent, "bench.json", given, timeout=SECONDS, capture_output=True, text=True
+        )
+    except subprocess.CalledProcessError as error:
+        return {"failed": (error.stderr.strip().splitlines() or [f"exit {error.returncode}"])[-1]}
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took longer than {SECONDS} s"}
+    return _figures(result)
+
+
+def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the table takes from the JSON of `bench`."""
+    ours, theirs = result["ours"], result["theirs"]
+
+    def both(quantity: str) -> list[float | None]:
+        sides = (side.get(quantity, {}).get("median") for side in (ours, theirs))
+        return [None if value is None else round(value, 2) for value in sides]
+
+    return {
+        "execution": ours["execution"],
+        "real_tokens_per_s": both("real_tokens_per_s"),
+        "peak_memory": both("peak_memory"),
+        "step_efficiency": result["step_efficiency"],
+        "losses_agree": result["losses_agree"],
+        "theirs_failed": theirs["failed"],
+    }
+
+
+def rows(case: Case, folder: Path, shared: Path) -> Path:
+    """Return the rows of a case for the model of a folder."""
+    if case.data != "long":
+        return shared / "chat" / f"{case.data}.jsonl"
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (shared / "chat" / "lf_alpaca_en_demo.jsonl").read_text(encoding="utf-8")[:60_000]
+    tokens = tokenizer.encode(text).ids
+    context, answer = (tokenizer.decode(part) for part in (tokens[:1600], tokens[1600:3000]))
+    # A token of one row is perhaps not one of another: the rest is cut off.
+    return write_chat(
+        folder.parent / "long.jsonl", [[("user", context), ("assistant", answer)]]
+    ).resolve()
+
+
+def read_records(path: Path) -> Records:
+    """Return what was measured, by architecture."""
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def write_records(path: Path, records: Records) -> None:
+    """Write a line for each architecture, in the order of the list."""
+    found = [records[name] for name in LISTED if name in records]
+    write_file(path, [f"{json.dumps(each)}\n".encode() for each in found])
+
+
+def measure_all(name: str, cases: list[str], execution: str, records: Records) -> None:
+    """Describe an architecture and measure cases of it; keep each at once."""
+    record = records.setdefault(name, {"name": name, "cases": {}})
+    with tempfile.TemporaryDirectory(prefix="mlxtune-models-") as scratch:
+        record |= describe(name, Path(scratch) / "tiny") | {"versions": versions()}
+        write_records(RECORDS, records)
+        for case in cases:
+            layers = LISTED[name].short if case == "long" else None
+            folder = Path(scratch) / f"model-{layers or 'whole'}"
+            if not folder.exists():
+                write_sized(folder, name, SHARED, layers)
+            options = {"execution": execution}
+            if not record["targets"]:
+                options["targets"] = "all"
+            data = rows(MEASURED[case], folder, SHARED)
+            found = measure(folder, data, MEASURED[case], **options)
+            record["cases"].setdefault(execution, {})[case] = found | {"model_layers": layers}
+            write_records(RECORDS, records)
+            print(f"{name}, {case}, {execution}: {json.dumps(found)}", flush=True)
+
+
+def main() -> None:
+    """Measure what is named, or all; write the page; name what breaks the law."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(LISTED))
+    parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--execution", choices=("auto", "gpu"), default="auto")
+    parser.add_argument("--page", action="store_true", help="make the page, measure nothing")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in LISTED]:
+        parser.error(f"nothing is named {', '.join(unknown)}: there are {', '.join(LISTED)}")
+    records = read_records(RECORDS)
+    for name in [] if given.page else given.names or LISTED:
+        measure_all(name, given.case, given.execution, records)
+    write_file(DOCS / "models.md", [page(records).encode()])
+    if found := broken(records):
+        sys.exit("\n".join(found))
+
+
+if __name__ == "__main__":
+    main()
