@@ -29,7 +29,7 @@ names) on the same steps in float32, one after the other: 2 steps of 4 rows of W
 or 1 step of one example of 2,048 tokens.
 
 - **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
-  and peak memory as a share of it.
+  and peak memory as a share of it. An empty cell has not been measured.
 - **Efficiency**: the share of a step that its matrix products take at the speed of the BLAS, on
   WikiSQL.
 - **Fast ways**: *head split*: logits are computed for supervised positions only; *head in
