@@ -51,6 +51,8 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         trained += sum(m.outputs for m in updated)
     # Of the experts, each token goes through some.
     products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
+    # A layer of experts gathers its inputs, or the gradients of these, for each of them.
+    gathered = [sum(m.inputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
         # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
@@ -65,7 +67,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         heads=int(base.text_config.get("num_attention_heads") or 1),
         layers=len(sizes),
         products=sum(products),
-        layer_products=max(products),
+        layer_products=max(map(sum, zip(products, gathered, strict=True))),
         updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),

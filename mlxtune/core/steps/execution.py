@@ -54,11 +54,11 @@ class ModelShapes:
     `weights` is the base as stored, at `stored_itemsize` an entry (0 if quantised); `itemsize` is
     that of the compute dtype. `trainable` counts the LoRA parameters. `layers` are those from the
     first with LoRA; the outputs of all their linear layers are `products` wide together, those of
-    one layer `layer_products`, that of a single linear layer `widest_product`. `updated` is the
-    width of one layer's outputs with LoRA, `scaled` of all outputs that DoRA scales. `largest_cast`
-    and `unpacked` are the entries of the largest matrix that is cast, and of the largest quantised
-    one that is unpacked, for each product; `head_cast` those of the head. `plain_head`: the head is
-    one product.
+    one layer `layer_products`, with the inputs that its experts gather, that of a single linear
+    layer `widest_product`. `updated` is the width of one layer's outputs with LoRA, `scaled` of all
+    outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the largest matrix
+    that is cast, and of the largest quantised one that is unpacked, for each product; `head_cast`
+    those of the head. `plain_head`: the head is one product.
     """
 
     weights: int

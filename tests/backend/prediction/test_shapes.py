@@ -32,6 +32,7 @@ from mlxtune.core.steps.execution import (
 )
 from mlxtune.core.steps.memory_plan import least, remedies
 from mlxtune.errors import ModelError
+from tests.experts import EXPERTS
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import slow, slow_except
 
@@ -90,6 +91,13 @@ def test_trained_parameters_of_the_family_are_counted(
     trained = apply_lora(model, config).trainable_parameters
     assert shapes.trainable == trained
     assert shapes.weights == plain + (4 * trained if "init" in member else 0)
+
+
+def test_what_experts_gather_counts_in_a_layer(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"])
+    shapes = model_shapes(open_base(folder, "float32"), InstructConfig(), KernelMemory())
+    # Each token goes to two experts, whose inputs are 64, 64 and 32 wide.
+    assert shapes.layer_products == shapes.products / shapes.layers + 2 * (64 + 64 + 32)
 
 
 def test_opening_a_model_reads_no_weights(tmp_path: Path) -> None:
