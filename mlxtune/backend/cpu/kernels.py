@@ -347,3 +347,51 @@ def weigh_back(start, end, out, sums, pairs, d, d_pairs, d_decays):  # type: ign
             rows[i, i] = given[i, i]
             d_given[i, i] += d_rows[i, i]
             d_decays[m, i] = total
+
+
+@_kernel
+def scan(start, end, x, dt, a, b, c, first, y, last):  # type: ignore[no-untyped-def]
+    """Run Mamba's recurrence: x, dt, y (B D, T), a (D, n), b, c (B, T, n), states (B D, n)."""
+    for row in range(start, end):
+        line, state = row // len(a), last[row]
+        decays, bs, cs = a[row % len(a)], b[line], c[line]
+        state[:] = first[row]
+        for t in range(x.shape[1]):
+            step, u, total = dt[row, t], dt[row, t] * x[row, t], _ZERO
+            for n in range(len(state)):
+                h = _exp(step * decays[n]) * state[n] + u * bs[t, n]
+                state[n] = h
+                total += h * cs[t, n]
+            y[row, t] = total
+
+
+@_kernel
+def scan_back(start, end, x, dt, a, b, c, first, d_y, d, d_x, d_dt, d_b, d_c):  # type: ignore
+    """Write the gradients of what `scan` takes; d is that of the last state, then of the first.
+
+    Each thread adds up those of b and c in its half of (2, B, T, n).
+    """
+    length, half = x.shape[1], 1 if start else 0
+    states, factors = np.empty((length + 1, a.shape[1]), _f), np.empty((length, a.shape[1]), _f)
+    for row in range(start, end):
+        line, back = row // len(a), d[row]
+        decays, bs, cs = a[row % len(a)], b[line], c[line]
+        d_bs, d_cs = d_b[half, line], d_c[half, line]
+        states[0] = first[row]
+        for t in range(length):
+            step, u = dt[row, t], dt[row, t] * x[row, t]
+            for n in range(len(back)):
+                factors[t, n] = _exp(step * decays[n])
+                states[t + 1, n] = factors[t, n] * states[t, n] + u * bs[t, n]
+        for t in range(length - 1, -1, -1):
+            u, d_out, d_u, d_step = dt[row, t] * x[row, t], d_y[row, t], _ZERO, _ZERO
+            for n in range(len(back)):
+                g = back[n] + d_out * cs[t, n]
+                d_cs[t, n] += d_out * states[t + 1, n]
+                d_bs[t, n] += g * u
+                d_u += g * bs[t, n]
+                g *= factors[t, n]
+                d_step += g * states[t, n] * decays[n]
+                back[n] = g
+            d_x[row, t] = d_u * dt[row, t]
+            d_dt[row, t] = d_u * x[row, t] + d_step

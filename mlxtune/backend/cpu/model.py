@@ -15,9 +15,10 @@ from mlxtune.backend.cpu import attention, elementwise, gated_delta, products, s
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
+from mlxtune.backend.cpu.selective_scan import Mamba
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
-from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS
+from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS, MAMBAS
 from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import (
@@ -212,6 +213,7 @@ _KINDS: dict[type, type] = {
     **subclasses(_GeGLU, gemma2.MLP, gemma3_text.MLP),
     **subclasses(ExpertsGLU, SwitchGLU),
     **subclasses(ExpertsMLP, SwitchMLP),
+    **subclasses(Mamba, *MAMBAS),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
-from mlx_lm.models import rwkv7, ssm
+from mlx_lm.models import jamba, mamba, rwkv7, ssm
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.mixers import state_space
@@ -12,8 +12,10 @@ from mlxtune.backend.mixers.convolution import DepthwiseConv1d
 from mlxtune.backend.mixers.experts import SortedGLU, SortedMLP
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.mixers.rwkv7 import ChunkedTimeMixing
+from mlxtune.backend.mixers.selective_scan import Mamba
 from mlxtune.backend.model.replaced import Replacements, subclasses
 
+MAMBAS = jamba.JambaMambaMixer, mamba.MambaBlock
 # By the identity of what is replaced.
 FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update,
@@ -22,6 +24,7 @@ FUNCTIONS: dict[int, Any] = {
 KINDS: dict[type, type] = {
     **subclasses(DepthwiseConv1d, nn.Conv1d),
     **subclasses(ChunkedTimeMixing, rwkv7.Rwkv7TimeMixing),
+    **subclasses(Mamba, *MAMBAS),
     **subclasses(SortedGLU, SwitchGLU),
     **subclasses(SortedMLP, SwitchMLP),
 }
