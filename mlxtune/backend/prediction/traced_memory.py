@@ -25,6 +25,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlxtune.backend.lora import targets
 from mlxtune.backend.lora.apply import add_lora
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.mixers.delta_chunks import SIZE as CHUNK
 from mlxtune.backend.model.autograd import ExportableVjp
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.layers import StoredExperts, StoredLinear, replace_modules
@@ -255,6 +256,9 @@ class TracedLayers:
             found[3] = size / width**2 / (1 if size % _LINES else _LINES)
         elif wide:
             found[2] = size / (_LINES * width)
+        elif _is_chunked(shape, width):
+            # Of short lines, padding is a larger share than of those that are traced.
+            found[2] = size / (_LINES * (-(-width // CHUNK) - 0.25) * CHUNK)
         else:
             found[0] = size
         return found
@@ -321,6 +325,16 @@ def _backward(
 
 def _is_wide(size: int, width: int) -> bool:
     return size % width == 0 or width < size <= width + _ADDED
+
+
+def _is_chunked(shape: Sequence[int], width: int) -> bool:
+    """Tell whether an array is that of all chunks of a recurrence, or of one, in every line."""
+    chunks, start = -(-width // CHUNK), tuple(shape[:2])
+    return (
+        (len(shape) > 4 and (start in ((1, _LINES), (chunks, _LINES)) or shape[0] == _LINES))
+        or (len(shape) == 4 and start == (_LINES, chunks * CHUNK))
+        or (len(shape) == 1 and shape[0] % (_LINES * chunks * CHUNK) == 0)
+    )
 
 
 class _Cache(LineCache):

@@ -187,6 +187,10 @@ def test_predicted_peak_is_near_the_measured(
 
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DELTA = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+DELTA |= {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 4}
+DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 8}
+DELTA |= {"tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize("recompute", [slow(False), True])
@@ -200,6 +204,8 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
         slow("qwen3", examples(2, 300), {"head_dim": 80}, id="odd heads"),
         slow("qwen3", examples(2, 300), {"dropout": 0.1}, id="dropout"),
         slow("phi3", examples(2, 300), {"targets": ("all",)}, id="packed projections"),
+        pytest.param("qwen3_5", examples(4, 64, prefix=200), DELTA, id="recurrences"),
+        slow("qwen3_5", examples(1, 1024), DELTA, id="long recurrences"),
     ],
 )
 def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
