@@ -257,6 +257,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": list("M*-"),
         "num_hidden_layers": 3,
     },
+    "plamo2": {
+        "num_hidden_layers": 4,
+        "hidden_size_per_head": 16,
+        "mamba_d_state": 16,
+        "mamba_num_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "lfm2": {
         **_LFM2,
         "layer_types": ["conv", "full_attention"],
