@@ -35,9 +35,9 @@ def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
 def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
     """Send a signal again to a run that has said that it will stop."""
     # Steps long enough for that.
-    rows = write_chat(output.parents[1] / "many.jsonl", sums(2000))
+    rows = write_chat(output.parents[1] / "many.jsonl", sums(6000))
     paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
-    process = start("train", *paths, "--batch-size", 2000)
+    process = start("train", *paths, "--batch-size", 6000)
     read = read_until(process, "Plan")
     time.sleep(0.3)
     process.send_signal(number)

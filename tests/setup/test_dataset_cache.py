@@ -191,10 +191,10 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )
     used = {name.removeprefix("mlxtune.").replace(".", "/") for name in process.stdout.split()}
-    # The recipe and the options only say what to encode, and these two only read files.
+    # The recipe and the options only say what to encode, and these only read and check files.
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
     hashed = set(mlxtune.setup.dataset._code_hashes())
-    used -= {"backend/model/model_folder", "core/machine/files"}
+    used -= {"backend/model/model_folder", "backend/model/model_config", "core/machine/files"}
     assert {name.partition("/")[2] for name in used} <= hashed
 
 
