@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, gemma2, gemma3_text, gemma4_text, ssm
+from mlx_lm.models import activations, gemma2, gemma3_text, gemma4_text, rwkv7, ssm
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
@@ -19,6 +19,7 @@ from mlxtune.backend.cpu.selective_scan import Mamba
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS, MAMBAS
+from mlxtune.backend.mixers.rwkv7 import ChunkedTimeMixing
 from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import (
@@ -83,6 +84,12 @@ class _Head(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _product(x, self) if computes(x) else super().as_linear(x)
+
+
+class _TimeMixing(ChunkedTimeMixing):
+    """RWKV 7's time mixing, whose recurrence a layer keeps."""
+
+    keep = staticmethod(product)
 
 
 class _LoRALinear(LoRALinear):
@@ -214,6 +221,7 @@ _KINDS: dict[type, type] = {
     **subclasses(ExpertsGLU, SwitchGLU),
     **subclasses(ExpertsMLP, SwitchMLP),
     **subclasses(Mamba, *MAMBAS),
+    **subclasses(_TimeMixing, rwkv7.Rwkv7TimeMixing),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,
 }

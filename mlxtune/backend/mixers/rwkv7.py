@@ -8,6 +8,7 @@ mlx-lm runs it token by token, and its kernel for Metal has no gradient. As in a
 section 3.3: u_t = S_(t-1) a_t of all tokens of a chunk are the solution of a triangular system.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -20,27 +21,42 @@ from mlxtune.backend.model.autograd import differentiable
 _CHUNK = 64
 
 
+def _made(make: Callable[[], mx.array]) -> mx.array:
+    return make()
+
+
 class ChunkedTimeMixing(nn.Module):
-    """RWKV 7's time mixing with its recurrence by chunks."""
+    """RWKV 7's time mixing with its recurrence by chunks; for `keep`, see `wkv7`."""
+
+    keep = staticmethod(_made)
 
     def _wkv7(self, *inputs: Any) -> tuple[mx.array, mx.array]:
         *given, state = inputs
         batch, length, heads, width = given[0].shape
         if length == 1:
             return super()._wkv7(*inputs)
-        return wkv7(*given, mx.zeros((batch, heads, width, width)) if state is None else state)
+        if state is None:
+            state = mx.zeros((batch, heads, width, width))
+        return wkv7(*given, state, keep=self.keep)
 
 
-def wkv7(*inputs: mx.array) -> tuple[mx.array, mx.array]:
+def wkv7(
+    *inputs: mx.array, keep: Callable[[Callable[[], mx.array]], mx.array] = _made
+) -> tuple[mx.array, mx.array]:
     """Return y (B, T, H, D) and the last state (B, H, D, D) for r, w, k, v, a, b and a state.
 
-    r, w, k, v, a and b are (B, T, H, D). Only the inputs are kept for the backward pass.
+    r, w, k, v, a and b are (B, T, H, D). Only the inputs are kept for the backward pass; `keep`
+    makes y, and may keep it for a layer that runs again.
     """
+
+    def forward(*given: mx.array) -> list[mx.array]:
+        y, state = _run(*given)
+        return [keep(lambda: y), state]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         return list(mx.vjp(_run, list(primals), list(cotangents))[1])
 
-    y, state = differentiable(lambda *given: _run(*given), backward)(*inputs)
+    y, state = differentiable(forward, backward)(*inputs)
     return y, state
 
 
