@@ -18,13 +18,13 @@ _DEMO = Path(__file__).resolve().parents[1] / "demo"
 # By default the newest GPUs round the factors of float32 products to 19 bits. Threads slow down
 # products as small as these.
 _EXACT = {"MLX_ENABLE_TF32": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_ROWS = 48
+_ROWS = 32
 # With dropout, only turns of a row share a beginning: two, which keeps bytes equal on Metal.
 _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3", "--no-cache", "--quiet"),
 )
-# Of the 12 that the rows make.
+# Of the 8 that the rows make.
 _BASE_STEPS = ("--max-steps", "3")
 _INTERRUPTED = 130
 
