@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.cpu import attention, elementwise, gated_delta, products, state_space
 from mlxtune.backend.cpu.arrays import computes
+from mlxtune.backend.cpu.convolution import DepthwiseConv1d
 from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.cpu.selective_scan import Mamba
@@ -217,6 +218,7 @@ _FUNCTIONS: dict[int, Any] = {
 _KINDS: dict[type, type] = {
     **subclasses(_Product, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
+    **subclasses(DepthwiseConv1d, nn.Conv1d),
     **subclasses(_GeGLU, gemma2.MLP, gemma3_text.MLP),
     **subclasses(ExpertsGLU, SwitchGLU),
     **subclasses(ExpertsMLP, SwitchMLP),

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.cpu import kernels
+from mlxtune.backend.cpu import recurrences
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, unread, view
 from mlxtune.backend.cpu.layers import product
 from mlxtune.backend.mixers import selective_scan
@@ -26,7 +26,7 @@ def scan(
         def run() -> mx.array:
             x, dt, b, c, first = _laid_out(inputs)
             y, last = np.empty_like(x), np.empty_like(first)
-            by_rows(kernels.scan, x, dt, decays, b, c, first, y, last)
+            by_rows(recurrences.scan, x, dt, decays, b, c, first, y, last)
             made.append(mx.array(last.reshape(inputs[4].shape)))
             return _by_tokens(y, inputs[0].shape)
 
@@ -40,7 +40,9 @@ def scan(
         d_state = np.array(cotangents[1]).reshape(first.shape)
         d_x, d_dt = np.empty_like(x), np.empty_like(x)
         d_b, d_c = (np.zeros((2, *b.shape), np.float32) for _ in range(2))
-        by_rows(kernels.scan_back, x, dt, decays, b, c, first, d_y, d_state, d_x, d_dt, d_b, d_c)
+        by_rows(
+            recurrences.scan_back, x, dt, decays, b, c, first, d_y, d_state, d_x, d_dt, d_b, d_c
+        )
         shape = primals[0].shape
         by_tokens = [_by_tokens(each, shape) for each in (d_x, d_dt)]
         summed = [mx.array(each.sum(axis=0)) for each in (d_b, d_c)]

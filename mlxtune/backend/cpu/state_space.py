@@ -5,7 +5,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.cpu import kernels
+from mlxtune.backend.cpu import recurrences
 from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, matrix, view
 from mlxtune.backend.cpu.layers import product
 from mlxtune.backend.mixers import state_space
@@ -13,7 +13,7 @@ from mlxtune.backend.mixers import state_space
 
 def _weigh(pairs: mx.array, sums: mx.array) -> mx.array:
     made = empty(*sums.shape[1:], sums.shape[-1])
-    by_rows(kernels.weigh, _matrices(made), _sums(sums), _matrices(pairs))
+    by_rows(recurrences.weigh, _matrices(made), _sums(sums), _matrices(pairs))
     return made
 
 
@@ -23,7 +23,7 @@ def _weigh_back(
     made = empty(*d_weights.shape), empty(*pairs.shape), empty(*sums.shape[1:])
     weights, d_pairs, d_decays = _matrices(made[0]), _matrices(made[1]), matrix(made[2])
     given = _sums(sums), _matrices(pairs), _matrices(d_weights)
-    by_rows(kernels.weigh_back, weights, *given, d_pairs, d_decays, rows=len(d_pairs))
+    by_rows(recurrences.weigh_back, weights, *given, d_pairs, d_decays, rows=len(d_pairs))
     return made
 
 

@@ -1,13 +1,12 @@
 """Decay between the tokens of a chunk: products of gates, as exponentials of sums of log-gates.
 
 Every exponent is a sum of log-gates, never a difference of two such sums. So it is at most 0, exact
-for gates of 0 and 1, and no exponential overflows, however strong the decay. Arrays are MLX's or
-numpy's.
+for gates of 0 and 1, and no exponential overflows, however strong the decay.
 """
 
-from typing import Any
+import mlx.core as mx
 
-from mlxtune.backend.mixers.triangular import joined, library, strictly_lower
+from mlxtune.backend.mixers.triangular import joined, strictly_lower
 
 # The logarithm of a gate of 0: sums of it stay finite, and their exponentials are 0.
 _LOWEST = -1e4
@@ -20,31 +19,30 @@ class Decay:
     token, `to_end` that from after each token to the end, `whole` (..., 1, ·) that of the chunk.
     """
 
-    def __init__(self, log_gates: Any) -> None:
+    def __init__(self, log_gates: mx.array) -> None:
         self.channels = log_gates.shape[-1] > 1
-        xp = library(log_gates)
-        self._log_gates = log_gates = xp.maximum(log_gates, _LOWEST)
-        self.from_start = xp.exp(log_gates.cumsum(-2))
-        self.to_end = xp.exp(sums_after(log_gates))
+        self._log_gates = log_gates = mx.maximum(log_gates, _LOWEST)
+        self.from_start = mx.exp(log_gates.cumsum(-2))
+        self.to_end = mx.exp(sums_after(log_gates))
         self.whole = self.from_start[..., -1:, :]
 
 
 class HeadDecay(Decay):
     """One gate for a head and token."""
 
-    def __init__(self, log_gates: Any) -> None:
+    def __init__(self, log_gates: mx.array) -> None:
         super().__init__(log_gates)
-        xp, size = library(log_gates), log_gates.shape[-2]
-        lower = xp.tri(size, size, 0, xp.float32)
+        size = log_gates.shape[-2]
+        lower = mx.tri(size, size, 0, mx.float32)
         # Row t, column i: the sum of the log-gates after token i up to t.
         sums = (strictly_lower(lower) * self._log_gates).cumsum(-2)
-        self._between = lower * xp.exp(sums)
+        self._between = lower * mx.exp(sums)
 
-    def products(self, x: Any, k: Any) -> Any:
+    def products(self, x: mx.array, k: mx.array) -> mx.array:
         """Return x_t k_i^T times the decay from i to t, (..., C, C); 0 for i > t."""
         return self._between * (x @ k.swapaxes(-1, -2))
 
-    def gradients(self, d: Any, x: Any, k: Any) -> tuple[Any, Any]:
+    def gradients(self, d: mx.array, x: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
         """Return the gradients of x and k, for the gradient d of `products(x, k)`."""
         d = self._between * d
         return d @ k, d.swapaxes(-1, -2) @ x
@@ -58,16 +56,16 @@ class ChannelDecay(Decay):
     each half is split likewise (secondary chunking: arXiv:2312.06635, section 4.3).
     """
 
-    def __init__(self, log_gates: Any) -> None:
+    def __init__(self, log_gates: mx.array) -> None:
         super().__init__(log_gates)
-        self._levels: list[tuple[Any, Any]] = []
-        xp, half = library(log_gates), 1
+        self._levels: list[tuple[mx.array, mx.array]] = []
+        half = 1
         while half < log_gates.shape[-2]:
             first, second = _halves(self._log_gates, half)
-            self._levels.append((xp.exp(sums_after(first)), xp.exp(second.cumsum(-2))))
+            self._levels.append((mx.exp(sums_after(first)), mx.exp(second.cumsum(-2))))
             half *= 2
 
-    def products(self, x: Any, k: Any) -> Any:
+    def products(self, x: mx.array, k: mx.array) -> mx.array:
         """Return the sums over channels of x_t k_i times the decay from i to t, (..., C, C)."""
         found = (x * k).sum(axis=-1)[..., None, None]
         for level, (to_middle, from_middle) in enumerate(self._levels):
@@ -77,47 +75,47 @@ class ChannelDecay(Decay):
             found = joined(pairs[..., 0, :, :], corner, pairs[..., 1, :, :])
         return found[..., 0, :, :]
 
-    def gradients(self, d: Any, x: Any, k: Any) -> tuple[Any, Any]:
+    def gradients(self, d: mx.array, x: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
         """Return the gradients of x and k, for the gradient d of `products(x, k)`."""
-        xp, blocks = library(d), d[..., None, :, :]
-        d_x, d_k = xp.zeros_like(x), xp.zeros_like(x)
+        blocks = d[..., None, :, :]
+        d_x, d_k = mx.zeros_like(x), mx.zeros_like(x)
         for level in reversed(range(len(self._levels))):
             half, (to_middle, from_middle) = 1 << level, self._levels[level]
             later, earlier = _halves(x, half)[1], _halves(k, half)[0]
             corner = blocks[..., half:, :half]
             d_later = from_middle * (corner @ (earlier * to_middle))
             d_earlier = to_middle * (corner.swapaxes(-1, -2) @ (later * from_middle))
-            none = xp.zeros_like(d_later)
-            d_x += xp.stack([none, d_later], axis=-3).reshape(x.shape)
-            d_k += xp.stack([d_earlier, none], axis=-3).reshape(x.shape)
-            kept = xp.stack([blocks[..., :half, :half], blocks[..., half:, half:]], axis=-3)
+            none = mx.zeros_like(d_later)
+            d_x += mx.stack([none, d_later], axis=-3).reshape(x.shape)
+            d_k += mx.stack([d_earlier, none], axis=-3).reshape(x.shape)
+            kept = mx.stack([blocks[..., :half, :half], blocks[..., half:, half:]], axis=-3)
             blocks = kept.reshape(*d.shape[:-2], -1, half, half)
         diagonal = blocks[..., 0]
         return d_x + diagonal * k, d_k + diagonal * x
 
 
-def decay(log_gates: Any) -> HeadDecay | ChannelDecay:
+def decay(log_gates: mx.array) -> HeadDecay | ChannelDecay:
     """Return the decay within chunks; see `Decay`."""
     return HeadDecay(log_gates) if log_gates.shape[-1] == 1 else ChannelDecay(log_gates)
 
 
-def sums_before(x: Any) -> Any:
+def sums_before(x: mx.array) -> mx.array:
     """Return the sums of what comes before each entry of axis -2."""
-    none = library(x).zeros_like(x[..., :1, :])
-    return library(x).concatenate([none, x[..., :-1, :].cumsum(-2)], axis=-2)
+    none = mx.zeros_like(x[..., :1, :])
+    return mx.concatenate([none, x[..., :-1, :].cumsum(-2)], axis=-2)
 
 
-def sums_from(x: Any) -> Any:
+def sums_from(x: mx.array) -> mx.array:
     """Return the sums of each entry of axis -2 and what comes after it."""
     return x[..., ::-1, :].cumsum(-2)[..., ::-1, :]
 
 
-def sums_after(x: Any) -> Any:
+def sums_after(x: mx.array) -> mx.array:
     """Return the sums of what comes after each entry of axis -2."""
     return sums_before(x[..., ::-1, :])[..., ::-1, :]
 
 
-def _halves(x: Any, half: int) -> tuple[Any, Any]:
+def _halves(x: mx.array, half: int) -> tuple[mx.array, mx.array]:
     """Return the halves (..., C / 2h, h, ·) of the blocks of 2h tokens in x (..., C, ·)."""
     blocks = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
     return blocks[..., 0, :, :], blocks[..., 1, :, :]

@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks of tokens, on arrays of MLX or of numpy.
+"""The gated delta rule by chunks of tokens.
 
 Of each head, with a state S (Dv, Dk), gates g, and betas b (Yang et al., arXiv:2412.06464):
 
@@ -17,16 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mlxtune.backend.mixers.decay import decay, sums_before, sums_from
-from mlxtune.backend.mixers.triangular import library, strictly_lower, unit_inverse
+import mlx.core as mx
+
+from mlxtune.backend.mixers.decay import ChannelDecay, HeadDecay, decay, sums_before, sums_from
+from mlxtune.backend.mixers.triangular import strictly_lower, unit_inverse
 
 # The tokens of a chunk.
 SIZE = 64
 
 
-def outputs(arrays: Sequence[Any], state: Any) -> tuple[Any, Any]:
+def outputs(arrays: Sequence[mx.array], state: mx.array) -> tuple[mx.array, mx.array]:
     """Return y (B, T, Hv, Dv) of q, k, v, log-gates and beta, and the state at the end, float32.
 
     Shapes are those of `gated_delta.gated_delta_rule`.
@@ -37,7 +38,9 @@ def outputs(arrays: Sequence[Any], state: Any) -> tuple[Any, Any]:
     return chunks.values(y, arrays[2]), chunks.from_state(last)
 
 
-def gradients(arrays: Sequence[Any], start: Any, d_y: Any, d_state: Any) -> list[Any]:
+def gradients(
+    arrays: Sequence[mx.array], start: mx.array, d_y: mx.array, d_state: mx.array
+) -> list[mx.array]:
     """Return the gradients of the arrays and of the state at the start of a group of chunks."""
     chunks = _Chunks.of(arrays)
     q, k, v, beta, by_decay = chunks.q, chunks.k, chunks.v, chunks.beta, chunks.decay
@@ -79,31 +82,31 @@ class _Chunks:
     Arrays are (N, B, Hk, Hv / Hk, C, ·), float32; states (N, B, Hk, Hv / Hk, Dk, Dv).
     """
 
-    q: Any
-    k: Any
-    v: Any
-    beta: Any
-    decay: Any
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    beta: mx.array
+    decay: HeadDecay | ChannelDecay
     # The products of keys, strictly lower, and of queries and keys, with decay.
-    keys: Any
-    scores: Any
-    inverse: Any
+    keys: mx.array
+    scores: mx.array
+    inverse: mx.array
     # Queries and keys with decay from the start, keys with that to the end.
-    q_from: Any
-    k_from: Any
-    k_to: Any
+    q_from: mx.array
+    k_from: mx.array
+    k_to: mx.array
     # Deltas for a state of zeros, and by how much each entry of the state changes them.
-    own: Any
-    by_state: Any
+    own: mx.array
+    by_state: mx.array
 
     @staticmethod
-    def of(arrays: Sequence[Any]) -> _Chunks:
+    def of(arrays: Sequence[mx.array]) -> _Chunks:
         """Compute them from q, k, v, log-gates and beta."""
         heads = arrays[0].shape[2]
         q, k, v, log_gates, beta = [_split(x, heads) for x in arrays]
         by_decay = decay(log_gates)
         if by_decay.channels:
-            q, k = (library(q).broadcast_to(x, log_gates.shape) for x in (q, k))
+            q, k = (mx.broadcast_to(x, log_gates.shape) for x in (q, k))
         keys = strictly_lower(by_decay.products(k, k))
         inverse = unit_inverse(beta * keys)
         k_from = k * by_decay.from_start
@@ -123,7 +126,7 @@ class _Chunks:
             by_state=inverse @ (beta * k_from),
         )
 
-    def scan(self, state: Any) -> tuple[Any, Any, Any]:
+    def scan(self, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the states at which the chunks start, their deltas, and the state at the end."""
         states, deltas = [], []
         k_to, whole = self.k_to.swapaxes(-1, -2), self.decay.whole.swapaxes(-1, -2)
@@ -131,9 +134,9 @@ class _Chunks:
             states.append(state)
             deltas.append(self.own[i] - self.by_state[i] @ state)
             state = whole[i] * state + k_to[i] @ deltas[i]
-        return _stacked(states), _stacked(deltas), state
+        return mx.stack(states), mx.stack(deltas), state
 
-    def scan_back(self, d_y: Any, d_state: Any) -> tuple[Any, Any, Any]:
+    def scan_back(self, d_y: mx.array, d_state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the gradients of deltas, of states where chunks end, and of that at the start."""
         from_y = self.scores.swapaxes(-1, -2) @ d_y
         to_state = self.q_from.swapaxes(-1, -2) @ d_y
@@ -143,39 +146,35 @@ class _Chunks:
             d_ends.append(d_state)
             d_deltas.append(from_y[i] + self.k_to[i] @ d_state)
             d_state = whole[i] * d_state + to_state[i] - by_state[i] @ d_deltas[-1]
-        return _stacked(d_deltas[::-1]), _stacked(d_ends[::-1]), d_state
+        return mx.stack(d_deltas[::-1]), mx.stack(d_ends[::-1]), d_state
 
-    def as_gates(self, d: Any) -> Any:
+    def as_gates(self, d: mx.array) -> mx.array:
         """Return the gradients of what gates multiply, by channels, as those of the gates."""
         return d if self.decay.channels else d.sum(-1, keepdims=True)
 
-    def values(self, x: Any, like: Any) -> Any:
+    def values(self, x: mx.array, like: mx.array) -> mx.array:
         """Return an array by chunks in the shape of `like`, (B, T, H, ·) or (B, T, H)."""
         rows, tokens = like.shape[:2]
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, *like.shape[2:])[:, :tokens]
 
-    def state(self, state: Any) -> Any:
+    def state(self, state: mx.array) -> mx.array:
         """Return a state (B, Hv, Dv, Dk) as the chunks have it."""
         heads, (rows, _, *shape) = self.q.shape[2], state.shape
         return state.reshape(rows, heads, -1, *shape).swapaxes(-1, -2)
 
-    def from_state(self, state: Any) -> Any:
+    def from_state(self, state: mx.array) -> mx.array:
         """Return a state of the chunks as (B, Hv, Dv, Dk)."""
         return state.swapaxes(-1, -2).reshape(len(state), -1, *state.shape[:2:-1])
 
 
-def _split(x: Any, key_heads: int) -> Any:
+def _split(x: mx.array, key_heads: int) -> mx.array:
     """Return an array (B, T, H, ·) or (B, T, H) by chunks, padded with zeros."""
-    xp, (rows, tokens, heads) = library(x), x.shape[:3]
+    rows, tokens, heads = x.shape[:3]
     size = min(1 << (tokens - 1).bit_length(), SIZE)
     x = x.reshape(rows, tokens, heads, -1)
     if tokens % size:
-        x = xp.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
+        x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     x = x.reshape(rows, -1, size, key_heads, heads // key_heads, x.shape[-1])
-    x = x.transpose(1, 0, 3, 4, 2, 5).astype(xp.float32)
+    x = x.transpose(1, 0, 3, 4, 2, 5).astype(mx.float32)
     # Laid out as its products read it, by a copy that MLX can export, unlike mx.contiguous.
     return x.reshape(-1).reshape(x.shape)
-
-
-def _stacked(arrays: Sequence[Any]) -> Any:
-    return library(arrays[0]).stack(arrays)

@@ -1,4 +1,4 @@
-"""The gated delta rule by numpy, against the one by MLX, which is compared with mlx-lm's."""
+"""The gated delta rule by kernels, against the one by MLX, which is compared with mlx-lm's."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ def inputs(tokens: int, key_heads: int, channels: bool = False, size: int = 8) -
 
 
 @pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize(("tokens", "key_heads"), [(1, 1), (70, 2), (300, 3)])
-def test_rule_and_its_gradients(tokens: int, key_heads: int, channels: bool) -> None:
-    given = inputs(tokens, key_heads, channels)
+@pytest.mark.parametrize(("tokens", "key_heads", "size"), [(1, 1, 8), (70, 2, 128), (300, 3, 8)])
+def test_rule_and_its_gradients(tokens: int, key_heads: int, size: int, channels: bool) -> None:
+    """Also past a kept state, and with gates of 0 and 1."""
+    given = inputs(tokens, key_heads, channels, size)
+    given[3][:, 5:60:9] = -mx.inf
+    given[3][:, 6:60:7] = 0
     expected = gated_delta_rule(*given)
     cotangents = [random(*x.shape, seed=6) for x in expected]
     for x, y in zip(gated_delta.gated_delta_rule(*given), expected, strict=True):
@@ -57,20 +60,10 @@ def test_queries_and_keys_are_normalized_as_by_mlx_lm(scale: float) -> None:
     )
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_products_that_wake_threads_of_the_blas_are_left_to_mlx(
-    served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    monkeypatch.setattr(gated_delta, "by_mlx", lambda *x: calls.append(x) or gated_delta_rule(*x))
-    gated_delta.gated_delta_rule(*inputs(2, 1, size=64 if served else 128))
-    assert bool(calls) is not served
-
-
 def test_layer_that_keeps_its_products_runs_the_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     run = gated_delta._run
-    monkeypatch.setattr(gated_delta, "_run", lambda x: runs.append(x) or run(x))
+    monkeypatch.setattr(gated_delta, "_run", lambda *x: runs.append(x) or run(*x))
     given = inputs(70, 1)
 
     def layer(*x: mx.array) -> list[mx.array]:

@@ -8,9 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.mixers import convolution
 from mlxtune.backend.mixers.replacements import KINDS
 from mlxtune.backend.step.operations import MLX, PLAIN
+from mlxtune.core.steps.execution import Operations
 from tests.backend.cpu.compared import assert_close, random
 
 
@@ -25,18 +27,24 @@ def gradient(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
     return mx.grad(lambda x: (layer(x) * weight).sum())(x)
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize(
+    ("on_cpu", "operations"), [(True, CPU), (True, MLX), (False, MLX)], ids=["cpu", "mlx", "gpu"]
+)
 @pytest.mark.parametrize(
     ("options", "length"),
     [({}, 9), ({}, 4), ({"bias": False}, 12), ({"kernel_size": 1}, 3), ({"kernel_size": 8}, 8)],
 )
 def test_depthwise_convolution_and_its_gradient(
-    options: dict[str, int], length: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int],
+    length: int,
+    on_cpu: bool,
+    operations: Operations,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(convolution, "on_cpu", lambda: on_cpu)
     model, x = Model(**options), random(2, length, 6)
     wanted = model.conv1d(x), gradient(model.conv1d, x)
-    undo = MLX.prepare(model)
+    undo = operations.prepare(model)
     assert convolution.is_depthwise(model.conv1d, x)
     assert_close(model.conv1d(x), wanted[0], 1e-6)
     assert_close(gradient(model.conv1d, x), wanted[1], 1e-6)

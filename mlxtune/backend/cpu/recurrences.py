@@ -1,0 +1,292 @@
+"""Loops of recurrences and of what goes with them, compiled as those of `kernels` are.
+
+Each state is computed by itself, so that it stays in the caches.
+"""
+
+import numpy as np
+
+from mlxtune.backend.cpu.kernels import exp, inline, kernel
+
+_f = np.float32
+_ZERO, _HALF, _ONE, _SIXTH = _f(0), _f(0.5), _f(1), _f(1.6666665459e-1)
+_NOTHING = _f(-50)
+# Tokens from one kept state of the gated delta rule to the next. Its gradient makes the states
+# between them again, first one in so many, then those of so many tokens.
+GROUP, _SEGMENT = 256, 16
+
+
+@inline
+def _decay(coarse, fine):  # type: ignore[no-untyped-def]
+    """Return exp(coarse + fine) for |fine| < 2^-6, in a way that never rounds their sum.
+
+    It is 0 from e^-50 on: products with subnormal numbers, which smaller ones lead to, are slow.
+    """
+    e = exp(coarse) * (_ONE + fine * (_ONE + fine * (_HALF + fine * _SIXTH)))
+    return e if coarse > _NOTHING else _ZERO
+
+
+@kernel
+def weigh(start, end, out, sums, pairs):  # type: ignore[no-untyped-def]
+    """Write pairs (m / r, c, c) times exp(sums_i - sums_j), of sums (2, m, c), for j <= i."""
+    heads = len(out) // len(pairs)
+    for m in range(start, end):
+        # Only rows that are looked up outside of the loops let these be vectorised.
+        rows, given, coarse, fine = out[m], pairs[m // heads], sums[0, m], sums[1, m]
+        for i in range(len(rows)):
+            for j in range(i + 1):
+                rows[i, j] = given[i, j] * _decay(coarse[i] - coarse[j], fine[i] - fine[j])
+
+
+@kernel
+def weigh_back(start, end, out, sums, pairs, d, d_pairs, d_decays):  # type: ignore[no-untyped-def]
+    """Write what `weigh` writes, and the gradients of pairs and of what the sums are of (m, c).
+
+    d is the gradient of `out`. A decay is between all tokens before it and those from it on.
+    """
+    length, heads = out.shape[1], len(out) // len(pairs)
+    after = np.empty(length, np.float32)
+    for m in range(start * heads, end * heads):
+        rows, d_rows, coarse, fine = out[m], d[m], sums[0, m], sums[1, m]
+        given, d_given = pairs[m // heads], d_pairs[m // heads]
+        after[:] = _ZERO
+        for i in range(length - 1, -1, -1):
+            total = _ZERO
+            for j in range(i):
+                e = _decay(coarse[i] - coarse[j], fine[i] - fine[j])
+                w = given[i, j] * e
+                rows[i, j] = w
+                d_given[i, j] += d_rows[i, j] * e
+                after[j] += d_rows[i, j] * w
+                total += after[j]
+            rows[i, i] = given[i, i]
+            d_given[i, i] += d_rows[i, i]
+            d_decays[m, i] = total
+
+
+@kernel
+def scan(start, end, x, dt, a, b, c, first, y, last):  # type: ignore[no-untyped-def]
+    """Run Mamba's recurrence: x, dt, y (B D, T), a (D, n), b, c (B, T, n), states (B D, n)."""
+    for row in range(start, end):
+        line, state = row // len(a), last[row]
+        decays, bs, cs = a[row % len(a)], b[line], c[line]
+        state[:] = first[row]
+        for t in range(x.shape[1]):
+            step, u, total = dt[row, t], dt[row, t] * x[row, t], _ZERO
+            for n in range(len(state)):
+                h = exp(step * decays[n]) * state[n] + u * bs[t, n]
+                state[n] = h
+                total += h * cs[t, n]
+            y[row, t] = total
+
+
+@kernel
+def scan_back(start, end, x, dt, a, b, c, first, d_y, d, d_x, d_dt, d_b, d_c):  # type: ignore
+    """Write the gradients of what `scan` takes; d is that of the last state, then of the first.
+
+    Each thread adds up those of b and c in its half of (2, B, T, n).
+    """
+    length, half = x.shape[1], 1 if start else 0
+    states, factors = np.empty((length + 1, a.shape[1]), _f), np.empty((length, a.shape[1]), _f)
+    for row in range(start, end):
+        line, back = row // len(a), d[row]
+        decays, bs, cs = a[row % len(a)], b[line], c[line]
+        d_bs, d_cs = d_b[half, line], d_c[half, line]
+        states[0] = first[row]
+        for t in range(length):
+            step, u = dt[row, t], dt[row, t] * x[row, t]
+            for n in range(len(back)):
+                factors[t, n] = exp(step * decays[n])
+                states[t + 1, n] = factors[t, n] * states[t, n] + u * bs[t, n]
+        for t in range(length - 1, -1, -1):
+            u, d_out, d_u, d_step = dt[row, t] * x[row, t], d_y[row, t], _ZERO, _ZERO
+            for n in range(len(back)):
+                g = back[n] + d_out * cs[t, n]
+                d_cs[t, n] += d_out * states[t + 1, n]
+                d_bs[t, n] += g * u
+                d_u += g * bs[t, n]
+                g *= factors[t, n]
+                d_step += g * states[t, n] * decays[n]
+                back[n] = g
+            d_x[row, t] = d_u * dt[row, t]
+            d_dt[row, t] = d_u * x[row, t] + d_step
+
+
+@kernel
+def delta(start, end, q, k, v, log_gates, beta, first, y, kept):  # type: ignore[no-untyped-def]
+    """Run the gated delta rule for rows and heads from `start` to `end`, of B Hv.
+
+    Arrays are (B, T, H, ·), with beta (B, T, Hv), `first` (B, Hv, Dk, Dv); `kept`
+    (G + 1, B, Hv, Dk, Dv) gets the states before each group of tokens and at the end.
+    """
+    tokens, heads = v.shape[1], v.shape[2]
+    times = heads // q.shape[2]
+    error, update = np.empty(v.shape[3], _f), np.empty(v.shape[3], _f)
+    gates = np.empty(k.shape[3], _f)
+    for item in range(start, end):
+        row, head = item // heads, item % heads
+        key_head = head // times
+        state = first[row, head].copy()
+        for t in range(tokens):
+            if t % GROUP == 0:
+                kept[t // GROUP, row, head] = state
+            keys = k[row, t, key_head]
+            _set_gates(log_gates[row, t, head], gates)
+            _decayed(state, keys, gates, v[row, t, head], error)
+            for j in range(len(error)):
+                update[j] = beta[row, t, head] * error[j]
+            out, queries = y[row, t, head], q[row, t, key_head]
+            out[:] = _ZERO
+            for i in range(len(state)):
+                line, key, query = state[i], keys[i], queries[i]
+                for j in range(len(out)):
+                    value = line[j] + key * update[j]
+                    line[j] = value
+                    out[j] += query * value
+        kept[len(kept) - 1, row, head] = state
+
+
+@kernel
+def delta_back(  # type: ignore[no-untyped-def]
+    start, end, q, k, v, log_gates, beta, kept, d_y, d_last, d_q, d_k, d_v, d_gates, d_beta, d_first
+):
+    """Write the gradients of what `delta` takes, for rows and key heads from `start` to `end`.
+
+    Those of q and k are added to what they hold, those of all value heads.
+    """
+    tokens, heads, key_heads = v.shape[1], v.shape[2], q.shape[2]
+    times, (inner, outer) = heads // key_heads, d_last.shape[2:]
+    starts = np.empty((-(-GROUP // _SEGMENT), inner, outer), _f)
+    before = np.empty((_SEGMENT, inner, outer), _f)
+    errors, d_update = np.empty((_SEGMENT, outer), _f), np.empty(outer, _f)
+    update, state = np.empty(outer, _f), np.empty((inner, outer), _f)
+    gates, by_gates = np.empty((_SEGMENT, inner), _f), np.empty(inner, _f)
+    for item in range(start * times, end * times):
+        row, head = item // heads, item % heads
+        key_head = head // times
+        d_state = d_last[row, head].copy()
+        for group in range(len(kept) - 2, -1, -1):
+            first, last = group * GROUP, min((group + 1) * GROUP, tokens)
+            state[:] = kept[group, row, head]
+            for t in range(first, last):
+                if (t - first) % _SEGMENT == 0:
+                    starts[(t - first) // _SEGMENT] = state
+                keys, b = k[row, t, key_head], beta[row, t, head]
+                _set_gates(log_gates[row, t, head], gates[0])
+                _decayed(state, keys, gates[0], v[row, t, head], errors[0])
+                _updated(state, keys, errors[0], b)
+            for segment in range((last - first - 1) // _SEGMENT, -1, -1):
+                begin = first + segment * _SEGMENT
+                stop = min(begin + _SEGMENT, last)
+                state[:] = starts[segment]
+                for t in range(begin, stop):
+                    at, keys, b = t - begin, k[row, t, key_head], beta[row, t, head]
+                    _set_gates(log_gates[row, t, head], gates[at])
+                    _decayed(state, keys, gates[at], v[row, t, head], errors[at])
+                    before[at] = state
+                    _updated(state, keys, errors[at], b)
+                for t in range(stop - 1, begin - 1, -1):
+                    at, d_out = t - begin, d_y[row, t, head]
+                    decayed, error, scales = before[at], errors[at], gates[at]
+                    keys, queries = k[row, t, key_head], q[row, t, key_head]
+                    d_keys, d_queries = d_k[row, t, key_head], d_q[row, t, key_head]
+                    b, along, total = beta[row, t, head], _ZERO, _ZERO
+                    for j in range(outer):
+                        update[j] = b * error[j]
+                        along += update[j] * d_out[j]
+                        d_update[j] = _ZERO
+                    for i in range(inner):
+                        d_line, line, key, query = d_state[i], decayed[i], keys[i], queries[i]
+                        by_query, by_key = _ZERO, _ZERO
+                        for j in range(outer):
+                            d = d_line[j] + query * d_out[j]
+                            d_line[j] = d
+                            d_update[j] += key * d
+                            by_query += line[j] * d_out[j]
+                            by_key += d * update[j]
+                        d_queries[i] += by_query + key * along
+                        d_keys[i] += by_key
+                    for j in range(outer):
+                        total += d_update[j] * error[j]
+                        d_update[j] *= b
+                    d_beta[row, t, head] = total
+                    d_v[row, t, head] = d_update
+                    for i in range(inner):
+                        d_line, line, key, gate = d_state[i], decayed[i], keys[i], scales[i]
+                        by_key, by_gate = _ZERO, _ZERO
+                        for j in range(outer):
+                            d = d_line[j] - key * d_update[j]
+                            by_key += line[j] * d_update[j]
+                            by_gate += d * line[j]
+                            d_line[j] = gate * d
+                        d_keys[i] -= by_key
+                        by_gates[i] = by_gate
+                    _put_gates(by_gates, d_gates[row, t, head])
+        d_first[row, head] = d_state
+
+
+@inline
+def _set_gates(log_gates, gates):  # type: ignore[no-untyped-def]
+    """Set the gates of all channels from log-gates of each, or the one that they share."""
+    for i in range(len(log_gates)):
+        gates[i] = _ZERO if log_gates[i] <= _NOTHING else exp(log_gates[i])
+    if len(log_gates) == 1:
+        gates[:] = gates[0]
+
+
+@inline
+def _put_gates(by_channel, out):  # type: ignore[no-untyped-def]
+    """Set the gradients of log-gates from those of each channel."""
+    if len(out) == 1:
+        total = _ZERO
+        for i in range(len(by_channel)):
+            total += by_channel[i]
+        out[0] = total
+    else:
+        out[:] = by_channel
+
+
+@inline
+def _decayed(state, keys, gates, given, error):  # type: ignore[no-untyped-def]
+    """Scale the state (Dk, Dv) by the gates; set the error of what it holds for the keys."""
+    error[:] = given
+    for i in range(len(state)):
+        line, key, gate = state[i], keys[i], gates[i]
+        for j in range(len(error)):
+            value = gate * line[j]
+            line[j] = value
+            error[j] -= key * value
+
+
+@inline
+def _updated(state, keys, error, b):  # type: ignore[no-untyped-def]
+    """Add to the state the update b * error at the keys."""
+    for i in range(len(state)):
+        line, factor = state[i], keys[i] * b
+        for j in range(len(error)):
+            line[j] += factor * error[j]
+
+
+@kernel
+def convolve(start, end, x, taps, out):  # type: ignore[no-untyped-def]
+    """Write the causal convolution (B, T, C) of x (B, T + K - 1, C) with taps (K, C)."""
+    for item in range(start, end):
+        row, t = item // out.shape[1], item % out.shape[1]
+        made = out[row, t]
+        made[:] = _ZERO
+        for k in range(len(taps)):
+            line, tap = x[row, t + k], taps[k]
+            for c in range(len(made)):
+                made[c] += tap[c] * line[c]
+
+
+@kernel
+def convolve_back(start, end, d, taps, d_x):  # type: ignore[no-untyped-def]
+    """Write the gradient (B, T + K - 1, C) of the input, for that of the output (B, T, C)."""
+    for item in range(start, end):
+        row, t = item // d_x.shape[1], item % d_x.shape[1]
+        made = d_x[row, t]
+        made[:] = _ZERO
+        for k in range(max(0, t - d.shape[1] + 1), min(len(taps), t + 1)):
+            line, tap = d[row, t - k], taps[k]
+            for c in range(len(made)):
+                made[c] += tap[c] * line[c]
