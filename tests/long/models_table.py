@@ -1,6 +1,7 @@
 """Measure docs/models.md: architectures beside mlx-lm's own trainer, and what each gets.
 
     python -m tests.long.models_table [NAME ...] [--case CASE ...] [--execution auto|gpu]
+                                      [--repeats N]
     python -m tests.long.models_table --page
 
 Models of random weights are made in a temporary folder, one after the other (up to 1 GB each). What
@@ -143,7 +144,6 @@ def measure(folder: Path, data: Path, case: Case, **options: Any) -> dict[str, A
         "--batch-size": case.batch_size,
         "--max-seq-len": case.max_seq_len,
         "--steps": case.steps,
-        "--repeats": 1,
         **{f"--{name}": value for name, value in options.items()},
     }
     try:
@@ -205,7 +205,9 @@ def write_records(path: Path, records: Records) -> None:
     write_file(path, [f"{json.dumps(each)}\n".encode() for each in found])
 
 
-def measure_all(name: str, cases: list[str], execution: str, records: Records) -> None:
+def measure_all(
+    name: str, cases: list[str], execution: str, repeats: int, records: Records
+) -> None:
     """Describe an architecture and measure cases of it; keep each at once."""
     record = records.setdefault(name, {"name": name, "cases": {}})
     with tempfile.TemporaryDirectory(prefix="mlxtune-models-") as scratch:
@@ -216,12 +218,15 @@ def measure_all(name: str, cases: list[str], execution: str, records: Records) -
             folder = Path(scratch) / f"model-{layers or 'whole'}"
             if not folder.exists():
                 write_sized(folder, name, SHARED, layers)
-            options = {"execution": execution}
+            options = {"execution": execution, "repeats": repeats}
             if not record["targets"]:
                 options["targets"] = "all"
             data = rows(MEASURED[case], folder, SHARED)
             found = measure(folder, data, MEASURED[case], **options)
-            record["cases"].setdefault(execution, {})[case] = found | {"model_layers": layers}
+            record["cases"].setdefault(execution, {})[case] = found | {
+                "model_layers": layers,
+                "repeats": repeats,
+            }
             write_records(RECORDS, records)
             print(f"{name}, {case}, {execution}: {json.dumps(found)}", flush=True)
 
@@ -232,13 +237,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(LISTED))
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--execution", choices=("auto", "gpu"), default="auto")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each side; their median")
     parser.add_argument("--page", action="store_true", help="make the page, measure nothing")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in LISTED]:
         parser.error(f"nothing is named {', '.join(unknown)}: there are {', '.join(LISTED)}")
     records = read_records(RECORDS)
     for name in [] if given.page else given.names or LISTED:
-        measure_all(name, given.case, given.execution, records)
+        measure_all(name, given.case, given.execution, given.repeats, records)
     write_file(DOCS / "models.md", [page(records).encode()])
     if found := broken(records):
         sys.exit("\n".join(found))
