@@ -8,59 +8,115 @@ import numpy as np
 from mlxtune.backend.cpu.kernels import exp, inline, kernel
 
 _f = np.float32
-_ZERO, _HALF, _ONE, _SIXTH = _f(0), _f(0.5), _f(1), _f(1.6666665459e-1)
-_NOTHING = _f(-50)
-# Tokens from one kept state of the gated delta rule to the next. Its gradient makes the states
-# between them again, first one in so many, then those of so many tokens.
+_ZERO, _NOTHING = _f(0), _f(-50)
+# Tokens from one kept state to the next. Gradients make the states between them again: first one
+# in so many, then those of so many tokens.
 GROUP, _SEGMENT = 256, 16
 
 
+@kernel
+def state_space(start, end, x, dt, a, b, c, first, y, kept):  # type: ignore[no-untyped-def]
+    """Run Mamba 2's recurrence for rows and heads from `start` to `end`, of B H.
+
+    x, y (B, T, H, P), dt (B, T, H), a (H,), b, c (B, T, G, n), `first` (B, H, n, P); `kept`
+    (N + 1, B, H, n, P) gets the states before each group of tokens and at the end.
+    """
+    tokens, heads = x.shape[1], x.shape[2]
+    times = heads // b.shape[2]
+    inputs = np.empty(x.shape[3], _f)
+    for item in range(start, end):
+        row, head = item // heads, item % heads
+        state = first[row, head].copy()
+        for t in range(tokens):
+            if t % GROUP == 0:
+                kept[t // GROUP, row, head] = state
+            given, out, bs, cs = x[row, t, head], y[row, t, head], b[row, t], c[row, t]
+            step = dt[row, t, head]
+            decay = _gate(step * a[head])
+            for j in range(len(out)):
+                inputs[j], out[j] = step * given[j], _ZERO
+            for k in range(len(state)):
+                line, write, read = state[k], bs[head // times, k], cs[head // times, k]
+                for j in range(len(out)):
+                    value = decay * line[j] + write * inputs[j]
+                    line[j] = value
+                    out[j] += read * value
+        kept[len(kept) - 1, row, head] = state
+
+
+@kernel
+def state_space_back(  # type: ignore[no-untyped-def]
+    start, end, x, dt, a, b, c, kept, d_y, d_last, d_x, d_dt, d_b, d_c, d_first
+):
+    """Write the gradients of what `state_space` takes, but a.
+
+    Each thread adds up those of b and c in its half of (2, B, T, G, n).
+    """
+    tokens, heads, half = x.shape[1], x.shape[2], 1 if start else 0
+    times, (inner, outer) = heads // b.shape[2], d_last.shape[2:]
+    starts = np.empty((-(-GROUP // _SEGMENT), inner, outer), _f)
+    before = np.empty((_SEGMENT, inner, outer), _f)
+    inputs, d_inputs = np.empty(outer, _f), np.empty(outer, _f)
+    for item in range(start, end):
+        row, head = item // heads, item % heads
+        d_state, own = d_last[row, head].copy(), head // times
+        for group in range(len(kept) - 2, -1, -1):
+            first, last = group * GROUP, min((group + 1) * GROUP, tokens)
+            state = kept[group, row, head].copy()
+            for t in range(first, last):
+                if (t - first) % _SEGMENT == 0:
+                    starts[(t - first) // _SEGMENT] = state
+                step = dt[row, t, head]
+                _advanced(state, _gate(step * a[head]), step, b[row, t, own], x[row, t, head])
+            for segment in range((last - first - 1) // _SEGMENT, -1, -1):
+                begin = first + segment * _SEGMENT
+                stop = min(begin + _SEGMENT, last)
+                state[:] = starts[segment]
+                for t in range(begin, stop):
+                    before[t - begin] = state
+                    step = dt[row, t, head]
+                    _advanced(state, _gate(step * a[head]), step, b[row, t, own], x[row, t, head])
+                for t in range(stop - 1, begin - 1, -1):
+                    given, d_out, step = x[row, t, head], d_y[row, t, head], dt[row, t, head]
+                    d_bs, d_cs = d_b[half, row, t, own], d_c[half, row, t, own]
+                    bs, cs, earlier = b[row, t, own], c[row, t, own], before[t - begin]
+                    decay, along, by_decay, by_step = _gate(step * a[head]), _ZERO, _ZERO, _ZERO
+                    for j in range(outer):
+                        inputs[j], d_inputs[j] = step * given[j], _ZERO
+                        along += inputs[j] * d_out[j]
+                    for k in range(inner):
+                        d_line, line, write, read = d_state[k], earlier[k], bs[k], cs[k]
+                        by_read, by_write = _ZERO, _ZERO
+                        for j in range(outer):
+                            d = d_line[j] + read * d_out[j]
+                            by_read += line[j] * d_out[j]
+                            by_write += d * inputs[j]
+                            d_inputs[j] += write * d
+                            d *= decay
+                            by_decay += d * line[j]
+                            d_line[j] = d
+                        d_cs[k] += decay * by_read + write * along
+                        d_bs[k] += by_write
+                    for j in range(outer):
+                        by_step += given[j] * d_inputs[j]
+                        d_x[row, t, head, j] = step * d_inputs[j]
+                    d_dt[row, t, head] = by_step + a[head] * by_decay
+        d_first[row, head] = d_state
+
+
 @inline
-def _decay(coarse, fine):  # type: ignore[no-untyped-def]
-    """Return exp(coarse + fine) for |fine| < 2^-6, in a way that never rounds their sum.
-
-    It is 0 from e^-50 on: products with subnormal numbers, which smaller ones lead to, are slow.
-    """
-    e = exp(coarse) * (_ONE + fine * (_ONE + fine * (_HALF + fine * _SIXTH)))
-    return e if coarse > _NOTHING else _ZERO
+def _gate(log_gate):  # type: ignore[no-untyped-def]
+    """Return e to the log-gate; 0 from e^-50 on, which would lead to slow subnormal numbers."""
+    return _ZERO if log_gate <= _NOTHING else exp(log_gate)
 
 
-@kernel
-def weigh(start, end, out, sums, pairs):  # type: ignore[no-untyped-def]
-    """Write pairs (m / r, c, c) times exp(sums_i - sums_j), of sums (2, m, c), for j <= i."""
-    heads = len(out) // len(pairs)
-    for m in range(start, end):
-        # Only rows that are looked up outside of the loops let these be vectorised.
-        rows, given, coarse, fine = out[m], pairs[m // heads], sums[0, m], sums[1, m]
-        for i in range(len(rows)):
-            for j in range(i + 1):
-                rows[i, j] = given[i, j] * _decay(coarse[i] - coarse[j], fine[i] - fine[j])
-
-
-@kernel
-def weigh_back(start, end, out, sums, pairs, d, d_pairs, d_decays):  # type: ignore[no-untyped-def]
-    """Write what `weigh` writes, and the gradients of pairs and of what the sums are of (m, c).
-
-    d is the gradient of `out`. A decay is between all tokens before it and those from it on.
-    """
-    length, heads = out.shape[1], len(out) // len(pairs)
-    after = np.empty(length, np.float32)
-    for m in range(start * heads, end * heads):
-        rows, d_rows, coarse, fine = out[m], d[m], sums[0, m], sums[1, m]
-        given, d_given = pairs[m // heads], d_pairs[m // heads]
-        after[:] = _ZERO
-        for i in range(length - 1, -1, -1):
-            total = _ZERO
-            for j in range(i):
-                e = _decay(coarse[i] - coarse[j], fine[i] - fine[j])
-                w = given[i, j] * e
-                rows[i, j] = w
-                d_given[i, j] += d_rows[i, j] * e
-                after[j] += d_rows[i, j] * w
-                total += after[j]
-            rows[i, i] = given[i, i]
-            d_given[i, i] += d_rows[i, i]
-            d_decays[m, i] = total
+@inline
+def _advanced(state, decay, step, write, given):  # type: ignore[no-untyped-def]
+    """Scale the state (n, P) by the decay and add step * write given^T."""
+    for k in range(len(state)):
+        line, factor = state[k], write[k] * step
+        for j in range(len(given)):
+            line[j] = decay * line[j] + factor * given[j]
 
 
 @kernel
@@ -228,7 +284,7 @@ def delta_back(  # type: ignore[no-untyped-def]
 def _set_gates(log_gates, gates):  # type: ignore[no-untyped-def]
     """Set the gates of all channels from log-gates of each, or the one that they share."""
     for i in range(len(log_gates)):
-        gates[i] = _ZERO if log_gates[i] <= _NOTHING else exp(log_gates[i])
+        gates[i] = _gate(log_gates[i])
     if len(log_gates) == 1:
         gates[:] = gates[0]
 

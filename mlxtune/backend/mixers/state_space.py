@@ -16,7 +16,6 @@ and values P: groups have one B and one C, so that products serve all heads of a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -34,21 +33,6 @@ _LOWEST = -50.0
 _COARSE = 4096.0
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """What a device may have its own functions for.
-
-    `weigh` takes C_i . B_j (B, N, G, 1, I, I) and L, in two parts (2, B, N, G, R, I), to the
-    weights (B, N, G, R, I, I) of u_j in y_i. `weigh_back` takes these and the gradient of the
-    weights to the weights and the gradients of C_i . B_j and of a (B, N, G, R, I). `keep` runs a
-    function whose array may be kept for the backward pass.
-    """
-
-    weigh: Callable[[mx.array, mx.array], mx.array]
-    weigh_back: Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]]
-    keep: Callable[[Callable[[], mx.array]], mx.array] = lambda make: make()
-
-
 def _decays(sums: mx.array) -> mx.array:
     decays = _exp((sums[..., :, None] - sums[..., None, :]).sum(axis=0))
     return mx.where(mx.tril(mx.ones(decays.shape[-2:], dtype=mx.bool_)), decays, 0)
@@ -57,23 +41,6 @@ def _decays(sums: mx.array) -> mx.array:
 def _exp(x: mx.array) -> mx.array:
     # Products with subnormal numbers, which smaller ones lead to, are slow on the CPU.
     return mx.where(x < _LOWEST, 0, mx.exp(x))
-
-
-def _weigh(pairs: mx.array, sums: mx.array) -> mx.array:
-    return pairs * _decays(sums)
-
-
-def _weigh_back(
-    pairs: mx.array, sums: mx.array, d_weights: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    decays = _decays(sums)
-    weights = pairs * decays
-    # A decay is between all tokens before it and those from it on.
-    across = mx.tril(mx.cumsum(d_weights * weights, axis=-2, reverse=True), -1)
-    return weights, (d_weights * decays).sum(axis=3, keepdims=True), across.sum(axis=-1)
-
-
-MLX = Kernels(_weigh, _weigh_back)
 
 
 def ssm_update(
@@ -89,11 +56,12 @@ def ssm_update(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
     *,
-    kernels: Kernels = MLX,
+    rule: Callable[..., tuple[mx.array, mx.array]] | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Return what mlx-lm's function of this name returns: y (B, T, H, P), state (B, H, P, n).
 
-    A_log, D and dt_bias are frozen. Masks and lengths, with which mlx-lm generates, are left to it.
+    A_log, D and dt_bias are frozen. `rule` takes the place of `scan`. Masks and lengths, with which
+    mlx-lm generates, are left to it.
     """
     x = hidden_states
     if mask is not None or lengths is not None or x.shape[1] == 1:
@@ -101,7 +69,7 @@ def ssm_update(
     if state is None:
         state = mx.zeros((x.shape[0], *x.shape[2:], B.shape[-1]))
     steps = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias), *time_step_limit)
-    y, state = scan(x, steps, -mx.exp(A_log.astype(mx.float32)), B, C, state, kernels)
+    y, state = (rule or scan)(x, steps, -mx.exp(A_log.astype(mx.float32)), B, C, state)
     return y + x * D[:, None], state
 
 
@@ -112,7 +80,6 @@ def scan(
     B: mx.array,
     C: mx.array,
     state: mx.array,
-    kernels: Kernels = MLX,
 ) -> tuple[mx.array, mx.array]:
     """Return y (B, T, H, P) and the last state (B, H, P, n).
 
@@ -128,8 +95,8 @@ def scan(
             states, state = each.states(last[-1])
             begun.append(states)
             last.append(state)
-        ys = (each.outputs(states, kernels) for each, states in zip(chunks, begun, strict=True))
-        y = kernels.keep(lambda: mx.concatenate(list(ys), axis=1).astype(x.dtype))
+        ys = (each.outputs(states) for each, states in zip(chunks, begun, strict=True))
+        y = mx.concatenate(list(ys), axis=1).astype(x.dtype)
         return [y, *last[1:]]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -138,7 +105,7 @@ def scan(
         blocks = zip(_blocks([*whole, d_y]), [first, *outputs[1:-1]], strict=True)
         gradients = []
         for block, state in reversed(list(blocks)):
-            *made, d_state = _backward(block, state, decay, d_state, kernels)
+            *made, d_state = _backward(block, state, decay, d_state)
             # Together, or the arrays in between of each block would wait for the other blocks.
             gradients.append(mx.depends(made, made))
         joined = [
@@ -159,7 +126,7 @@ def _blocks(arrays: Sequence[mx.array]) -> list[list[mx.array]]:
 
 
 def _backward(
-    block: Sequence[mx.array], state: mx.array, decay: mx.array, d_last: mx.array, kernels: Kernels
+    block: Sequence[mx.array], state: mx.array, decay: mx.array, d_last: mx.array
 ) -> list[mx.array]:
     """Return the gradients of x, dt, B, C and the state of a block, which has that of y, too."""
     *inputs, d_y = block
@@ -174,7 +141,11 @@ def _backward(
     d_left = c.B @ d_states
 
     d_weights = _by_head(d_y) @ _transposed(_by_head(c.inputs))
-    weights, d_pairs, d_decays = kernels.weigh_back(c.pairs, c.sums, d_weights)
+    decays = _decays(c.sums)
+    weights, d_pairs = c.pairs * decays, (d_weights * decays).sum(axis=3, keepdims=True)
+    # A decay is between all tokens before it and those from it on.
+    across = mx.tril(mx.cumsum(d_weights * weights, axis=-2, reverse=True), -1)
+    d_decays = across.sum(axis=-1)
     d_C = d_pairs.squeeze(3) @ c.B + d_read @ _transposed(states)
     d_B = _transposed(d_pairs.squeeze(3)) @ c.C + left @ _transposed(d_states)
     d_inputs = _by_head(_transposed(weights) @ _by_head(d_y))
@@ -242,10 +213,10 @@ class _Chunks:
             states.append(self._next(states[-1], added, chunk))
         return mx.stack(states[:-1], axis=1), self._by_heads(states[-1])
 
-    def outputs(self, states: mx.array, kernels: Kernels) -> mx.array:
+    def outputs(self, states: mx.array) -> mx.array:
         """Return y (B, T, H, P) by the states that chunks begin with."""
         read = self.heads(self.C @ states.flatten(-2))
-        y = _by_head(kernels.weigh(self.pairs, self.sums) @ _by_head(self.inputs))
+        y = _by_head((self.pairs * _decays(self.sums)) @ _by_head(self.inputs))
         return self.line(y + self.since[..., None] * read, self.shape)
 
     def back_through_states(self, last: mx.array, read: mx.array) -> tuple[mx.array, mx.array]:
