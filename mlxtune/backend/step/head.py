@@ -84,7 +84,8 @@ class SplitModel:
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits (P, V) of hidden states (P, H)."""
         slot = _TrunkSlot(self._trunk, hidden[None])
-        return self._call(slot, mx.zeros((1, hidden.shape[0]), dtype=mx.int32))[0]
+        # Unlike an index, this needs no second array of logits for its gradient.
+        return self._call(slot, mx.zeros((1, hidden.shape[0]), dtype=mx.int32)).squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
         """Return whether examples in one line give what each gives by itself, as tried."""

@@ -100,11 +100,12 @@ def head_loss_sum(
             rows = hidden[at]
             if gradients:
                 # One chunk after the other, or the graph would hold the logits of all at once.
-                rows = mx.depends(rows, gradients[-1])
+                rows = mx.depends(rows, [gradients[-1], total])
             loss, gradient = loss_and_gradient(rows, targets[at], weights[at])
             total = total + loss
             gradients.append(gradient)
-        return total, mx.concatenate(gradients)
+        # With the loss, so that what it was computed from is not held until it is read.
+        return total, mx.depends(mx.concatenate(gradients), total)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         return cotangents[0].astype(outputs[1].dtype) * outputs[1]
