@@ -15,6 +15,9 @@ from mlxtune.backend.step.operations import MlxOperations
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
 
+# Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
+_COPIES = 10
+
 
 @dataclass(frozen=True)
 class _Matrix:
@@ -51,6 +54,9 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         trained += sum(m.outputs for m in updated)
     # Of the experts, each token goes through some.
     products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
+    # A recurrence behind a convolution keeps outputs and states, at most as wide as the latter.
+    mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
+    products = [each + width for each, width in zip(products, mixed, strict=True)]
     # A layer of experts gathers its inputs, or the gradients of these, for each of them.
     gathered = [sum(m.inputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
@@ -69,6 +75,9 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         products=sum(products),
         layer_products=max(map(sum, zip(products, gathered, strict=True))),
         updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
+        held_scores=_held_scores(base),
+        mixed=sum(mixed),
+        layer_mixed=max(mixed),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_cast=max((m.cast for m in every), default=0),
@@ -87,8 +96,7 @@ def planned_execution(execution: Execution, base: BaseModel, config: InstructCon
         memory = GraphMemory(TracedLayers(base, config, execution.operations.prepare))
         operations = MlxOperations(memory, plain=execution.operations.plain)
         return replace(execution, operations=operations)
-    # Capped scores are held on every device.
-    return replace(execution, holds_scores=_caps(base, attention=True))
+    return execution
 
 
 def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:
@@ -132,6 +140,19 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     if not hasattr(head, "unpacked"):
         return 0  # MLX's quantised products take the weight as it is.
     return entries * memory.head_copies
+
+
+def _mixed(layer: nn.Module) -> int:
+    """Return the channels of a layer's convolutions."""
+    return sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
+
+
+def _held_scores(base: BaseModel) -> int:
+    """Return the copies of scores of all heads that a layer's backward pass holds on the CPU."""
+    heads = int(base.text_config.get("num_attention_heads") or 1)
+    # Capped scores are no kernel's; latent attention adds scores of its own, with a gradient.
+    held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
+    return _COPIES * heads if held else 0
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:

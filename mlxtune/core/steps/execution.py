@@ -43,7 +43,9 @@ _SCALED = 2
 _GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
-# Copies of one layer's scores that its backward pass holds, if attention holds scores.
+# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds.
+_MIXED = 8
+# Copies of one layer's scores that its backward pass holds, if the graph's attention holds scores.
 _SCORES = 3
 
 
@@ -58,7 +60,9 @@ class ModelShapes:
     layer `widest_product`. `updated` is the width of one layer's outputs with LoRA, `scaled` of all
     outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the largest matrix
     that is cast, and of the largest quantised one that is unpacked, for each product; `head_cast`
-    those of the head. `plain_head`: the head is one product.
+    those of the head. `plain_head`: the head is one product. `held_scores` are the copies of the
+    scores of all heads that a layer's backward pass holds by the CPU's functions, `mixed` the
+    channels of the convolutions of all layers, `layer_mixed` the most of one.
     """
 
     weights: int
@@ -76,6 +80,9 @@ class ModelShapes:
     largest_cast: int
     head_cast: int
     plain_head: bool
+    held_scores: int = 0
+    mixed: int = 0
+    layer_mixed: int = 0
     scaled: int = 0
     unpacked: int = 0
 
@@ -87,7 +94,7 @@ class ModelShapes:
     def with_layers(self, layers: int) -> ModelShapes:
         """Return the shapes with LoRA on the last `layers` layers only."""
         share = layers / self.layers
-        names = ("trainable", "products", "scaled")
+        names = ("trainable", "products", "mixed", "scaled")
         fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
         return replace(self, layers=layers, **fewer)
 
@@ -113,6 +120,11 @@ class Load:
     def scores(self) -> int:
         """Attention scores of one head."""
         return self.lines * self.width**2
+
+    @property
+    def repeated(self) -> int:
+        """Tokens that run once for each example where tokens meet, and once for all elsewhere."""
+        return max(self.lines * self.width - self.tokens, 0)
 
 
 def load_of(group: Group, examples: Sequence[Example]) -> Load:
@@ -235,15 +247,17 @@ class KernelMemory:
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the entries that all layers keep: inputs, and products except the last."""
-        return load.tokens * (shapes.inputs if execution.recompute else shapes.products)
+        if execution.recompute:
+            return load.tokens * shapes.inputs
+        return load.tokens * shapes.products + load.repeated * shapes.mixed
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         # The recomputed values between the products take about as much as the products.
         widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
         widths += _GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
-        scores = _SCORES * shapes.heads * load.scores if execution.holds_scores else 0
-        return load.tokens * widths + scores + shapes.largest_cast
+        meeting = _MIXED * shapes.layer_mixed * load.repeated + shapes.held_scores * load.scores
+        return load.tokens * widths + meeting + shapes.largest_cast
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head; a linear head holds no logits."""
@@ -302,9 +316,8 @@ class Execution:
     once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time. `packs`:
     lay examples end to end instead of padding them, and run what they start with alike once.
     `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
-    `compile`: have MLX compile the graph of a micro-batch. `holds_scores`: attention holds the
-    scores of a layer, which memory depends on. `fixed_cost` is the cost of a micro-batch beyond its
-    tokens, in units of one token's time.
+    `compile`: have MLX compile the graph of a micro-batch. `fixed_cost` is the cost of a
+    micro-batch beyond its tokens, in units of one token's time.
     """
 
     operations: Operations
@@ -314,7 +327,6 @@ class Execution:
     recompute: bool = False
     compile: bool = False
     loss_chunk: int = 256
-    holds_scores: bool = False
     fixed_cost: int = 32
 
     def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:

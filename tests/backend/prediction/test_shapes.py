@@ -33,6 +33,7 @@ from mlxtune.core.steps.execution import (
 from mlxtune.core.steps.memory_plan import least, remedies
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
+from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import slow, slow_except
 
@@ -192,6 +193,8 @@ DELTA |= {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_conv_k
 DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 8}
 DELTA |= {"tie_word_embeddings": True}
 
+LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("all",)}
+
 
 @pytest.mark.parametrize("recompute", [slow(False), True])
 @pytest.mark.parametrize(
@@ -215,12 +218,32 @@ def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
     changes: dict[str, Any],
     recompute: bool,
 ) -> None:
+    how = replace(EXECUTIONS[False], recompute=recompute)
+    check_architecture(tmp_path / "model", architecture, step, changes, how)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "step", "changes"),
+    [
+        pytest.param("qwen3_5", examples(4, 64, prefix=200), DELTA, id="recurrences"),
+        slow("qwen3_5", examples(1, 1024), DELTA, id="long recurrences"),
+        slow("gemma2", examples(1, 700), {}, id="capped scores"),
+        pytest.param("deepseek_v3", examples(1, 700), LATENT, id="added scores"),
+    ],
+)
+def test_predicted_peak_of_the_kernels_is_near_the_measured_in_every_architecture(
+    tmp_path: Path, architecture: str, step: list[Example], changes: dict[str, Any]
+) -> None:
+    check_architecture(tmp_path / "model", architecture, step, changes, EXECUTIONS[True])
+
+
+def check_architecture(
+    folder: Path, architecture: str, step: list[Example], changes: dict[str, Any], how: Execution
+) -> None:
     lora = {name: value for name, value in changes.items() if name in ("dropout", "targets")}
     model = {name: value for name, value in changes.items() if name not in lora}
-    folder = write_model(tmp_path / "model", architecture, dtype="bfloat16", **SHAPE | model)
-    base = open_base(folder, "float32")
-    how = replace(EXECUTIONS[False], recompute=recompute)
-    check_peak(base, InstructConfig(lora_rank=8, **lora), how, step)
+    write_model(folder, architecture, dtype="bfloat16", **SHAPE | model)
+    check_peak(open_base(folder, "float32"), InstructConfig(lora_rank=8, **lora), how, step)
 
 
 @pytest.mark.parametrize("architecture", slow_except(["qwen3", "llama", "gemma3_text"], "qwen3"))
