@@ -7,7 +7,6 @@ traced are primes that divide nothing else.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.lora import targets
 from mlxtune.backend.lora.apply import add_lora
@@ -28,9 +26,9 @@ from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.mixers.delta_chunks import SIZE as CHUNK
 from mlxtune.backend.model.autograd import ExportableVjp
 from mlxtune.backend.model.device import on_cpu
-from mlxtune.backend.model.layers import StoredExperts, StoredLinear, replace_modules
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.prediction.placeholders import forget, placeholder
 from mlxtune.backend.prediction.stand_ins import stand_ins
 from mlxtune.backend.step.intercept import intercept
 from mlxtune.backend.step.operations import MLX, run_again
@@ -112,11 +110,11 @@ class TracedLayers:
         except Exception:  # noqa: BLE001
             self._calls = {}
         for i in {i for calls in self._calls.values() for i in _last(self._alike(calls))}:
-            layer = self._copies[i] = _placeholder(layers[i], getattr(mx, base.dtype))
+            layer = self._copies[i] = placeholder(layers[i], getattr(mx, base.dtype))
             layer.freeze()
             if i >= untrained:
                 add_lora(layer, names[id(layers[i])], keys, config, self._dropout)
-                _forget(layer)
+                forget(layer)
             prepare(layer)
 
     def __call__(self, packs: bool, width: int) -> Sequence[LayersUse]:
@@ -352,43 +350,6 @@ class _Cache(LineCache):
         if options.get("return_array") or window in self._passed:
             return create_causal_mask(self._width, window_size=window)
         return "causal"
-
-
-def _placeholder(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """Return a copy of a layer whose arrays are placeholders, with plain matrices for stored ones.
-
-    What unpacking or casting these takes is counted apart.
-    """
-    arrays = [value for _, value in tree_flatten(model.parameters())]
-    memo: dict[int, Any] = {id(value): mx.zeros(value.shape, value.dtype) for value in arrays}
-    for module in model.modules():
-        memo |= {id(v): v for v in vars(module).values() if isinstance(v, mx.Dtype)}
-    copied = copy.deepcopy(model, memo)
-
-    def plain(module: nn.Module) -> nn.Module | None:
-        if isinstance(module, StoredExperts):
-            count, outputs, inputs = module.weight.shape
-            experts = SwitchLinear(inputs, outputs, count, bias="bias" in module)
-            experts.set_dtype(dtype)
-            return experts
-        if not (isinstance(module, StoredLinear) or hasattr(module, "unpacked")):
-            return None
-        outputs, inputs = module.weight.shape
-        if "scales" in module:
-            inputs = inputs * 32 // module.bits
-        linear = nn.Linear(inputs, outputs, bias="bias" in module)
-        linear.set_dtype(dtype)
-        return linear
-
-    replace_modules(copied, plain)
-    return copied
-
-
-def _forget(layer: nn.Module) -> None:
-    """Put placeholders for what is computed from weights once, and not in a step."""
-    for module in layer.modules():
-        private = {k: v for k, v in module.items() if k[0] == "_" and isinstance(v, mx.array)}
-        dict.update(module, {k: mx.zeros(v.shape, v.dtype) for k, v in private.items()})
 
 
 def _kind(layer: nn.Module) -> str:
