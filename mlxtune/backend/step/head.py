@@ -1,6 +1,7 @@
 """A model in two halves: the trunk, which gives hidden states, and the head, which gives logits."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ _LINE_TOKENS, _PLACES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0], [0, 1, 2, 3, 6, 7, 8, 9,
 
 
 class _TrunkSlot:
-    """Stands in the trunk's place for one call of the model, to split it.
+    """Stands in the place of the trunk, or of its last norm, for one call of the model.
 
     Without `given`, it runs the trunk, keeps its `hidden` states and hands on as many of the
     positions as the head shall run on; with it, it hands that on in the trunk's stead.
@@ -62,6 +63,7 @@ class SplitModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._text = getattr(model, "language_model", model)
+        self._owner = self._text
         self._name, self._trunk = find_trunk(self._text)
         self.weight: mx.array | PackedRows | None = None
         self.splits = False
@@ -70,6 +72,11 @@ class SplitModel:
         self._alone = mx.array(0.0)
         if isinstance(self._trunk, nn.Module):
             self._compare()
+            stack = _stack(self._trunk)
+            if not self.splits and stack is not None:
+                # Gemma 3n's trunk has the head in it, behind its last norm.
+                self._owner, self._name, self._trunk = stack, "norm", stack["norm"]
+                self._compare()
 
     def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Return the trunk's output (B, T, H) for inputs int32 (B, T).
@@ -83,9 +90,10 @@ class SplitModel:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits (P, V) of hidden states (P, H)."""
-        slot = _TrunkSlot(self._trunk, hidden[None])
+        with self._without_layers():
+            logits = self._call(_TrunkSlot(self._trunk, hidden[None]), mx.array([[0]]))
         # Unlike an index, this needs no second array of logits for its gradient.
-        return self._call(slot, mx.zeros((1, hidden.shape[0]), dtype=mx.int32)).squeeze(0)
+        return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
         """Return whether examples in one line give what each gives by itself, as tried."""
@@ -112,11 +120,23 @@ class SplitModel:
         self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
     ) -> mx.array:
         # Set as an entry, which keeps the order of the parameters.
-        self._text[self._name] = slot
+        self._owner[self._name] = slot
         try:
             return self._text(inputs, cache=cache) if cache else self._text(inputs)
         finally:
-            self._text[self._name] = self._trunk
+            self._owner[self._name] = self._trunk
+
+    @contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        """Have layers that stand before the slot pass on what they are given."""
+        layers = self._owner.get("layers")
+        if layers:
+            self._owner["layers"] = [lambda x, *args, **options: x for _ in layers]
+        try:
+            yield
+        finally:
+            if layers:
+                self._owner["layers"] = layers
 
     def _compare(self) -> None:
         """Check on a few tokens that the head after the trunk is the model; find its weight."""
@@ -128,7 +148,6 @@ class SplitModel:
             self.weight = next(
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
             )
-            # Gemma 3n's trunk has the head in it: what comes out are logits already.
             apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
             self.splits = self.weight is not None or apart
         # Of any kind: a model that cannot be split runs whole.
@@ -163,11 +182,19 @@ def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
     return "model", text.get("model")
 
 
+def _stack(trunk: nn.Module) -> nn.Module | None:
+    """Return the part of a trunk that has the layers and the norm behind them, if there is one."""
+    parts = (m for m in trunk.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module))
+    return next(parts, None)
+
+
 def find_heads(text: nn.Module) -> list[nn.Module]:
     """Return the modules of a text model that may be its head, the likeliest first."""
     _, trunk = find_trunk(text)
     names = [(text, "lm_head"), (text, "output")]
-    names += [(trunk, name) for name in ("embed_tokens", "embeddings", "tok_embeddings", "wte")]
+    inner = trunk and _stack(trunk)
+    for name in ("embed_tokens", "embeddings", "tok_embeddings", "wte"):
+        names += [(trunk, name), (inner, name)]
     heads = [getattr(part, name, None) for part, name in names]
     return [head for head in heads if isinstance(head, nn.Module)]
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.layers import PackedRows
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.step import head
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import head_loss_sum
 from mlxtune.backend.step.operations import MLX
@@ -148,18 +149,22 @@ class _Pair(nn.Module):  # type: ignore[misc]
         return self.inner(inputs, cache), None
 
 
+@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("how", [Execution(MLX), Execution(CPU)], ids=["mlx", "cpu"])
-def test_model_whose_trunk_is_not_found_runs_whole(
-    how: Execution, monkeypatch: pytest.MonkeyPatch
+def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whole(
+    how: Execution, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not norm:
+        monkeypatch.setattr(head, "_stack", lambda trunk: None)
+
     class Loaded:
         def __init__(self, folder: Path, dtype: str) -> None:
             self.model = Wrapped(load_base(folder, dtype).model)
 
     monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
     odd = fresh(model_folder("qwen3"), how, 10_000)
-    assert not odd.forward.execution.split_head
-    assert not odd.forward.execution.packs
+    assert odd.forward.execution.split_head is norm
+    assert norm or not odd.forward.execution.packs
     assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
 
 
