@@ -168,6 +168,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "exaone4": {
         "sliding_window": 8,
         "sliding_window_pattern": "LG",
+        "layer_types": ["sliding_attention", "full_attention"],
         "tie_word_embeddings": False,
         "rope_scaling": None,
     },

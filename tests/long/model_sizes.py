@@ -157,7 +157,7 @@ def _enlarged(tiny: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any
     for name, value in tiny.items():
         if isinstance(value, dict):
             found[name] = _enlarged(value, real)
-        elif isinstance(value, list) and value and len(value) == layers:
+        elif isinstance(value, list) and len(value) == layers and name != "time_step_limit":
             count = real["num_hidden_layers"]
             found[name] = (value * count)[:count]
         else:
