@@ -20,10 +20,8 @@ SOME = {
     "nemotron_h": (True, True),  # a trunk by another name, state spaces
     "kimi_linear": (True, True),  # a cache that is unpacked
     "olmo_hybrid": (True, True),  # a layer's class decides which mask it gets
-    "gemma3n": (
-        False,
-        False,
-    ),  # a head in the trunk, and projections whose weights the model itself changes
+    # A head in the trunk, and projections whose weights the model itself changes.
+    "gemma3n": (True, False),
 }
 
 
