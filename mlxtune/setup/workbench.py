@@ -102,7 +102,7 @@ class Workbench:
         metrics = run / "metrics.jsonl"
 
         def has_begun() -> bool:
-            # A killed run goes on from its last checkpoint, an interrupted one saves another.
+            # A killed run resumes from its last checkpoint, an interrupted one saves another.
             return any(run.glob("step-*")) if stop == signal.SIGKILL else metrics.exists()
 
         status = self._train(name, folder, until=has_begun, stop=stop)

@@ -42,6 +42,10 @@ or 1 step of one example of 2,048 tokens.
   of `all`.
 - **Template**: whether the model's own chat template is tested against golden renders.
 
+Figures are of one run of each side, or the median of `repeats` in the file. Most of WikiSQL was
+measured once, at times beside other work, while the code was still changing: they show which side
+is faster, and roughly by how much.
+
 No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
 """
 

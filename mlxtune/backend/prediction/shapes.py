@@ -150,7 +150,7 @@ def _mixed(layer: nn.Module) -> int:
 def _held_scores(base: BaseModel) -> int:
     """Return the copies of scores of all heads that a layer's backward pass holds on the CPU."""
     heads = int(base.text_config.get("num_attention_heads") or 1)
-    # Capped scores are no kernel's; latent attention adds scores of its own, with a gradient.
+    # Capped scores are no kernel's; latent attention adds other scores, with a gradient.
     held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
     return _COPIES * heads if held else 0
 
