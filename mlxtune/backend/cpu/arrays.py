@@ -1,19 +1,36 @@
-"""MLX arrays as numpy sees them, and kernels run on their rows by two threads."""
+"""MLX arrays as numpy sees them, and work that threads share."""
 
 import math
+import os
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
 
 Floats = npt.NDArray[np.float32]
 
-# With fewer elements, waking a second thread takes longer than it saves.
+
+def _thread_count() -> int:
+    """Return how many threads share work: OMP_NUM_THREADS, as BLAS libraries have it, or all."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+THREADS = _thread_count()
+# With fewer elements, waking another thread takes longer than it saves.
 _WORTH_SHARING = 1 << 17
-_SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlxtune")
+# The same for multiplications in a product.
+_WORTH_MULTIPLYING = 1 << 23
+_OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
+# Whether a thread has a part of work that is shared already.
+_inside = threading.local()
 
 
 def view(x: mx.array) -> Floats:
@@ -55,6 +72,36 @@ def matrix(x: mx.array) -> Floats:
     return np.ascontiguousarray(view(x)).reshape(-1, x.shape[-1])
 
 
+def unshared_products() -> Callable[[], None]:
+    """Have numpy run each product on one thread; return a function that undoes it.
+
+    OpenBLAS's own threads wait for the next product by spinning, which takes the processors from
+    those of `in_parts`.
+    """
+    limit = ThreadpoolController().select(internal_api="openblas").limit(limits=1)
+    undo: Callable[[], None] = limit.restore_original_limits
+    return undo
+
+
+def multiply(a: Floats, b: Floats, out: Floats) -> None:
+    """Set `out` (..., m, n) to a (..., m, k) times b (..., k, n)."""
+    if out.size * a.shape[-1] < _WORTH_MULTIPLYING:
+        np.matmul(a, b, out=out)
+        return
+
+    def run(_: int, start: int, end: int) -> None:
+        np.matmul(a, b[..., start:end], out=out[..., start:end])
+
+    in_parts(run, out.shape[-1])
+
+
+def multiplied(a: Floats, b: Floats) -> Floats:
+    """Return a (..., m, k) times b (..., k, n)."""
+    out = np.empty((*a.shape[:-1], b.shape[-1]), dtype=np.float32)
+    multiply(a, b, out)
+    return out
+
+
 def computes(*arrays: Any) -> bool:
     """Return whether the kernels can take these: float32 arrays that are not empty."""
     return all(isinstance(x, mx.array) and x.dtype == mx.float32 and x.size for x in arrays)
@@ -68,13 +115,31 @@ def by_rows(
     if x.size < _WORTH_SHARING:
         kernel(0, rows, x, *args)
     else:
-        by_halves(lambda start, end: kernel(start, end, x, *args), rows)
+        in_parts(lambda _, start, end: kernel(start, end, x, *args), rows)
 
 
-def by_halves(work: Callable[[int, int], None], count: int) -> None:
-    """Call `work(start, end)` for two halves of `count` things, at once."""
-    half = count // 2
-    other = _SECOND_THREAD.submit(work, 0, half) if half else None
-    work(half, count)
-    if other:
+def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
+    """Call `work(part, start, end)` for parts of `count` things at once, one on each thread.
+
+    Work that is shared already is not shared again.
+    """
+    parts = min(THREADS, count)
+    if parts < 2 or getattr(_inside, "part", False):
+        work(0, 0, count)
+        return
+    ends = [count * part // parts for part in range(parts + 1)]
+
+    def run(part: int) -> None:
+        _inside.part = True
+        try:
+            work(part, ends[part], ends[part + 1])
+        finally:
+            _inside.part = False
+
+    others = [_OTHERS.submit(run, part) for part in range(1, parts)]
+    try:
+        run(0)
+    finally:
+        wait(others)
+    for other in others:
         other.result()

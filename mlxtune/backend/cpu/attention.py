@@ -1,6 +1,6 @@
 """Scaled dot-product attention on the CPU: blocks of queries, products by the tuned BLAS."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import Floats, by_rows, empty, unread, view
+from mlxtune.backend.cpu.arrays import (
+    THREADS,
+    Floats,
+    by_rows,
+    empty,
+    in_parts,
+    multiplied,
+    unread,
+    view,
+)
 from mlxtune.backend.model import packed
 from mlxtune.backend.model.autograd import differentiable
 
@@ -79,13 +88,19 @@ class _Attention:
             for line in range(self.batch):
                 yield line, slice(start, end), (slice(0, seen),)
 
-    def parts(self) -> Iterator[_Part]:
-        repeats = self.heads // self.groups
-        for line, queries, keys in self.blocks():
-            whole = _Part(line, slice(0, self.groups), queries, keys)
-            at_once = max(_SCORES // (repeats * whole.count * whole.seen), 1)
-            for group in range(0, self.groups, at_once):
-                yield replace(whole, groups=slice(group, group + at_once))
+    def for_each_part(self, run: Callable[[_Part], None]) -> None:
+        """Call `run` for all parts; threads have each its own groups, if there are enough."""
+
+        def run_those(_: int, first: int, last: int) -> None:
+            for line, queries, keys in self.blocks():
+                whole = _Part(line, slice(first, last), queries, keys)
+                scores = self.heads // self.groups * whole.count * whole.seen
+                at_once = max(_SCORES // (scores * (THREADS if shared else 1)), 1)
+                for group in range(first, last, at_once):
+                    run(replace(whole, groups=slice(group, min(group + at_once, last))))
+
+        shared = self.groups >= THREADS
+        in_parts(run_those, self.groups) if shared else run_those(0, 0, self.groups)
 
     def rows(self, x: Floats, part: _Part) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
@@ -110,7 +125,7 @@ class _Attention:
 
         An array mask is applied; the softmax applies a causal one.
         """
-        scores = q @ self.seen(self.k, part).swapaxes(1, 2)
+        scores = multiplied(q, self.seen(self.k, part).swapaxes(1, 2))
         if self.mask is not None:
             by_query = scores.reshape(len(scores), -1, part.count, part.seen)
             by_query += self.mask[part.line, part.groups, :, part.queries]
@@ -124,13 +139,16 @@ class _Attention:
         # Laid out by tokens, as the next projection reads it.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
         whole = self.by_group(view(made).swapaxes(1, 2))
-        for part in self.parts():
+
+        def run(part: _Part) -> None:
             weights = self.scores(self.rows(self.q, part) * self.scale, part)
             rows = weights.reshape(-1, part.seen)
             by_rows(kernels.softmax_, rows, part.count, self.causal, self.sinks_of(part))
-            values = weights @ self.seen(self.v, part)
+            values = multiplied(weights, self.seen(self.v, part))
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
+
+        self.for_each_part(run)
         return made.transpose(0, 2, 1, 3)
 
     def backward(self, cotangent: mx.array) -> list[Floats]:
@@ -138,17 +156,20 @@ class _Attention:
         d_q = np.empty(self.q.shape, dtype=np.float32)
         d_k = np.zeros(self.k.shape, dtype=np.float32)
         d_v = np.zeros(self.v.shape, dtype=np.float32)
-        for part in self.parts():
+
+        def run(part: _Part) -> None:
             q = self.rows(self.q, part) * self.scale
             weights, part_d = self.scores(q, part), self.rows(d, part)
-            d_scores = part_d @ self.seen(self.v, part).swapaxes(1, 2)
+            d_scores = multiplied(part_d, self.seen(self.v, part).swapaxes(1, 2))
             rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
             options = part.count, self.causal, self.sinks_of(part)
             by_rows(kernels.softmax_gradient_, rows, d_rows, *options)
-            self.add_seen(d_v, part, weights.swapaxes(1, 2) @ part_d)
-            self.add_seen(d_k, part, d_scores.swapaxes(1, 2) @ q)
+            self.add_seen(d_v, part, multiplied(weights.swapaxes(1, 2), part_d))
+            self.add_seen(d_k, part, multiplied(d_scores.swapaxes(1, 2), q))
             target = d_q[part.line, part.groups, :, part.queries]
-            target[...] = (d_scores @ self.seen(self.k, part)).reshape(target.shape)
+            target[...] = multiplied(d_scores, self.seen(self.k, part)).reshape(target.shape)
+
+        self.for_each_part(run)
         d_q *= self.scale
         return [d_q, d_k, d_v]
 

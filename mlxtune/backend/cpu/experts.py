@@ -6,7 +6,7 @@ scattered around its product, and weights in fewer bits are cast one expert at a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,7 +19,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxtune.backend.cpu import elementwise, products
-from mlxtune.backend.cpu.arrays import Floats, computes, empty, matrix, view
+from mlxtune.backend.cpu.arrays import Floats, computes, empty, in_parts, matrix, view
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.targets import EXPERTS
 from mlxtune.backend.model.autograd import differentiable
@@ -49,13 +49,21 @@ class Routes:
         ends = np.cumsum(np.bincount(flat, minlength=experts))
         return cls(indices.shape[-1], np.argsort(flat, kind="stable"), ends)
 
-    def spans(self) -> Iterator[tuple[int, slice, Places]]:
-        """Yield each expert that gets tokens, where these are in `order`, and their places."""
-        start = 0
-        for expert, end in enumerate(self.ends.tolist()):
-            if end > start:
-                yield expert, slice(start, end), self.order[start:end]
-            start = end
+    def for_each(self, run: Callable[[int, slice, Places], None], *, shared: bool) -> None:
+        """Call `run(expert, at, places)` for experts that get tokens; threads may share them.
+
+        `at` is where the expert's tokens are in `order`, `places` what stands there.
+        """
+
+        def run_those(_: int, first: int, last: int) -> None:
+            start = 0
+            for expert, end in enumerate(self.ends.tolist()):
+                if first <= start < min(end, last):
+                    run(expert, slice(start, end), self.order[start:end])
+                start = end
+
+        count = len(self.order)
+        in_parts(run_those, count) if shared else run_those(0, 0, count)
 
 
 class _Layer:
@@ -114,13 +122,19 @@ def expert_products(
     """
     layers = [_Layer(module) for module in modules]
     count, k = len(routes.order), routes.per_token
+    # MLX evaluates for one thread at a time.
+    shared = all("scales" not in module.get("linear", module) for module in modules)
 
     def forward(x: Floats, trained: Sequence[Floats]) -> list[mx.array]:
         made = [empty(count, layer.outputs) for layer in layers]
-        for expert, at, places in routes.spans():
+        outs = [view(out) for out in made]
+
+        def run(expert: int, at: slice, places: Places) -> None:
             rows = x[places // k if spreads else at]
-            for out, layer, own in zip(made, layers, by_layer(trained), strict=True):
-                view(out)[at if spreads else places] = layer.forward(rows, expert, own)
+            for out, layer, own in zip(outs, layers, by_layer(trained), strict=True):
+                out[at if spreads else places] = layer.forward(rows, expert, own)
+
+        routes.for_each(run, shared=shared)
         return made
 
     def run(x: mx.array, *trained: mx.array) -> list[mx.array]:
@@ -138,15 +152,19 @@ def expert_products(
         found = [mx.zeros(each.shape) for each in trained]
         mx.eval(found)
         values, sums = ([view(each) for each in arrays] for arrays in (trained, found))
-        inputs = matrix(x) if trained else view(d_x)
-        for expert, at, places in routes.spans():
+        made = view(d_x)
+        inputs = matrix(x) if trained else made
+
+        def run(expert: int, at: slice, places: Places) -> None:
             rows = inputs[places // k if spreads else at]
-            view(d_x)[places if spreads else at] = sum(
+            made[places if spreads else at] = sum(
                 layer.backward(part[at if spreads else places], rows, expert, own, out)
                 for layer, part, own, out in zip(
                     layers, d, by_layer(values), by_layer(sums), strict=True
                 )
             )
+
+        routes.for_each(run, shared=shared)
         if spreads:
             d_x = mx.array(view(d_x).reshape(-1, k, x.shape[-1]).sum(axis=1))
         return [d_x, *found] if trained else d_x

@@ -40,9 +40,16 @@ class CpuOperations:
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Make a model compute with the kernels; return a function that undoes it."""
+        from mlxtune.backend.cpu.arrays import unshared_products
         from mlxtune.backend.cpu.model import make_fast
 
-        return make_fast(model)
+        undo_model, undo_products = make_fast(model), unshared_products()
+
+        def undo() -> None:
+            undo_products()
+            undo_model()
+
+        return undo
 
     def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
         """Return the cross-entropy (P,) of logits (P, V) against targets (P,)."""

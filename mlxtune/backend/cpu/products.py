@@ -4,35 +4,59 @@ The weights may be stored in bfloat16 or float16, which halves them: each use ca
 float32, which is exact and takes a few percent of the product.
 """
 
+import math
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import Floats, by_rows, copied, empty, matrix, view
+from mlxtune.backend.cpu.arrays import (
+    THREADS,
+    Floats,
+    by_rows,
+    copied,
+    empty,
+    in_parts,
+    matrix,
+    multiply,
+    view,
+)
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import PackedRows
 
 # A frozen matrix (out, in), as it is or quantised.
 Weight = mx.array | PackedRows
 
-# Rows of the vocabulary in a block.
-_VOCABULARY = 4096
+# Rows of the vocabulary in a block: of each thread as many as its cache holds.
+_VOCABULARY = 1024 * THREADS
 # Smaller weights, in elements, one thread casts faster than two.
 _SHARED = 1 << 19
 # The largest weight, in elements, that is cast whole.
 _LARGEST = 1 << 26
 
 
-# Weights are cast here, one at a time: new memory for each would have to be faulted in.
-_scratch: dict[str, npt.NDArray[np.uint32]] = {}
+class _Scratch(threading.local):
+    """Where a thread casts weights, one at a time: new memory would have to be faulted in."""
+
+    weight = np.empty(0, dtype=np.uint32)
+
+    def rows(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+        """Return the place for a matrix, which is also that of the next."""
+        size = math.prod(shape)
+        if self.weight.size < size:
+            self.weight = np.empty(size, dtype=np.uint32)
+        return self.weight[:size].reshape(shape)
+
+
+_scratch = _Scratch()
 
 
 def in_float32(weight: Weight) -> Floats:
-    """Return a weight (m, n) as float32, for numpy, until the next call."""
+    """Return a weight (m, n) as float32, until the next call on this thread."""
     if isinstance(weight, PackedRows):
         return view(weight[:])
     if weight.dtype == mx.float32:
@@ -43,10 +67,8 @@ def in_float32(weight: Weight) -> Floats:
 
 
 def widened(narrow: npt.NDArray[np.uint16]) -> Floats:
-    """Return bfloat16 (m, n), given as uint16, as float32, until the next call."""
-    if "weight" not in _scratch or _scratch["weight"].size < narrow.size:
-        _scratch["weight"] = np.empty(narrow.size, dtype=np.uint32)
-    wide = _scratch["weight"][: narrow.size].reshape(narrow.shape)
+    """Return bfloat16 (m, n), given as uint16, as float32, until the next call on this thread."""
+    wide = _scratch.rows(narrow.shape)
     if narrow.size < _SHARED:
         kernels.widen(0, len(narrow), narrow, wide)
     else:
@@ -59,11 +81,10 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
     made = empty(*x.shape[:-1], weight.shape[0])
     rows, outs = matrix(x), matrix(made)
     if weight.size <= _LARGEST:
-        np.matmul(rows, in_float32(weight).T, out=outs)
+        multiply(rows, in_float32(weight).T, outs)
         return made
-    for start in range(0, weight.shape[0], _VOCABULARY):
-        at = slice(start, start + _VOCABULARY)
-        outs[:, at] = rows @ in_float32(weight[at]).T
+    for at in _blocks(weight):
+        multiply(rows, in_float32(weight[at]).T, outs[:, at])
     return made
 
 
@@ -72,12 +93,19 @@ def backward(cotangent: mx.array, weight: Weight) -> mx.array:
     made = empty(*cotangent.shape[:-1], weight.shape[1])
     rows, outs = matrix(cotangent), matrix(made)
     if weight.size <= _LARGEST:
-        np.matmul(rows, in_float32(weight), out=outs)
+        multiply(rows, in_float32(weight), outs)
         return made
-    for start in range(0, weight.shape[0], _VOCABULARY):
-        at = slice(start, start + _VOCABULARY)
-        outs += rows[:, at] @ in_float32(weight[at])
+    product = np.empty_like(outs)
+    for at in _blocks(weight):
+        multiply(rows[:, at], in_float32(weight[at]), product)
+        outs += product
     return made
+
+
+def _blocks(weight: Weight) -> Iterator[slice]:
+    """Yield blocks of the vocabulary."""
+    for start in range(0, weight.shape[0], _VOCABULARY):
+        yield slice(start, min(start + _VOCABULARY, weight.shape[0]))
 
 
 def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float) -> None:
@@ -122,11 +150,8 @@ def head_loss_sum(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.arr
 def head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
     """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
     states = view(hidden)
-    softmax = _OnlineSoftmax(len(states))
-    for z, _ in _blocks(weight, states):
-        softmax.take(z)
-    right = np.einsum("ph,ph->p", states, in_float32(weight[targets]))
-    return mx.array(softmax.log_sums() - right)
+    head = _over_vocabulary(weight, states, expects=False)
+    return mx.array(head.log_sums() - _right(weight, states, targets)[0])
 
 
 def losses(logits: mx.array, targets: mx.array) -> mx.array:
@@ -168,31 +193,69 @@ class _OnlineSoftmax:
         return self.highest + np.log(self.total)
 
 
-def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
-    softmax = _OnlineSoftmax(len(hidden))
-    expected = np.zeros_like(hidden)
-    for z, block in _blocks(weight, hidden):
-        softmax.take(z)
+class _Head(_OnlineSoftmax):
+    """The same for the logits of hidden states (P, H), with the sum of the weights under it."""
+
+    def __init__(self, hidden: Floats, *, expects: bool) -> None:
+        super().__init__(len(hidden))
+        self._hidden = hidden
+        self.expected = np.zeros(hidden.shape if expects else (0, 0), dtype=np.float32)
+        self._logits, self._product = np.empty(0, np.float32), np.empty_like(hidden)
+
+    def take_rows(self, block: Floats) -> None:
+        """Take in rows (v, H) of the vocabulary."""
+        size = len(self._hidden) * len(block)
+        if self._logits.size < size:
+            self._logits = np.empty(size, dtype=np.float32)
+        z = self._logits[:size].reshape(len(self._hidden), -1)
+        np.matmul(self._hidden, block.T, out=z)
+        self.take(z)
+        if not self.expected.size:
+            return
         # The correction of the first block is 0, as is what it corrects.
-        if (softmax.correction != 1).any():
-            expected *= softmax.correction[:, None]
-        expected += z @ block
+        if (self.correction != 1).any():
+            self.expected *= self.correction[:, None]
+        self.expected += np.matmul(z, block, out=self._product)
+
+    def add(self, other: Self) -> None:
+        """Take in what another has taken of the same hidden states."""
+        highest = np.maximum(self.highest, other.highest)
+        own, its = np.exp(self.highest - highest), np.exp(other.highest - highest)
+        self.total *= own
+        self.total += its * other.total
+        if self.expected.size:
+            self.expected *= own[:, None]
+            self.expected += its[:, None] * other.expected
+        self.highest = highest
+
+
+def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _Head:
+    """Return the softmax over the whole vocabulary; each thread takes a part of each block."""
+    heads = [_Head(hidden, expects=expects) for _ in range(THREADS)]
+    for at in _blocks(weight):
+        _share(in_float32(weight[at]), heads)
+    whole, *others = heads
+    for each in others:
+        if each.total.any():
+            whole.add(each)
+    return whole
+
+
+def _share(block: Floats, heads: list[_Head]) -> None:
+    in_parts(lambda part, start, end: heads[part].take_rows(block[start:end]), len(block))
+
+
+def _right(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[Floats, Floats]:
+    """Return the logits (P,) of the targets, and their weights (P, H)."""
     rows = in_float32(weight[targets])
-    right = np.einsum("ph,ph->p", hidden, rows)
-    loss = float(softmax.log_sums().sum(dtype=np.float64) - right.sum(dtype=np.float64))
-    expected /= softmax.total[:, None]
-    expected -= rows
-    return loss, expected
+    logits: Floats = np.einsum("ph,ph->p", hidden, rows)
+    return logits, rows
 
 
-def _blocks(weight: Weight, hidden: Floats) -> Iterator[tuple[Floats, Floats]]:
-    """Yield the logits (P, v) of a block of the vocabulary after the other, and its weights (v, H).
-
-    Both are overwritten by the next block.
-    """
-    logits = np.empty(len(hidden) * _VOCABULARY, dtype=np.float32)
-    for start in range(0, weight.shape[0], _VOCABULARY):
-        block = in_float32(weight[start : start + _VOCABULARY])
-        z = logits[: len(hidden) * len(block)].reshape(len(hidden), -1)
-        np.matmul(hidden, block.T, out=z)
-        yield z, block
+def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
+    head = _over_vocabulary(weight, hidden, expects=True)
+    right, rows = _right(weight, hidden, targets)
+    loss = float(head.log_sums().sum(dtype=np.float64) - right.sum(dtype=np.float64))
+    head.expected /= head.total[:, None]
+    head.expected -= rows
+    return loss, head.expected

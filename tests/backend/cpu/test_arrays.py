@@ -1,0 +1,77 @@
+"""Work that threads share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info
+
+from mlxtune.backend.cpu import arrays
+from mlxtune.backend.cpu.operations import CPU
+from tests.backend.cpu.test_model import model_of
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_each_thing_is_in_one_part(
+    monkeypatch: pytest.MonkeyPatch, threads: int, count: int
+) -> None:
+    monkeypatch.setattr(arrays, "THREADS", threads)
+    seen = np.zeros(count, int)
+
+    def work(part: int, start: int, end: int) -> None:
+        assert part < threads
+        seen[start:end] += 1
+
+    arrays.in_parts(work, count)
+    assert (seen == 1).all()
+
+
+def test_work_that_is_shared_is_not_shared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "THREADS", 2)
+    inner: list[tuple[int, int, int]] = []
+
+    def work(part: int, start: int, end: int) -> None:
+        arrays.in_parts(lambda *given: inner.append(given), 4)
+
+    # With a thread that waits for itself this would never end.
+    arrays.in_parts(work, 4)
+    assert inner == [(0, 0, 4)] * 2
+    arrays.in_parts(lambda *given: inner.append(given), 4)
+    assert sorted(inner[2:]) == [(0, 0, 2), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_in_a_part_is_raised(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    monkeypatch.setattr(arrays, "THREADS", 2)
+
+    def work(part: int, start: int, end: int) -> None:
+        if part == failing:
+            raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        arrays.in_parts(work, 2)
+
+
+@pytest.mark.parametrize("worth", [0, 1 << 60], ids=["shared", "whole"])
+def test_products_equal_numpys(monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
+    monkeypatch.setattr(arrays, "_WORTH_MULTIPLYING", worth)
+    random = np.random.default_rng(0)
+    a, b = (random.random(shape, np.float32) for shape in ((3, 5, 7), (3, 7, 11)))
+    np.testing.assert_allclose(arrays.multiplied(a, b), a @ b, rtol=1e-6)
+    out = np.empty((5, 20), np.float32)[:, 2:13]
+    arrays.multiply(a[0], b[0], out)
+    np.testing.assert_allclose(out, a[0] @ b[0], rtol=1e-6)
+
+
+def test_numpys_products_take_one_thread_while_a_model_is_prepared() -> None:
+    def threads() -> list[int]:
+        return [
+            each["num_threads"] for each in threadpool_info() if each["internal_api"] == "openblas"
+        ]
+
+    before = threads()
+    undo = CPU.prepare(model_of("qwen3"))
+    assert set(threads()) <= {1}
+    undo()
+    assert threads() == before
