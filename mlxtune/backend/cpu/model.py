@@ -16,6 +16,7 @@ from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.convolution import DepthwiseConv1d
 from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
+from mlxtune.backend.cpu.rwkv7 import wkv7
 from mlxtune.backend.cpu.selective_scan import Mamba
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
@@ -88,9 +89,9 @@ class _Head(nn.Module):
 
 
 class _TimeMixing(ChunkedTimeMixing):
-    """RWKV 7's time mixing, whose recurrence a layer keeps."""
+    """RWKV 7's time mixing, with its recurrence token by token."""
 
-    keep = staticmethod(product)
+    rule = staticmethod(wkv7)
 
 
 class _LoRALinear(LoRALinear):

@@ -11,7 +11,7 @@ _f = np.float32
 _ZERO, _NOTHING = _f(0), _f(-50)
 # Tokens from one kept state to the next. Gradients make the states between them again: first one
 # in so many, then those of so many tokens.
-GROUP, _SEGMENT = 256, 16
+GROUP, SEGMENT = 256, 16
 
 
 @kernel
@@ -54,8 +54,8 @@ def state_space_back(  # type: ignore[no-untyped-def]
     """
     tokens, heads, half = x.shape[1], x.shape[2], 1 if start else 0
     times, (inner, outer) = heads // b.shape[2], d_last.shape[2:]
-    starts = np.empty((-(-GROUP // _SEGMENT), inner, outer), _f)
-    before = np.empty((_SEGMENT, inner, outer), _f)
+    starts = np.empty((-(-GROUP // SEGMENT), inner, outer), _f)
+    before = np.empty((SEGMENT, inner, outer), _f)
     inputs, d_inputs = np.empty(outer, _f), np.empty(outer, _f)
     for item in range(start, end):
         row, head = item // heads, item % heads
@@ -64,13 +64,13 @@ def state_space_back(  # type: ignore[no-untyped-def]
             first, last = group * GROUP, min((group + 1) * GROUP, tokens)
             state = kept[group, row, head].copy()
             for t in range(first, last):
-                if (t - first) % _SEGMENT == 0:
-                    starts[(t - first) // _SEGMENT] = state
+                if (t - first) % SEGMENT == 0:
+                    starts[(t - first) // SEGMENT] = state
                 step = dt[row, t, head]
                 _advanced(state, _gate(step * a[head]), step, b[row, t, own], x[row, t, head])
-            for segment in range((last - first - 1) // _SEGMENT, -1, -1):
-                begin = first + segment * _SEGMENT
-                stop = min(begin + _SEGMENT, last)
+            for segment in range((last - first - 1) // SEGMENT, -1, -1):
+                begin = first + segment * SEGMENT
+                stop = min(begin + SEGMENT, last)
                 state[:] = starts[segment]
                 for t in range(begin, stop):
                     before[t - begin] = state
@@ -211,11 +211,11 @@ def delta_back(  # type: ignore[no-untyped-def]
     """
     tokens, heads, key_heads = v.shape[1], v.shape[2], q.shape[2]
     times, (inner, outer) = heads // key_heads, d_last.shape[2:]
-    starts = np.empty((-(-GROUP // _SEGMENT), inner, outer), _f)
-    before = np.empty((_SEGMENT, inner, outer), _f)
-    errors, d_update = np.empty((_SEGMENT, outer), _f), np.empty(outer, _f)
+    starts = np.empty((-(-GROUP // SEGMENT), inner, outer), _f)
+    before = np.empty((SEGMENT, inner, outer), _f)
+    errors, d_update = np.empty((SEGMENT, outer), _f), np.empty(outer, _f)
     update, state = np.empty(outer, _f), np.empty((inner, outer), _f)
-    gates, by_gates = np.empty((_SEGMENT, inner), _f), np.empty(inner, _f)
+    gates, by_gates = np.empty((SEGMENT, inner), _f), np.empty(inner, _f)
     for item in range(start * times, end * times):
         row, head = item // heads, item % heads
         key_head = head // times
@@ -224,15 +224,15 @@ def delta_back(  # type: ignore[no-untyped-def]
             first, last = group * GROUP, min((group + 1) * GROUP, tokens)
             state[:] = kept[group, row, head]
             for t in range(first, last):
-                if (t - first) % _SEGMENT == 0:
-                    starts[(t - first) // _SEGMENT] = state
+                if (t - first) % SEGMENT == 0:
+                    starts[(t - first) // SEGMENT] = state
                 keys, b = k[row, t, key_head], beta[row, t, head]
                 _set_gates(log_gates[row, t, head], gates[0])
                 _decayed(state, keys, gates[0], v[row, t, head], errors[0])
                 _updated(state, keys, errors[0], b)
-            for segment in range((last - first - 1) // _SEGMENT, -1, -1):
-                begin = first + segment * _SEGMENT
-                stop = min(begin + _SEGMENT, last)
+            for segment in range((last - first - 1) // SEGMENT, -1, -1):
+                begin = first + segment * SEGMENT
+                stop = min(begin + SEGMENT, last)
                 state[:] = starts[segment]
                 for t in range(begin, stop):
                     at, keys, b = t - begin, k[row, t, key_head], beta[row, t, head]

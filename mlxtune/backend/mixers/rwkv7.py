@@ -8,7 +8,6 @@ mlx-lm runs it token by token, and its kernel for Metal has no gradient. As in a
 section 3.3: u_t = S_(t-1) a_t of all tokens of a chunk are the solution of a triangular system.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -21,14 +20,23 @@ from mlxtune.backend.model.autograd import differentiable
 _CHUNK = 64
 
 
-def _made(make: Callable[[], mx.array]) -> mx.array:
-    return make()
+def wkv7(*inputs: mx.array) -> tuple[mx.array, mx.array]:
+    """Return y (B, T, H, D) and the last state (B, H, D, D) for r, w, k, v, a, b and a state.
+
+    r, w, k, v, a and b are (B, T, H, D). Only the inputs are kept for the backward pass.
+    """
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        return list(mx.vjp(_run, list(primals), list(cotangents))[1])
+
+    y, state = differentiable(_run, backward)(*inputs)
+    return y, state
 
 
 class ChunkedTimeMixing(nn.Module):
-    """RWKV 7's time mixing with its recurrence by chunks; for `keep`, see `wkv7`."""
+    """RWKV 7's time mixing, with its recurrence by `rule`."""
 
-    keep = staticmethod(_made)
+    rule = staticmethod(wkv7)
 
     def _wkv7(self, *inputs: Any) -> tuple[mx.array, mx.array]:
         *given, state = inputs
@@ -37,27 +45,7 @@ class ChunkedTimeMixing(nn.Module):
             return super()._wkv7(*inputs)
         if state is None:
             state = mx.zeros((batch, heads, width, width))
-        return wkv7(*given, state, keep=self.keep)
-
-
-def wkv7(
-    *inputs: mx.array, keep: Callable[[Callable[[], mx.array]], mx.array] = _made
-) -> tuple[mx.array, mx.array]:
-    """Return y (B, T, H, D) and the last state (B, H, D, D) for r, w, k, v, a, b and a state.
-
-    r, w, k, v, a and b are (B, T, H, D). Only the inputs are kept for the backward pass; `keep`
-    makes y, and may keep it for a layer that runs again.
-    """
-
-    def forward(*given: mx.array) -> list[mx.array]:
-        y, state = _run(*given)
-        return [keep(lambda: y), state]
-
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        return list(mx.vjp(_run, list(primals), list(cotangents))[1])
-
-    y, state = differentiable(forward, backward)(*inputs)
-    return y, state
+        return self.rule(*given, state)
 
 
 def _run(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
 from mlxtune.backend.lora import targets
 from mlxtune.backend.model.layers import QUANTIZED
@@ -17,6 +18,9 @@ from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, Mode
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
+# Arrays as wide as the model that the backward pass of RWKV 7's time mixing holds, where MLX
+# computes what lies between the products.
+_BETWEEN = 125
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         held_scores=_held_scores(base),
         mixed=sum(mixed),
         layer_mixed=max(mixed),
+        between=max(map(_between, base.model.layers)),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_cast=max((m.cast for m in every), default=0),
@@ -143,8 +148,17 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
 
 
 def _mixed(layer: nn.Module) -> int:
-    """Return the channels of a layer's convolutions."""
-    return sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
+    """Return the channels of a layer's convolutions; or what RWKV 7's recurrence keeps."""
+    channels = sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
+    return channels + sum(2 * m.hidden_size for m in _time_mixings(layer))
+
+
+def _between(layer: nn.Module) -> int:
+    return sum(_BETWEEN * m.hidden_size for m in _time_mixings(layer))
+
+
+def _time_mixings(layer: nn.Module) -> list[Rwkv7TimeMixing]:
+    return [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
 
 
 def _held_scores(base: BaseModel) -> int:

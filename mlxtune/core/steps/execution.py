@@ -62,7 +62,8 @@ class ModelShapes:
     that is cast, and of the largest quantised one that is unpacked, for each product; `head_cast`
     those of the head. `plain_head`: the head is one product. `held_scores` are the copies of the
     scores of all heads that a layer's backward pass holds by the CPU's functions, `mixed` the
-    channels of the convolutions of all layers, `layer_mixed` the most of one.
+    channels of the convolutions of all layers, `layer_mixed` the most of one. `between` is what the
+    backward pass of a layer of many other operations holds of each token besides.
     """
 
     weights: int
@@ -83,6 +84,7 @@ class ModelShapes:
     held_scores: int = 0
     mixed: int = 0
     layer_mixed: int = 0
+    between: int = 0
     scaled: int = 0
     unpacked: int = 0
 
@@ -257,6 +259,7 @@ class KernelMemory:
         widths += _GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
         meeting = _MIXED * shapes.layer_mixed * load.repeated + shapes.held_scores * load.scores
+        meeting += shapes.between * (load.tokens + load.repeated)
         return load.tokens * widths + meeting + shapes.largest_cast
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:

@@ -1,4 +1,4 @@
-"""RWKV 7's recurrence by chunks and its gradients, against mlx-lm's, token by token."""
+"""RWKV 7's recurrence by chunks and by kernels, with its gradients, against mlx-lm's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import rwkv7
 
+from mlxtune.backend.cpu import rwkv7 as by_kernels
+from mlxtune.backend.mixers import rwkv7 as by_chunks
 from mlxtune.backend.mixers.replacements import KINDS
-from mlxtune.backend.mixers.rwkv7 import wkv7
 from tests.backend.cpu.compared import assert_close, random
+
+RULES = {"chunks": by_chunks.wkv7, "kernels": by_kernels.wkv7}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,12 +28,13 @@ def _nothing_compiled() -> Iterator[None]:
     mx.enable_compile()
 
 
-def inputs(batch: int, length: int, strength: float) -> list[mx.array]:
-    """Return r, w, k, v, a, b and a state for 2 heads of 8, as the model makes them."""
-    r, k, v, removed, decay, rate = (random(batch, length, 2, 8, seed=i) for i in range(6))
+def inputs(batch: int, length: int, strength: float, width: int = 8) -> list[mx.array]:
+    """Return r, w, k, v, a, b and a state for 2 heads of a width, as the model makes them."""
+    r, k, v, removed, decay, rate = (random(batch, length, 2, width, seed=i) for i in range(6))
     removed = removed / mx.linalg.norm(removed, axis=-1, keepdims=True)
     w = mx.exp(-0.606531 * mx.sigmoid(strength * decay))
-    return [r, w, k, v, -removed, removed * mx.sigmoid(strength * rate), random(batch, 2, 8, 8)]
+    change = removed * mx.sigmoid(strength * rate)
+    return [r, w, k, v, -removed, change, random(batch, 2, width, width)]
 
 
 def by_tokens(*given: mx.array) -> tuple[mx.array, mx.array]:
@@ -51,19 +55,31 @@ def results(function: Any, given: list[mx.array]) -> list[Any]:
         return [np.array(each.astype(mx.float64)) for each in (*outputs, *gradients)]
 
 
+def assert_as_by_tokens(rule: str, given: list[mx.array]) -> None:
+    for one, other in zip(results(RULES[rule], given), results(by_tokens, given), strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.integers(1, 2), st.integers(2, 140), st.sampled_from([1.0, 50.0]))
-def test_recurrence_and_its_gradients(batch: int, length: int, strength: float) -> None:
-    given_ = inputs(batch, length, strength)
-    for one, other in zip(results(wkv7, given_), results(by_tokens, given_), strict=True):
-        assert_close(one, other, 1e-5)
+@given(st.integers(1, 2), st.integers(1, 140), st.sampled_from([1.0, 50.0]))
+def test_recurrence_and_its_gradients(rule: str, batch: int, length: int, strength: float) -> None:
+    assert_as_by_tokens(rule, inputs(batch, length, strength))
 
 
-def test_fastest_decay_over_many_chunks() -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("width", "length"), [(64, 17), (20, 1)])
+def test_heads_of_other_widths(rule: str, width: int, length: int) -> None:
+    assert_as_by_tokens(rule, inputs(2, length, 1.0, width))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("log_decay", [-0.606531, 0.0])
+def test_bounds_of_the_decay_over_many_chunks(rule: str, log_decay: float) -> None:
+    """Also past a state that the kernels keep."""
     given_ = inputs(1, 300, 1.0)
-    given_[1] = mx.full(given_[1].shape, float(np.exp(-0.606531)))
-    for one, other in zip(results(wkv7, given_), results(by_tokens, given_), strict=True):
-        assert_close(one, other, 1e-5)
+    given_[1] = mx.full(given_[1].shape, float(np.exp(log_decay)))
+    assert_as_by_tokens(rule, given_)
 
 
 def test_time_mixing_calls_it_and_leaves_single_tokens_to_mlx_lm() -> None:

@@ -193,6 +193,8 @@ DELTA |= {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_conv_k
 DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 8}
 DELTA |= {"tie_word_embeddings": True}
 
+RWKV = ARCHITECTURES["rwkv7"] | {"head_dim": 64, "num_hidden_layers": 8}
+RWKV |= {"targets": ("r_proj", "v_proj")}
 LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("all",)}
 
 
@@ -227,6 +229,8 @@ def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
     [
         pytest.param("qwen3_5", examples(4, 64, prefix=200), DELTA, id="recurrences"),
         slow("qwen3_5", examples(1, 1024), DELTA, id="long recurrences"),
+        pytest.param("rwkv7", examples(4, 64, prefix=200), RWKV, id="RWKV 7"),
+        slow("rwkv7", examples(1, 1024), RWKV, id="RWKV 7, long"),
         slow("gemma2", examples(1, 700), {}, id="capped scores"),
         pytest.param("deepseek_v3", examples(1, 700), LATENT, id="added scores"),
     ],
