@@ -116,7 +116,8 @@ def test_records_are_kept_by_architecture_in_the_order_of_the_list(tmp_path: Pat
     path = tmp_path / "models.jsonl"
     assert models_table.read_records(path) == {}
     records = {name: record(name) for name in ("starcoder2", "qwen2")}
-    models_table.write_records(path, records)
+    for each in records.values():
+        models_table.keep(path, each)
     assert models_table.read_records(path) == records
     assert [json.loads(line)["name"] for line in path.read_text().splitlines()] == [
         "qwen2",

@@ -7,28 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-_MLA: dict[str, Any] = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
+_MLA: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8}
+_MLA |= {"v_head_dim": 16}
 _MLA |= {"qk_nope_head_dim": 16, "num_key_value_heads": 4, "rope_interleave": True}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _EXPERTS |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+_ROUTED: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+_ROUTED |= {"moe_intermediate_size": 32}
 _ROUTED |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _ROUTED |= {"moe_layer_freq": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
-_TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-}
+_TEXT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+_TEXT |= {"head_dim": 16}
 _TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
 _TEXT |= {"vocab_size": 320, "tie_word_embeddings": False}
 _YARN: dict[str, Any] = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}

@@ -25,8 +25,8 @@ figures are kept in [measured/models.jsonl](measured/models.jsonl).
 Models have random weights, hidden size 512, 8 layers, 8 heads of 64 (4 for keys), 16 experts of
 384 of which 4 are used, and mostly the vocabulary of the real model. Both sides train the same
 adapter (rank 8, on the default targets, or on all projections where there are none of these
-names) on the same steps in float32, one after the other: 2 steps of 4 rows of WikiSQL or Alpaca,
-or 1 step of one example of 2,048 tokens.
+names) on the same steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4
+rows of Alpaca, or 1 step of one example of 2,048 tokens.
 
 - **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
   and peak memory as a share of it. An empty cell has not been measured.
@@ -44,7 +44,9 @@ or 1 step of one example of 2,048 tokens.
 
 Figures are of one run of each side, or the median of `repeats` in the file. Most of WikiSQL was
 measured once, at times beside other work, while the code was still changing: they show which side
-is faster, and roughly by how much.
+is faster, and roughly by how much. Alpaca and 2,048 tokens were
+measured with one core for each architecture (`threads` in the file), with other work on the other
+core; at 2,048 tokens, mlx-lm's side was not warmed up.
 
 No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
 """

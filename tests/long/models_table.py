@@ -9,13 +9,16 @@ was measured is kept in docs/measured/models.jsonl, a line for each architecture
 measured again; `--page` makes the page from it without measuring. Ends with 1, naming them, if any
 architecture is slower or larger than in mlx-lm's trainer, or does not train.
 
-Takes up to three minutes for an architecture; close what else runs on the machine.
+Takes up to five minutes for an architecture; close what else runs on the machine. Two commands may
+measure different architectures at once if each has cores of its own (`taskset -c 0 python -m …`).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ from typing import Any
 
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
 from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
+from mlxtune.backend.cpu.arrays import THREADS
 from mlxtune.backend.model.loading import BaseModel, load_base
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -63,7 +67,7 @@ class Case:
 
 MEASURED = {
     "wikisql": Case("wikisql_train", 4, 2),
-    "alpaca": Case("lf_alpaca_en_demo", 4, 2),
+    "alpaca": Case("lf_alpaca_en_demo", 4, 1),
     "long": Case("long", 1, 1, LONG_TOKENS),
 }
 assert MEASURED.keys() == CASES.keys()
@@ -199,20 +203,27 @@ def read_records(path: Path) -> Records:
     return {record["name"]: record for record in map(json.loads, lines)}
 
 
-def write_records(path: Path, records: Records) -> None:
-    """Write a line for each architecture, in the order of the list."""
-    found = [records[name] for name in LISTED if name in records]
-    write_file(path, [f"{json.dumps(each)}\n".encode() for each in found])
+def keep(path: Path, record: dict[str, Any]) -> None:
+    """Write what was measured of an architecture beside the others, in the order of the list."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        records = read_records(path) | {record["name"]: record}
+        found = [records[name] for name in LISTED if name in records]
+        write_file(path, [f"{json.dumps(each)}\n".encode() for each in found])
+    finally:
+        os.close(folder)
 
 
 def measure_all(
     name: str, cases: list[str], execution: str, repeats: int, records: Records
 ) -> None:
-    """Describe an architecture and measure cases of it; keep each at once."""
+    """Describe an architecture, unless that is kept; measure cases of it, and keep each at once."""
     record = records.setdefault(name, {"name": name, "cases": {}})
     with tempfile.TemporaryDirectory(prefix="mlxtune-models-") as scratch:
-        record |= describe(name, Path(scratch) / "tiny") | {"versions": versions()}
-        write_records(RECORDS, records)
+        if "wikisql" in cases or "trains" not in record:
+            record |= describe(name, Path(scratch) / "tiny") | {"versions": versions()}
+            keep(RECORDS, record)
         for case in cases:
             layers = LISTED[name].short if case == "long" else None
             folder = Path(scratch) / f"model-{layers or 'whole'}"
@@ -226,8 +237,9 @@ def measure_all(
             record["cases"].setdefault(execution, {})[case] = found | {
                 "model_layers": layers,
                 "repeats": repeats,
+                "threads": THREADS,
             }
-            write_records(RECORDS, records)
+            keep(RECORDS, record)
             print(f"{name}, {case}, {execution}: {json.dumps(found)}", flush=True)
 
 
