@@ -4,7 +4,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +27,8 @@ THREADS = _thread_count()
 # With fewer elements, waking another thread takes longer than it saves.
 _WORTH_SHARING = 1 << 17
 # The same for multiplications in a product.
-_WORTH_MULTIPLYING = 1 << 23
+WORTH_MULTIPLYING = 1 << 23
+_ZEROS = np.zeros(1 << 19, dtype=np.float32)
 _OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
 # Whether a thread has a part of work that is shared already.
 _inside = threading.local()
@@ -40,6 +41,10 @@ def view(x: mx.array) -> Floats:
 
 def empty(*shape: int) -> mx.array:
     """Return a new float32 array, in whose memory numpy can write."""
+    size = math.prod(shape)
+    if size <= _ZEROS.size:
+        # A copy, made here: MLX's own thread need not be woken.
+        return mx.array(_ZEROS[:size].reshape(shape))
     made = mx.zeros(shape)
     mx.eval(made)
     return made
@@ -85,7 +90,7 @@ def unshared_products() -> Callable[[], None]:
 
 def multiply(a: Floats, b: Floats, out: Floats) -> None:
     """Set `out` (..., m, n) to a (..., m, k) times b (..., k, n)."""
-    if out.size * a.shape[-1] < _WORTH_MULTIPLYING:
+    if out.size * a.shape[-1] < WORTH_MULTIPLYING:
         np.matmul(a, b, out=out)
         return
 
@@ -140,6 +145,6 @@ def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
     try:
         run(0)
     finally:
-        wait(others)
-    for other in others:
-        other.result()
+        failed = [error for other in others if (error := other.exception())]
+    if failed:
+        raise failed[0]

@@ -36,6 +36,12 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @inline
+def _weight(x):  # type: ignore[no-untyped-def]
+    """Return e to the x, or 0 where no sum notices it: subnormal numbers slow every product."""
+    return exp(x) if x > _NOTHING else _ZERO
+
+
+@inline
 def _sigmoid(x):  # type: ignore[no-untyped-def]
     return _ONE / (_ONE + exp(-x))
 
@@ -197,7 +203,7 @@ def _softmax_row(x, i, seen, sink):  # type: ignore[no-untyped-def]
     for j in range(seen):
         highest = max(highest, x[i, j])
     for j in range(seen):
-        e = exp(x[i, j] - highest)
+        e = _weight(x[i, j] - highest)
         x[i, j] = e
         total += e
     for j in range(seen, x.shape[1]):
@@ -245,7 +251,7 @@ def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[
             top = max(top, x[i, j])
         added = _ZERO
         for j in range(x.shape[1]):
-            e = exp(x[i, j] - top)
+            e = _weight(x[i, j] - top)
             x[i, j] = e
             added += e
         correction[i] = np.exp(highest[i] - top)

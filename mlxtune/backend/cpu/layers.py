@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 
 from mlxtune.backend.cpu.arrays import detached, has_nan, unread
 from mlxtune.backend.model.autograd import differentiable
+from mlxtune.core.steps.execution import SLICE
 
 # Projections of what comes before the attention.
 _FIRST = ("q_", "k_", "v_", "qkv")
@@ -107,9 +108,13 @@ def values_needed() -> bool:
 
 
 class KernelLayers:
-    """The `LayerPasses` of the CPU. Without `keep_products`, layers keep their inputs only."""
+    """The `LayerPasses` of the CPU. Without `keep_products`, layers keep their inputs only.
+
+    Then their MLPs run on `slice` tokens at a time; 0 for all.
+    """
 
     def __init__(self, *, keep_products: bool) -> None:
+        self.slice = 0 if keep_products else SLICE
         self._keep_products = keep_products
         # What the backward pass of a layer turned out to read, by the layer's identity.
         self.reads: dict[int, Reads] = {}
@@ -145,6 +150,32 @@ class KernelLayers:
             return gradients
 
         return list(differentiable(forward, backward)(*inputs))
+
+    def run_in_slices(self, function: Run, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Return what a function gives for x (1, T, ·), the first of its inputs, by slices of x.
+
+        Each runs again for its gradients, so that no more is held than one slice takes.
+        """
+        starts = range(0, inputs[0].shape[1], self.slice)
+
+        def part(x: mx.array, start: int) -> mx.array:
+            return detached(x[:, start : start + self.slice])
+
+        def forward(x: mx.array, *others: mx.array) -> mx.array:
+            parts = [_detached(function(part(x, start), *others))[0] for start in starts]
+            return detached(mx.concatenate(parts, axis=1))
+
+        def backward(primals: Any, cotangent: mx.array, output: Any) -> list[mx.array]:
+            x, *others = [primals] if isinstance(primals, mx.array) else primals
+            parts, total = [], [mx.zeros_like(other) for other in others]
+            for start in starts:
+                given = [part(x, start), *others]
+                first, *rest = _detached(mx.vjp(function, given, [part(cotangent, start)])[1])
+                parts.append(first)
+                total = _detached([a + b for a, b in zip(total, rest, strict=True)])
+            return [detached(mx.concatenate(parts, axis=1)), *total]
+
+        return [differentiable(forward, backward)(*inputs)]
 
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first that is trained, with no gradient."""

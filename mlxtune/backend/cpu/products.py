@@ -7,6 +7,7 @@ float32, which is exact and takes a few percent of the product.
 import math
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from mlxtune.backend.cpu import kernels
 from mlxtune.backend.cpu.arrays import (
     THREADS,
+    WORTH_MULTIPLYING,
     Floats,
     by_rows,
     copied,
@@ -32,7 +34,8 @@ from mlxtune.backend.model.layers import PackedRows
 Weight = mx.array | PackedRows
 
 # Rows of the vocabulary in a block: of each thread as many as its cache holds.
-_VOCABULARY = 1024 * THREADS
+_ROWS = 1024
+_VOCABULARY = _ROWS * THREADS
 # Smaller weights, in elements, one thread casts faster than two.
 _SHARED = 1 << 19
 # The largest weight, in elements, that is cast whole.
@@ -59,15 +62,24 @@ def in_float32(weight: Weight) -> Floats:
     """Return a weight (m, n) as float32, until the next call on this thread."""
     if isinstance(weight, PackedRows):
         return view(weight[:])
-    if weight.dtype == mx.float32:
-        return view(weight)
-    if weight.dtype != mx.bfloat16:
-        return view(weight.astype(mx.float32))
-    return widened(np.array(weight.view(mx.uint16), copy=False))
+    stored = _stored(weight)
+    return view(weight.astype(mx.float32)) if stored is None else widened(stored)
 
 
-def widened(narrow: npt.NDArray[np.uint16]) -> Floats:
-    """Return bfloat16 (m, n), given as uint16, as float32, until the next call on this thread."""
+def _stored(weight: Weight) -> npt.NDArray[Any] | None:
+    """Return the matrix that any thread may cast by `widened`; None if it takes MLX to cast it."""
+    if isinstance(weight, PackedRows) or weight.dtype not in (mx.float32, mx.bfloat16):
+        return None
+    return view(weight) if weight.dtype == mx.float32 else view(weight.view(mx.uint16))
+
+
+def widened(narrow: npt.NDArray[Any]) -> Floats:
+    """Return (m, n) in float32, or bfloat16 given as uint16, as float32.
+
+    It holds until the next call on this thread.
+    """
+    if narrow.dtype == np.float32:
+        return narrow
     wide = _scratch.rows(narrow.shape)
     if narrow.size < _SHARED:
         kernels.widen(0, len(narrow), narrow, wide)
@@ -80,12 +92,26 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
     """Return x (..., in) times the transpose of weight (out, in)."""
     made = empty(*x.shape[:-1], weight.shape[0])
     rows, outs = matrix(x), matrix(made)
-    if weight.size <= _LARGEST:
-        multiply(rows, in_float32(weight).T, outs)
-        return made
-    for at in _blocks(weight):
-        multiply(rows, in_float32(weight[at]).T, outs[:, at])
+    stored = _stored(weight)
+    whole = slice(0, weight.shape[0])
+    for at in [whole] if weight.size <= _LARGEST else _blocks(weight):
+        if stored is None:
+            multiply(rows, in_float32(weight[at]).T, outs[:, at])
+        else:
+            _multiply_stored(rows, stored[at], outs[:, at])
     return made
+
+
+def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> None:
+    """Set `outs` to rows times the transpose of a matrix; each thread casts its own part of it."""
+
+    def run(_: int, start: int, end: int) -> None:
+        np.matmul(rows, widened(stored[start:end]).T, out=outs[:, start:end])
+
+    if len(rows) * stored.size < WORTH_MULTIPLYING:
+        run(0, 0, len(stored))
+    else:
+        in_parts(run, len(stored))
 
 
 def backward(cotangent: mx.array, weight: Weight) -> mx.array:
@@ -230,15 +256,26 @@ class _Head(_OnlineSoftmax):
 
 
 def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _Head:
-    """Return the softmax over the whole vocabulary; each thread takes a part of each block."""
+    """Return the softmax over the whole vocabulary; each thread takes a part of it."""
     heads = [_Head(hidden, expects=expects) for _ in range(THREADS)]
-    for at in _blocks(weight):
-        _share(in_float32(weight[at]), heads)
+    stored = _stored(weight)
+    if stored is None:
+        for at in _blocks(weight):
+            _share(in_float32(weight[at]), heads)
+    else:
+        in_parts(partial(_take_stored, stored, heads), len(stored))
     whole, *others = heads
     for each in others:
         if each.total.any():
             whole.add(each)
     return whole
+
+
+def _take_stored(
+    stored: npt.NDArray[Any], heads: list[_Head], part: int, start: int, end: int
+) -> None:
+    for at in range(start, end, _ROWS):
+        heads[part].take_rows(widened(stored[at : min(at + _ROWS, end)]))
 
 
 def _share(block: Floats, heads: list[_Head]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from mlxtune.backend.cpu.kernels import exp, inline, kernel
 
 _f = np.float32
-_ZERO, _NOTHING = _f(0), _f(-50)
+_ZERO, _NOTHING, _TINY = _f(0), _f(-50), _f(1e-30)
 # Tokens from one kept state to the next. Gradients make the states between them again: first one
 # in so many, then those of so many tokens.
 GROUP, SEGMENT = 256, 16
@@ -67,15 +67,17 @@ def state_space_back(  # type: ignore[no-untyped-def]
                 if (t - first) % SEGMENT == 0:
                     starts[(t - first) // SEGMENT] = state
                 step = dt[row, t, head]
-                _advanced(state, _gate(step * a[head]), step, b[row, t, own], x[row, t, head])
+                decay, write, given = _gate(step * a[head]), b[row, t, own], x[row, t, head]
+                _advanced(state, decay, step, write, given, state)
             for segment in range((last - first - 1) // SEGMENT, -1, -1):
                 begin = first + segment * SEGMENT
                 stop = min(begin + SEGMENT, last)
-                state[:] = starts[segment]
-                for t in range(begin, stop):
-                    before[t - begin] = state
-                    step = dt[row, t, head]
-                    _advanced(state, _gate(step * a[head]), step, b[row, t, own], x[row, t, head])
+                before[0] = starts[segment]
+                drop_tiny(d_state)
+                for t in range(begin, stop - 1):
+                    at, step = t - begin, dt[row, t, head]
+                    decay, write, given = _gate(step * a[head]), b[row, t, own], x[row, t, head]
+                    _advanced(before[at], decay, step, write, given, before[at + 1])
                 for t in range(stop - 1, begin - 1, -1):
                     given, d_out, step = x[row, t, head], d_y[row, t, head], dt[row, t, head]
                     d_bs, d_cs = d_b[half, row, t, own], d_c[half, row, t, own]
@@ -111,12 +113,21 @@ def _gate(log_gate):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _advanced(state, decay, step, write, given):  # type: ignore[no-untyped-def]
-    """Scale the state (n, P) by the decay and add step * write given^T."""
+def drop_tiny(state):  # type: ignore[no-untyped-def]
+    """Set to 0 what decays, far from the tokens that it comes from, into slow subnormal numbers."""
     for k in range(len(state)):
-        line, factor = state[k], write[k] * step
+        line = state[k]
+        for j in range(len(line)):
+            line[j] = _ZERO if abs(line[j]) < _TINY else line[j]
+
+
+@inline
+def _advanced(state, decay, step, write, given, out):  # type: ignore[no-untyped-def]
+    """Set `out`, which may be the state (n, P), to it decayed + step * write given^T."""
+    for k in range(len(state)):
+        line, made, factor = state[k], out[k], write[k] * step
         for j in range(len(given)):
-            line[j] = decay * line[j] + factor * given[j]
+            made[j] = decay * line[j] + factor * given[j]
 
 
 @kernel
@@ -129,7 +140,7 @@ def scan(start, end, x, dt, a, b, c, first, y, last):  # type: ignore[no-untyped
         for t in range(x.shape[1]):
             step, u, total = dt[row, t], dt[row, t] * x[row, t], _ZERO
             for n in range(len(state)):
-                h = exp(step * decays[n]) * state[n] + u * bs[t, n]
+                h = _gate(step * decays[n]) * state[n] + u * bs[t, n]
                 state[n] = h
                 total += h * cs[t, n]
             y[row, t] = total
@@ -151,9 +162,11 @@ def scan_back(start, end, x, dt, a, b, c, first, d_y, d, d_x, d_dt, d_b, d_c):  
         for t in range(length):
             step, u = dt[row, t], dt[row, t] * x[row, t]
             for n in range(len(back)):
-                factors[t, n] = exp(step * decays[n])
+                factors[t, n] = _gate(step * decays[n])
                 states[t + 1, n] = factors[t, n] * states[t, n] + u * bs[t, n]
         for t in range(length - 1, -1, -1):
+            if t % SEGMENT == 0:
+                drop_tiny(d[row : row + 1])
             u, d_out, d_u, d_step = dt[row, t] * x[row, t], d_y[row, t], _ZERO, _ZERO
             for n in range(len(back)):
                 g = back[n] + d_out * cs[t, n]
@@ -187,7 +200,7 @@ def delta(start, end, q, k, v, log_gates, beta, first, y, kept):  # type: ignore
                 kept[t // GROUP, row, head] = state
             keys = k[row, t, key_head]
             _set_gates(log_gates[row, t, head], gates)
-            _decayed(state, keys, gates, v[row, t, head], error)
+            _decayed(state, keys, gates, v[row, t, head], error, state)
             for j in range(len(error)):
                 update[j] = beta[row, t, head] * error[j]
             out, queries = y[row, t, head], q[row, t, key_head]
@@ -228,18 +241,18 @@ def delta_back(  # type: ignore[no-untyped-def]
                     starts[(t - first) // SEGMENT] = state
                 keys, b = k[row, t, key_head], beta[row, t, head]
                 _set_gates(log_gates[row, t, head], gates[0])
-                _decayed(state, keys, gates[0], v[row, t, head], errors[0])
-                _updated(state, keys, errors[0], b)
+                _decayed(state, keys, gates[0], v[row, t, head], errors[0], state)
+                _updated(state, keys, errors[0], b, state)
             for segment in range((last - first - 1) // SEGMENT, -1, -1):
                 begin = first + segment * SEGMENT
                 stop = min(begin + SEGMENT, last)
                 state[:] = starts[segment]
+                drop_tiny(d_state)
                 for t in range(begin, stop):
                     at, keys, b = t - begin, k[row, t, key_head], beta[row, t, head]
                     _set_gates(log_gates[row, t, head], gates[at])
-                    _decayed(state, keys, gates[at], v[row, t, head], errors[at])
-                    before[at] = state
-                    _updated(state, keys, errors[at], b)
+                    _decayed(state, keys, gates[at], v[row, t, head], errors[at], before[at])
+                    _updated(before[at], keys, errors[at], b, state)
                 for t in range(stop - 1, begin - 1, -1):
                     at, d_out = t - begin, d_y[row, t, head]
                     decayed, error, scales = before[at], errors[at], gates[at]
@@ -302,24 +315,24 @@ def _put_gates(by_channel, out):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _decayed(state, keys, gates, given, error):  # type: ignore[no-untyped-def]
-    """Scale the state (Dk, Dv) by the gates; set the error of what it holds for the keys."""
+def _decayed(state, keys, gates, given, error, out):  # type: ignore[no-untyped-def]
+    """Set `out` to the state (Dk, Dv) times the gates, and the error of what it holds for keys."""
     error[:] = given
     for i in range(len(state)):
-        line, key, gate = state[i], keys[i], gates[i]
+        line, made, key, gate = state[i], out[i], keys[i], gates[i]
         for j in range(len(error)):
             value = gate * line[j]
-            line[j] = value
+            made[j] = value
             error[j] -= key * value
 
 
 @inline
-def _updated(state, keys, error, b):  # type: ignore[no-untyped-def]
-    """Add to the state the update b * error at the keys."""
+def _updated(state, keys, error, b, out):  # type: ignore[no-untyped-def]
+    """Set `out` to the state plus the update b * error at the keys."""
     for i in range(len(state)):
-        line, factor = state[i], keys[i] * b
+        line, made, factor = state[i], out[i], keys[i] * b
         for j in range(len(error)):
-            line[j] += factor * error[j]
+            made[j] = line[j] + factor * error[j]
 
 
 @kernel

@@ -6,10 +6,10 @@ States are transposed, (keys, values), so that what one loop reads lies side by 
 import numpy as np
 
 from mlxtune.backend.cpu.kernels import inline, kernel
-from mlxtune.backend.cpu.recurrences import GROUP, SEGMENT
+from mlxtune.backend.cpu.recurrences import GROUP, SEGMENT, drop_tiny
 
 _f = np.float32
-_ZERO, _TINY = _f(0), _f(1e-30)
+_ZERO = _f(0)
 
 
 @kernel
@@ -67,7 +67,7 @@ def wkv7_back(  # type: ignore[no-untyped-def]
                 left = begin + segment * SEGMENT
                 right = min(left + SEGMENT, stop)
                 before[0] = starts[segment]
-                _drop_tiny(d_state)
+                drop_tiny(d_state)
                 for t in range(left, right):
                     at = t - left
                     _read(before[at], a[row, t, head], removed[at])
@@ -131,12 +131,3 @@ def _advanced(state, decays, changes, removed, keys, given, out):  # type: ignor
         line, made, decay, change, key = state[i], out[i], decays[i], changes[i], keys[i]
         for j in range(len(given)):
             made[j] = decay * line[j] + change * removed[j] + key * given[j]
-
-
-@inline
-def _drop_tiny(d_state):  # type: ignore[no-untyped-def]
-    """Set to 0 what decays, far before the tokens of a loss, would make slow subnormal numbers."""
-    for i in range(len(d_state)):
-        line = d_state[i]
-        for j in range(len(line)):
-            line[j] = _ZERO if abs(line[j]) < _TINY else line[j]

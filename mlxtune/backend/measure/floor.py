@@ -17,9 +17,13 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.lora.targets import experts_per_token, projections
+from mlxtune.backend.mixers.delta_chunks import SIZE as CHUNK
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.recompute import first_trained
 
+# Names of how many heads attention has, and of those of a recurrence and its states' sizes.
+_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+_RECURRENT = ("num_v_heads", "head_k_dim", "head_v_dim")
 # A sample of a product lasts so long, by repeating it.
 _SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.1, 3, 64
 # Entries that no cache holds.
@@ -68,11 +72,12 @@ def step_products(
     - LoRA: its two products forward, two for its own gradients, two for those of the inputs.
     - attention, by stretch and head: scores and values forward, and four products backward; of
       each what causal attention needs, n (n + 1) / 2 pairs of n², less in a sliding window.
+    - gated delta rule, by stretch and head: the products of its chunks, and as many twice backward.
     - head: (supervised, hidden, vocabulary) forward, and for the gradient of the hidden states.
 
     - experts: as projections and LoRA, one product for each expert, the tokens divided evenly.
 
-    Attention of unknown shape is left out.
+    Attention and recurrences of unknown shape are left out.
     """
     counts: defaultdict[Product, float] = defaultdict(float)
     layers = list(model.layers)
@@ -84,7 +89,8 @@ def step_products(
     for i, layer in enumerate(layers):
         for product, part in _projections(layer, size, sent, above=i > first, first=i == first):
             counts[product] += share * part
-        for product, count in _attention(layer, stretches, window):
+        mixed = [*_attention(layer, stretches, window), *_recurrence(layer, stretches)]
+        for product, count in mixed:
             counts[product] += count * (3 if i > first else 1)
     size, share = _rounded(supervised)
     counts[Product("head", size, hidden_size, vocab_size)] += share
@@ -93,8 +99,9 @@ def step_products(
 
 
 def needed_flops(products: Products) -> int:
-    """Return the multiplications and additions of products, those of attention aside."""
-    return round(sum(n * each.flops for each, n in products.items() if each.kind != "attention"))
+    """Return the multiplications and additions of products, those across tokens aside."""
+    across = ("attention", "recurrence")
+    return round(sum(n * each.flops for each, n in products.items() if each.kind not in across))
 
 
 def _projections(
@@ -140,11 +147,13 @@ def _attention(
 ) -> Iterator[tuple[Product, float]]:
     """Yield the products of the forward pass."""
     for _, module in layer.named_modules():
-        heads = getattr(module, "n_heads", None) or getattr(module, "num_heads", None)
+        heads = next((getattr(module, name) for name in _HEADS if hasattr(module, name)), None)
         query = getattr(module, "q_proj", None)
         if not isinstance(heads, int) or query is None:
             continue
-        width = _dims(getattr(query, "linear", query))[1] // heads
+        # Some query projections give a gate, too.
+        whole = _dims(getattr(query, "linear", query))[1] // heads
+        width = getattr(module, "head_dim", whole)
         for tokens, before in stretches:
             queries, keys = _rounded(tokens)[0], _rounded(before + tokens)[0]
             pairs = tokens * before + tokens * (tokens + 1) / 2
@@ -153,6 +162,28 @@ def _attention(
             count = pairs / (queries * keys)
             yield Product("attention", queries, width, keys, heads), count
             yield Product("attention", queries, keys, width, heads), count
+        return
+
+
+def _recurrence(
+    layer: nn.Module, stretches: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Product, float]]:
+    """Yield the products of the forward pass of a gated delta rule; see mixers/delta_chunks.py."""
+    for _, module in layer.named_modules():
+        heads, keys, values = (getattr(module, name, None) for name in _RECURRENT)
+        if not (isinstance(heads, int) and isinstance(keys, int) and isinstance(values, int)):
+            continue
+        for tokens, before in stretches:
+            size = min(tokens, CHUNK)
+            chunks = tokens / size
+            # Keys with keys and queries; what is learned in the chunk, and read of that. Half of
+            # each square is masked.
+            for columns in (keys, values):
+                yield Product("recurrence", size, columns, size, heads), chunks
+            # What is read of the state, by keys and queries, and what is added to it.
+            read = chunks if before else chunks - 1
+            yield Product("recurrence", size, keys, values, heads), 2 * read
+            yield Product("recurrence", keys, size, values, heads), chunks - 1
         return
 
 

@@ -82,9 +82,11 @@ class MlxLm:
 
     def warm_up(self, examples: Sequence[Example]) -> float | None:
         """Take a step and take it back; return its loss with mlx-lm's own spans, if it has them."""
+        # On the CPU nothing is compiled for the shape of a step.
+        shown = [min(examples, key=len)] if on_cpu() else examples
         with self._unchanged():
-            loss = self._run(examples, beyond=1)
-        return loss if self.loss_function == "default" else None
+            self._run(shown)
+        return self._own_loss(examples) if self.loss_function == "default" else None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, from 1, on all examples; return its loss."""
@@ -125,9 +127,17 @@ class MlxLm:
         # On the CPU compiling starts a C++ compiler and is no faster after.
         return step if on_cpu() else self._compiled
 
-    def _run(self, examples: Sequence[Example], beyond: int = 0) -> float:
+    def _own_loss(self, examples: Sequence[Example]) -> float:
+        def loss(
+            tokens: mx.array, ends: mx.array, share: mx.array, before: Any, last: bool
+        ) -> tuple[mx.array, None]:
+            return default_loss(self._model, tokens, ends)[0] * share, None
+
+        return sum(float(part) for part, _ in self._parts(loss, examples, beyond=1))
+
+    def _run(self, examples: Sequence[Example]) -> float:
         loss = mx.array(0.0)
-        for part, gradients in self._parts(self._step, examples, beyond):
+        for part, gradients in self._parts(self._step, examples):
             loss = loss + part
             mx.eval(self._state, loss, gradients)
             # As its train() does after each step by default.

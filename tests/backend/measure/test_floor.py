@@ -97,6 +97,26 @@ def test_sliding_window_bounds_the_pairs(tmp_path: Path) -> None:
     assert flops(folder)["attention"] == pytest.approx((3 * 2 + 2 * 4) * 2 * HEADS * WIDTH * pairs)
 
 
+def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> None:
+    heads, width, chunk = 4, 16, 64
+    sizes = {
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": 2,
+        "linear_conv_kernel_dim": 4,
+    }
+    sizes |= {"linear_key_head_dim": width, "linear_value_head_dim": width, "head_dim": WIDTH}
+    folder = write_model(
+        tmp_path / "m", "qwen3_5", num_hidden_layers=4, full_attention_interval=2, **sizes
+    )
+    found = flops(folder)
+    squares = sum(2 * 2 * n * min(n, chunk) * width for n in LENGTHS)
+    states = sum(3 * 2 * (n - chunk) * width * width for n in LENGTHS if n > chunk)
+    # LoRA is on the attention of layers 2 and 4: one recurrence is above it.
+    assert found["recurrence"] == pytest.approx((1 + 3) * heads * (squares + states))
+    # Its query projections give a gate too, which attention does not multiply.
+    assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))
+
+
 def test_quantised_weights_count_as_what_they_stand_for(folder: Path, tmp_path: Path) -> None:
     quantised = write_model(tmp_path / "q", "qwen3", quantize=4, num_hidden_layers=4)
     assert flops(quantised) == pytest.approx(flops(folder))
