@@ -37,6 +37,7 @@ from mlxtune.errors import (
     ModelError,
     NonFiniteLossError,
     OutputError,
+    RankError,
     TrainingInterrupted,
 )
 
@@ -85,6 +86,7 @@ __all__ = [
     "ModelError",
     "NonFiniteLossError",
     "OutputError",
+    "RankError",
     "TrainConfig",
     "TrainResult",
     "TrainingInterrupted",

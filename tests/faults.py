@@ -18,11 +18,12 @@ OPERATIONS = [
     (Path, "rename"),
     (Path, "replace"),
     (Path, "unlink"),
+    (os, "fdopen"),
     (os, "fsync"),
     (shutil, "rmtree"),
 ]
 # Of these, a disk that is full or broken fails the ones that make something.
-_MAKING = {"mkdir", "open", "rename", "replace", "fsync", "write"}
+_MAKING = {"mkdir", "open", "fdopen", "rename", "replace", "fsync", "write"}
 CRASH = -1
 KINDS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES, "crash": CRASH}
 
@@ -60,13 +61,14 @@ class FaultyDisk:
                 inside = args[0] == self.within or self.within in args[0].parents
                 if not inside:
                     return operation(*args, **options)
-            mode = (*args[1:2], options.get("mode", "r"))[0] if name == "open" else "w"
-            if name == "open" and not set(mode) & set("wax+"):
+            opens = name in ("open", "fdopen")
+            mode = (*args[1:2], options.get("mode", "r"))[0] if opens else "w"
+            if opens and not set(mode) & set("wax+"):
                 self._check_alive()
                 return operation(*args, **options)
             self.pass_or_fail(name, ignores=bool(options.get("ignore_errors")))
             found = operation(*args, **options)
-            return _File(found, self) if name == "open" else found
+            return _File(found, self) if opens else found
 
         return call
 

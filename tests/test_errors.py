@@ -21,6 +21,7 @@ TREE = {
     "OutputError": OSError,
     "MemoryLimitError": MemoryError,
     "GpuError": RuntimeError,
+    "RankError": RuntimeError,
     "NonFiniteLossError": FloatingPointError,
 }
 

@@ -45,8 +45,8 @@ def test_damaged_files_end_in_success_or_in_one_line(
         result = run_case(place, SEED, f"{kind}:{number}")
         assert not result["problem"], f"{kind}:{number}: {result['problem']}\n{result['said']}"
         found[number] = result["code"]
-    # Not all of them are hopeless, nor harmless.
-    assert {0} < set(found.values()) or count < 20
+    # Not all of them are hopeless, nor harmless. A report shows what it can, and hardly ever fails.
+    assert {0} < set(found.values()) or count < 20 or kind == "report"
 
 
 def test_cases_depend_on_their_seed_and_number_alone(tmp_path: Path) -> None:

@@ -4,3 +4,6 @@ Nothing outside this package imports mlx, mlx_lm or transformers.
 """
 
 from mlxtune.backend.model.blas import BLAS as BLAS
+from mlxtune.backend.model.open_files import check_limit
+
+check_limit()

@@ -1,6 +1,5 @@
 """The `mlxtune` command: builds a config, calls a recipe, prints, and alone decides to exit."""
 
-import io
 import os
 import shlex
 import sys
@@ -24,6 +23,8 @@ from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
 from mlxtune.cli.report import report
 from mlxtune.cli.runs import runs
+from mlxtune.cli.streams import drop_results, flush_results, open_streams
+from mlxtune.cli.surroundings import check_current_folder, set_temporary_folder
 from mlxtune.cli.train import train
 from mlxtune.cli.verify import verify
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
@@ -81,16 +82,17 @@ def command() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; errors that a user can fix end in one line on stderr."""
     warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr does: characters that the encoding lacks must not end a command.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    open_streams()
+    set_temporary_folder()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
         # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
         with command.make_context("mlxtune", arguments) as context:
+            check_current_folder()
             command.invoke(context)
+        flush_results()
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -118,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, 130)
     except BrokenPipeError:
-        # The reader has closed the pipe; Python would report that again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read stdout has enough.
+        drop_results()
         sys.exit(FAILED)
     sys.exit(DONE)
 
@@ -138,4 +140,6 @@ def _exit(message: str, code: int) -> NoReturn:
     # Names from files may hold terminal control characters; the terminal itself may be gone.
     with suppress(OSError):
         click.echo(printable(message), err=True)
+    with suppress(OSError):
+        flush_results()
     sys.exit(code)

@@ -11,18 +11,33 @@ from mlxtune.cli.options import debug_option, json_option
     is_flag=True,
     help="Train small models here for a minute or two, and compare with what should come out.",
 )
+@click.option(
+    "--model-path",
+    metavar="PATH",
+    help="Under mlx.launch: check that all machines have this model.",
+)
+@click.option(
+    "--data",
+    metavar="PATH",
+    multiple=True,
+    help="Under mlx.launch: check that all machines have this data; may be repeated.",
+)
 @json_option
 @debug_option
-def doctor(prove: bool, as_json: bool) -> None:
+def doctor(prove: bool, as_json: bool, model_path: str | None, data: tuple[str, ...]) -> None:
     """Check whether training works on this machine, and how fast.
 
-    Each problem comes with its remedy. The exit code is 1 if training is impossible or, with
-    --prove, if something is not as it should be.
+    Under mlx.launch, check all machines and the network between them. Each problem comes with its
+    remedy. The exit code is 1 if training is impossible or, with --prove, if something is not as it
+    should be.
     """
     if prove:
-        from mlxtune.recipes.prove import show
+        from mlxtune.recipes import prove as recipe
+
+        fine = recipe.show(as_json=as_json)
     else:
         from mlxtune.recipes.doctor import show
 
-    if not show(as_json=as_json):
+        fine = show(as_json=as_json, model_path=model_path, data=data)
+    if not fine:
         raise click.exceptions.Exit(1)

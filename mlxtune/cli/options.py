@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +12,11 @@ from click.shell_completion import CompletionItem
 from mlxtune.config import as_path
 from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import OPTIONS, SECTIONS
-from mlxtune.errors import ConfigError
+from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
+# A message names no more unknown options.
+_MAX_NAMED = 10
 
 
 def config_options(config: type) -> list[click.Option]:
@@ -153,43 +155,24 @@ def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str
 
     Raises ConfigError when the file cannot be read.
     """
-    try:
-        content = _parse_config_text(path, path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError([f"--config {path} cannot be read: {error.strerror}"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
-    if content is None:  # an empty file, or one of comments
-        return {}, []
-    if not isinstance(content, Mapping):
-        raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
+    # Loads yaml, which most commands do without.
+    from mlxtune.config.files import read_config_file
+
     own = {field.name for field in dataclasses.fields(config)}
-    options, problems = {}, []
-    for key, value in content.items():
+    options, unknown = {}, []
+    for key, value in read_config_file(path).items():
         name = str(key).replace("-", "_")
         if name in own:
             options[name] = value
         elif name not in OPTIONS:
-            close = difflib.get_close_matches(name, own, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            problems.append(f"--config {path} has no option {key!r}{hint}")
+            unknown.append(key)
+    problems = [_unknown(path, key, own) for key in unknown[:_MAX_NAMED]]
+    if more := len(unknown) - len(problems):
+        problems.append(f"--config {path} has {more:,} more that are no options")
     return options, problems
 
 
-def _parse_config_text(path: Path, text: str) -> Any:
-    if path.suffix.lower() == ".toml":
-        import tomllib
-
-        try:
-            return tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError([f"--config {path} is not valid TOML: {error}"]) from error
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError([f"--config {path} is not valid YAML: {line}{error.problem}"]) from error
-    except (yaml.YAMLError, AttributeError, RecursionError, ValueError) as error:
-        raise ConfigError([f"--config {path} is not valid YAML"]) from error
+def _unknown(path: Path, key: Any, own: set[str]) -> str:
+    close = difflib.get_close_matches(str(key)[:60].replace("-", "_"), own, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"--config {path} has no option {shorten(str(key))}{hint}"

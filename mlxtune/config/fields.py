@@ -84,6 +84,11 @@ class Option:
         return _read_number(value, annotation)
 
     def _check(self, value: Any) -> None:
+        for text in value if isinstance(value, tuple) else (value,):
+            # Of a file's name in another encoding. MLX and tokenizers take UTF-8 only.
+            if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
+                rename = ": rename it" if self.path else ""
+                raise ValueError(f"must be text in UTF-8, {_not(text)}{rename}")
         empty = value == () and (self.required or not self.several)
         if empty or (isinstance(value, str) and not value.strip()):
             missing = "is required" if self.required else "is empty: give a value, or leave it out"
@@ -92,6 +97,10 @@ class Option:
             for each in value if self.several else (value,):
                 if each not in self.choices:
                     raise ValueError(f"must be one of {', '.join(self.choices)}, {_not(each)}")
+        if self.path:
+            for each in value if self.several else (value,):
+                if "\0" in each:
+                    raise ValueError(f"has a character that no file name can have, {_not(each)}")
         limits = (
             (self.at_least, "at least", operator.ge),
             (self.at_most, "at most", operator.le),
@@ -105,9 +114,15 @@ class Option:
 
 def _not(value: Any) -> str:
     # Bounded, because YAML aliases turn a few lines into a list of billions of items.
-    short = reprlib.Repr()
+    short = _Short()
     short.maxstring = short.maxother = short.maxlong = 200
     return f"not {short.repr(value)}"
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Return an integer that Python may refuse to write in decimals."""
+        return hex(x)[:20] + "…" if x.bit_length() > 1000 else super().repr_int(x, level)
 
 
 def _read_names(value: Any) -> tuple[str, ...]:
@@ -119,12 +134,19 @@ def _read_names(value: Any) -> tuple[str, ...]:
 
 def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # in a config file, in its natural form
-        value = [f"{name}={key}" for name, key in value.items()]
+        if not all(map(_is_short, value.values())):
+            raise ValueError(f"must have a text or a number for each name, {_not(value)}")
+        value = [f"{name}={each}" for name, each in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | os.PathLike) for item in items):
         raise ValueError(f"must be text, or several texts, {_not(value)}")
     texts = map(os.fspath, items)
     return tuple(text for text in texts if (text.strip() if are_paths else text))
+
+
+def _is_short(value: Any) -> bool:
+    """Return whether a value may become text: other ones can be unbounded, or refused by Python."""
+    return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
 
 
 def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:

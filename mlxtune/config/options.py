@@ -100,9 +100,9 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Inspect": {
         "row": Option("Show only this row, by its number in the file.", COMMAND, at_least=1),
-        "html": Option("Write an HTML page.", COMMAND),
+        "html": Option("Write an HTML page.", COMMAND, path=True),
         "dump": Option(
-            "Write every example as a JSON line with its row, tokens and mask.", COMMAND
+            "Write every example as a JSON line with its row, tokens and mask.", COMMAND, path=True
         ),
     },
     "Bench": {
@@ -121,6 +121,13 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "steps": Option("Optimizer steps to time, the first of an epoch.", COMMAND, at_least=1),
         "repeats": Option(
             "Times to measure each side, each in a new process.", COMMAND, at_least=1
+        ),
+    },
+    "Plan": {
+        "longest": Option("Say how long an example may be to fit --memory-limit.", COMMAND),
+        "ranks": Option("Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1),
+        "link": Option(
+            "Bandwidth between the machines, in Gbit/s.", COMMAND, above=0, metavar="GBPS"
         ),
     },
     "Generation": {
@@ -280,6 +287,11 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "shape anew; auto does not.",
             EXECUTION,
             choices=("auto", "on", "off"),
+        ),
+        "parallel": Option(
+            "What the ranks that mlx.launch starts share: the examples of each step (data), or "
+            "the model, of which each holds a part (tensor).",
+            EXECUTION,
         ),
         "seed": Option(
             "Seed of the split, the order, the LoRA matrices and dropout.", RESULT, at_least=0

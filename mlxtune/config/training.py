@@ -9,7 +9,7 @@ from mlxtune.config.data import DataConfig, ModelConfig
 from mlxtune.config.fields import Checked, as_path
 from mlxtune.config.options import option
 from mlxtune.config.ranks import init_problem, target_ranks
-from mlxtune.errors import ConfigError
+from mlxtune.errors import ConfigError, shorten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,15 +194,39 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
     epochs: int = option("epochs", 1)
     max_grad_norm: float = option("max_grad_norm", 1.0)
     patience: int = option("patience", 5)
+    parallel: str = option("parallel", "data")
 
     def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+        problems = [*super().contradictions(), *self._tensor_problems()]
         if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
             problems += [
                 f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
                 "lower it or use another --schedule"
             ]
         return problems
+
+    def _tensor_problems(self) -> list[str]:
+        """Return what contradicts --parallel."""
+        if self.parallel == "data":
+            return []
+        if self.parallel.startswith("tensor:"):
+            return [
+                f"--parallel {shorten(self.parallel)}: MLX cannot divide the ranks of its ring "
+                "into groups: give tensor, for a part of the model on each of them"
+            ]
+        if self.parallel != "tensor":
+            return [f"--parallel must be data or tensor, not {shorten(self.parallel)}"]
+        others = {
+            "--dora": self.dora,
+            f"--init {self.init}": self.init != "lora",
+            "--quantize nf4": self.quantize == "nf4",
+            "--compile on": self.compile == "on",
+        }
+        return [
+            f"{name} does not work with --parallel tensor: leave one of them out"
+            for name, given in others.items()
+            if given
+        ]
 
     def split(self) -> RunParts:
         """Return these options as the parts that the modules of a run take."""
@@ -236,7 +260,18 @@ class PlanConfig(TrainConfig):
     data: tuple[str, ...] = option(
         "data", (), "Data to plan for; without it, one example of --max-seq-len.", required=False
     )
+    longest: bool = option("longest", False)
+    ranks: int = option("ranks", 1)
+    link: float = option("link", 10.0)
     json: bool = option("json", False, "Print JSON for programs; docs/plan.md describes it.")
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.ranks > 1 and not self.data and self.parallel == "data":
+            problems.append("--ranks needs --data: steps are shared by their examples")
+        if self.ranks == 1 and self.parallel == "tensor":
+            problems.append("--parallel tensor needs --ranks: say how many share the model")
+        return problems
 
 
 @dataclasses.dataclass(frozen=True)

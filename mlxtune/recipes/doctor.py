@@ -2,22 +2,27 @@
 
 import platform
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from mlxtune.config import StepConfig, user_cache
 from mlxtune.core.machine import facts, requirements
 from mlxtune.core.machine.diagnosis import Diagnosis, check_lines, diagnose
+from mlxtune.core.machine.ranks import launched_several
 from mlxtune.core.machine.reservation import reservations
 from mlxtune.setup.children import probe_device
 from mlxtune.terminal.output import print_json, print_line
 
 
-def doctor() -> Diagnosis:
+def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
     """Look at this machine and its packages, and judge whether training works here.
 
-    Raises nothing: problems are among the checks.
+    Under mlx.launch, look at all machines, the network between them, and whether all have the same
+    model and data. Raises RankError when they cannot be reached; else problems are among the
+    checks.
     """
     device, problem = probe_device()
-    return diagnose(
+    diagnosis = diagnose(
         facts.Machine(
             system=platform.system(),
             **facts.read_system(),
@@ -35,11 +40,22 @@ def doctor() -> Diagnosis:
             offline=facts.offline(),
         )
     )
+    if not launched_several() or device is None:
+        return diagnosis
+    # MLX, which may crash where it is imported.
+    from mlxtune.setup.launch import check_ranks, join
+
+    ranks = join()
+    joint = check_ranks(ranks, diagnosis.checks, model_path, data)
+    return replace(diagnosis, checks=(*diagnosis.checks, *joint), rank=ranks.rank)
 
 
-def show(*, as_json: bool) -> bool:
+def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
     """Print the checks as lines or JSON; return whether training is possible."""
-    diagnosis = doctor()
+    diagnosis = doctor(model_path, data)
+    if diagnosis.rank:
+        # Rank 0 prints them.
+        return diagnosis.can_train
     if as_json:
         print_json(diagnosis.as_dict())
     else:

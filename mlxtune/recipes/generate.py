@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxtune.backend.text.generate import Answer, Sampling
 from mlxtune.config import GenerateConfig, as_path
-from mlxtune.core.data.prompt import MAX_BYTES, parse_content, prompt_of
+from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of
 from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.model import (
@@ -91,7 +91,9 @@ def _read_prompt() -> str:
     if sys.stdin is not None and sys.stdin.isatty():
         print("Type the prompt and end it with Ctrl-D:", file=sys.stderr)
     try:
-        text = _read("-").decode("utf-8-sig").strip("\r\n")
+        content = _read("-")
+        check_size(content, _STDIN)
+        text = content.decode("utf-8-sig").strip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{_STDIN}: is not text in UTF-8 (byte {error.start + 1})") from error
     if not text.strip():

@@ -1,6 +1,7 @@
 """The recipe of `mlxtune plan`: the memory, steps and time of a run, before it starts."""
 
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -8,15 +9,19 @@ import numpy as np
 
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import device, loading, model_folder
+from mlxtune.backend.model.split import PlannedGroup, split_base
+from mlxtune.backend.step.costs import ExampleCosts
 from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
 from mlxtune.core.reports.plan_text import plan_lines
 from mlxtune.core.runs.run_plan import RunPlan
+from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.speed import read_speed
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, report_findings
 from mlxtune.setup.memory import (
     choose_plan,
     first_steps,
     larger_limit,
+    longest_example,
     planned_work,
     speed_key,
     training_rows,
@@ -41,7 +46,20 @@ def plan(config: PlanConfig) -> RunPlan:
         report_findings(dataset, console)
     step, lora, training = config.part(StepConfig), config.lora(), config.training()
     base = loading.open_base(folder, step.dtype, **step.loading())
-    work = planned_work(lora, first_steps(training, dataset), dataset)
+    steps = first_steps(training, dataset)
+    costs = [ExampleCosts(base.model).of(examples) for examples in steps]
+    shared = config.parallel == "tensor"
+    if shared:
+        base = split_base(base, PlannedGroup(config.ranks))
+    elif config.ranks > 1:
+        steps = [
+            [examples[i] for i in dearest_items(each, config.ranks)]
+            for examples, each in zip(steps, costs, strict=True)
+        ]
+    longest = longest_example(step, lora, base) if config.longest else None
+    if longest and dataset is None:
+        lora = replace(lora, max_seq_len=max(longest.recomputed, 2))
+    work = planned_work(lora, steps, dataset)
     chosen = choose_plan(step, lora, base, work)
     adapter = apply_lora(base.model, lora)
     for warning in adapter.warnings():
@@ -53,12 +71,16 @@ def plan(config: PlanConfig) -> RunPlan:
         expert_matrices=adapter.expert_matrices,
         dtype=base.dtype,
         device=device.device_name(),
-        max_seq_len=config.max_seq_len,
+        max_seq_len=lora.max_seq_len,
         memory=chosen,
         larger_limit=larger_limit(step, chosen, work),
+        longest=longest,
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
-    return planned if dataset is None else _with_data(planned, training, dataset)
+    if dataset is None:
+        return planned
+    planned = _with_data(planned, training, dataset)
+    return planned if config.ranks == 1 else _on_ranks(planned, config, costs)
 
 
 def show(config: PlanConfig) -> None:
@@ -90,3 +112,25 @@ def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Datase
         supervised=int(supervised),
         all_tokens=round(tokens * steps / per_epoch),
     )
+
+
+def _on_ranks(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[float]]) -> RunPlan:
+    step_s = None
+    if planned.speed is not None:
+        step_s = planned.tokens / planned.steps_per_epoch / planned.speed.tokens_per_s
+    # Gradients are added in float32.
+    gradients = 4 * planned.trainable_parameters
+    scaling = Scaling(config.ranks, config.link, dearest_share(costs, config.ranks), gradients)
+    if config.parallel == "tensor":
+        # Two sums in the forward pass of a layer, as many in the backward pass; again to recompute.
+        shapes, execution = planned.memory.shapes, planned.memory.execution
+        sums = shapes.layers * (6 if execution.recompute else 4)
+        hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize
+        scaling = Scaling(
+            ranks=config.ranks,
+            gbps=config.link,
+            dearest=1 / config.ranks,
+            exchanged=round(sums * hidden) + gradients,
+            exchanges=sums + 1,
+        )
+    return replace(planned, scaling=replace(scaling, step_s=step_s))

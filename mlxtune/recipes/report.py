@@ -1,5 +1,6 @@
 """The recipe of `mlxtune report`: a run's folder as a page, as lines, as JSON."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from mlxtune.core.runs.summary import (
 )
 from mlxtune.core.training.progress import record_values
 from mlxtune.core.training.run_folder import REPORT
-from mlxtune.errors import ConfigError
+from mlxtune.errors import ConfigError, OutputError
 from mlxtune.terminal.output import print_json, print_line
 
 COMPARISON = "comparison.html"
+# The errors of folders that may only be read.
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary]:
@@ -40,7 +43,8 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
     Without `html`, the page of one run goes into its folder, that of several into this one; but
-    with `as_json` none is written. Raises as `report` does.
+    with `as_json` none is written. In a folder that may only be read, the summary says so. Raises
+    as `report` does.
     """
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])
@@ -48,12 +52,19 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     target = found[0].folder / REPORT if len(found) == 1 else Path(COMPARISON)
     if html is not None:
         target = as_path(str(html))
+    page = f"page: {target}"
     if html is not None or not as_json:
-        _write(found, target)
+        try:
+            _write(found, target)
+        except OutputError as problem:
+            cause = problem.__cause__
+            if html is not None or not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
+                raise
+            page = f"page: none: {problem}"
     if as_json:
         print_json(_as_dict(found))
         return
-    for line in (*_lines(found), f"page: {target}"):
+    for line in (*_lines(found), page):
         print_line(line)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters.attach import base_mismatch
-from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.adapters.files import check_replaceable, find_adapter
 from mlxtune.backend.measure.profile import PipelineMeter
 from mlxtune.backend.model import loading, memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
@@ -43,6 +43,7 @@ from mlxtune.setup.memory import (
     save_run_speed,
 )
 from mlxtune.setup.model import build_pipeline, open_model
+from mlxtune.setup.ranks import Joined, joined
 from mlxtune.setup.resuming import check_resumed, find_run
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
 from mlxtune.terminal.console import RunConsole
@@ -83,23 +84,31 @@ def train(
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
-    parts = config.split()
-    run = parts.run
-    check_trackers(run.track)
-    console = RunConsole(quiet=run.quiet, log_every=run.log_every, peak_gb=memory.peak_gb)
+    check_trackers(config.track)
+    with joined(config) as joint:
+        return _train(joint, dry_run=dry_run, resume=resume, stop_after=stop_after)
+
+
+def _train(
+    joint: Joined, *, dry_run: bool, resume: ResumePoint | None, stop_after: int | None
+) -> TrainResult:
+    console, parts = joint.console, joint.config.split()
+    run, is_first = parts.run, joint.ranks.rank == 0
     folder = check_paths(parts.data, run)
     result = evaluation = None
     with ExitStack() as held:
         # A missing folder is made only once there is something to put into it.
         if not dry_run and run.checkpoint_path.is_dir():
             lock_folder(run, resume, held)
-        setup = prepare(parts, folder, console, None if dry_run else held, resume)
+        setup = prepare(parts, folder, joint, None if dry_run else held, resume)
         dataset = setup.dataset
         with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
-            trainer = make_trainer(parts, setup, console, asked, stop_after)
+            trainer = make_trainer(parts, setup, joint, asked, stop_after)
+            joint.step = lambda: trainer.progress.step
             print_plan(parts, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
+            check_ranks(joint, trainer, resume)
             if not dry_run:
                 if not run.checkpoint_path.is_dir():
                     lock_folder(run, resume, held)
@@ -110,15 +119,15 @@ def train(
                 result = trainer.train({LEDGER: ledgers, ABOUT: about}, resume=resume)
         peak_gb = memory.peak_gb()
         if result is not None:
-            finish(parts, setup, trainer, result, console)
+            finish(parts, setup, trainer, result, joint)
             peak_gb, rows = memory.peak_gb(), trainer.val_rows
             # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
             try:
-                evaluation = judge(parts, folder, rows, console) if rows else None
+                evaluation = judge(parts, folder, rows, console, joint.ranks) if rows else None
             finally:  # also after Ctrl-C during the evaluation
-                if (page := write_page(run.checkpoint_path, console.warn)) is not None:
+                if is_first and (page := write_page(run.checkpoint_path, console.warn)) is not None:
                     console.say("Report", str(page))
             usage = run_text.usage_line(result, run, parts.data.model_path)
             console.say("Try it", usage, copyable=True)
@@ -157,6 +166,7 @@ def check_paths(data: DataConfig, run: RunConfig) -> Path:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
     read = [*data_files(data).all, *folder.iterdir()]
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
+    check_replaceable(output)
     check_writable(run.checkpoint_path, "--checkpoint-dir")
     return folder
 
@@ -168,6 +178,8 @@ def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> 
     """
     folder = run.checkpoint_path
     held.callback(run_folder.lock_run(folder).release)
+    if resume is None:
+        run_folder.check_own(folder)
     if resume is None and not run.overwrite and run_folder.is_unfinished(folder):
         raise OutputError(
             f"{folder}: holds an unfinished run: resume it with mlxtune train --resume "
@@ -193,7 +205,7 @@ class Setup:
 def prepare(
     parts: RunParts,
     folder: Path,
-    console: RunConsole,
+    joint: Joined,
     held: ExitStack | None,
     resume: ResumePoint | None,
 ) -> Setup:
@@ -201,15 +213,15 @@ def prepare(
 
     Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
     """
-    data, lora, step = parts.data, parts.lora, parts.step
+    data, lora, step, console = parts.data, parts.lora, parts.step, joint.console
     operations.load_ahead(folder)
     # The data first: its problems show before minutes of loading.
-    with closing(console):
+    with closing(console), joint.in_turn():
         dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
     report_findings(dataset, console)
 
     # Then the memory: a run that does not fit ends before its weights are read.
-    base = open_model(step, folder, console)
+    base = open_model(step, folder, console, joint.ranks)
     if lora.init_adapter is not None and resume is None:
         weights = find_adapter(lora.init_adapter, "--init-adapter")
         if other := base_mismatch(weights, base, trust_remote_code=step.trust_remote_code):
@@ -223,19 +235,21 @@ def prepare(
     loading.read_weights(base)
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
-    pipeline, plan = build_pipeline(step, lora, base, work, planned, console, provenance, resume)
+    pipeline, plan = build_pipeline(
+        step, lora, base, work, planned, console, provenance, resume, joint.ranks
+    )
     return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work))
 
 
 def make_trainer(
     parts: RunParts,
     setup: Setup,
-    console: RunConsole,
+    joint: Joined,
     should_stop: Callable[[], bool],
     stop_after: int | None,
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
-    run, dataset = parts.run, setup.dataset
+    run, dataset, console = parts.run, setup.dataset, joint.console
     observer = Observers([console, *trackers_of(run, parts.options, console.warn)])
     profiler = None
     if run.profile_interval:
@@ -246,6 +260,10 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
+    ranks, decide = joint.ranks, None
+    if ranks.size > 1:
+        # They can only stop together, after a step.
+        decide, should_stop = partial(ranks.decide, should_stop), lambda: False
     trainer = InstructTrainer(
         setup.pipeline,
         dataset.corpus,
@@ -255,11 +273,21 @@ def make_trainer(
         observer=observer,
         should_stop=should_stop,
         stop_after=stop_after,
+        decide=decide,
         profiler=profiler,
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)
     return trainer
+
+
+def check_ranks(joint: Joined, trainer: InstructTrainer, resume: ResumePoint | None) -> None:
+    """Raise RankError if another rank has other data, weights, options or versions."""
+    hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
+    step = {"step": resume.progress.step if resume else 0}
+    joint.check_same(
+        joint.config.split().options, {**trainer.pipeline.describe(), **hashes, **step}
+    )
 
 
 def print_plan(
@@ -282,11 +310,14 @@ def finish(
     setup: Setup,
     trainer: InstructTrainer,
     result: InstructTrainResult,
-    console: RunConsole,
+    joint: Joined,
 ) -> None:
     """Write the adapter and the run's result, and print a summary. Raises OutputError."""
+    console = joint.console
     if result.best_epoch is not None:
-        setup.pipeline.load(trainer.best_folder)
+        if joint.ranks.rank == 0:
+            setup.pipeline.load(trainer.best_folder)
+        setup.pipeline.take_first()
     setup.pipeline.write(parts.run.output_path)
     write_json(parts.run.checkpoint_path / RESULT, about_result(parts.run, trainer, result))
     save_run_speed(parts.data.cache_path, setup.planned, setup.base.dtype, result.steps)

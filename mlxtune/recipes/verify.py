@@ -19,7 +19,7 @@ from mlxtune.core.training.progress import Progress, same_except_measurements
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
 from mlxtune.recipes.train import train
-from mlxtune.setup.resuming import check_initial, options_of
+from mlxtune.setup.resuming import check_asked_again, check_initial, options_of
 from mlxtune.terminal.output import print_json
 
 
@@ -37,6 +37,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
         return found
     try:
         given = {"model_path": model_path} if model_path else {}
+        check_asked_again(folder, good[0], given, ["model_path"])
         config = options_of(folder, good[0], given)
         _verify_model(found, config, good)
         if replay:

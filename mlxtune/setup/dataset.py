@@ -75,7 +75,10 @@ class Reader:
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer. Raises ModelError."""
-        return load_tokenizer(self._folder, trust_remote_code=self._config.trust_remote_code)
+        config = self._config
+        return load_tokenizer(
+            self._folder, trust_remote_code=config.trust_remote_code, cache=config.cache_path
+        )
 
     @cached_property
     def encoder(self) -> Encoder:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxtune.backend.model import memory
+from mlxtune.backend.model.ranks import ALONE, Ranks
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
@@ -39,9 +40,9 @@ _LONGEST_SAMPLE = 128
 
 
 def compare_losses(
-    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole
+    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole, ranks: Ranks = ALONE
 ) -> Evaluation:
-    """Compute the losses of rows without and with the adapter.
+    """Compute the losses of rows without and with the adapter, each rank a share of them.
 
     The model may compute by faster functions meanwhile, and by its own again afterwards.
     """
@@ -50,11 +51,12 @@ def compare_losses(
         loaded.use_adapter(with_adapter)
         return sums_of(rows, evaluator.losses, _show(console, "evaluating", with_adapter))
 
-    with closing(Evaluator(loaded.base.model, loaded.base.parameters, console.warn)) as evaluator:
-        base = sums(False)
+    base = loaded.base
+    with closing(Evaluator(base.model, base.parameters, console.warn, ranks=ranks)) as evaluator:
+        without = sums(False)
         adapted = None if loaded.adapted is None else sums(True)
     console.close()
-    return evaluation_of(rows, base, adapted, seed)
+    return evaluation_of(rows, without, adapted, seed)
 
 
 def answer_rows(
@@ -101,7 +103,7 @@ def answer_rows(
 
 
 def judge(
-    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole
+    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole, ranks: Ranks = ALONE
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
@@ -113,8 +115,8 @@ def judge(
     use = parts.step.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
     target = parts.run.checkpoint_path / EVALUATION
     try:
-        loaded = load_model(use, folder, RunConsole(quiet=True))
-        evaluation = compare_losses(loaded, rows, parts.data.seed, console)
+        loaded = load_model(use, folder, RunConsole(quiet=True), ranks)
+        evaluation = compare_losses(loaded, rows, parts.data.seed, console, ranks)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")

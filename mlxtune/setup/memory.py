@@ -17,6 +17,7 @@ from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import reservation
 from mlxtune.core.reports import plan_text
+from mlxtune.core.runs.run_plan import Longest
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution, Load, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
@@ -28,6 +29,10 @@ from mlxtune.terminal.console import RunConsole
 
 # On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
 _CPU_TOLERANCE = 0.05
+# The values of `recompute` that --grad-checkpoint allows.
+_CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
+# Where a model does not say for how many tokens it was made.
+_LONGEST = 1 << 20
 
 
 def training_rows(config: InstructTrainingConfig, dataset: Dataset) -> list[int]:
@@ -80,14 +85,35 @@ def choose_plan(
     step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work, execution: str = "auto"
 ) -> MemoryPlan:
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
-    best = best_execution(base.parameters, base.dtype, execution)
+    allowed, shapes = _possible(step, lora, base, execution)
+    return _choose(step, shapes, allowed, work, memory.find_limits(step.memory_limit).memory)
+
+
+def _possible(
+    step: StepConfig, lora: InstructConfig, base: BaseModel, execution: str = "auto"
+) -> tuple[Execution, ModelShapes]:
+    """Return how the model may run, and its shapes."""
+    # The CPU's own functions compute whole layers.
+    best = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
     if step.compile != "auto":
         compiled = step.compile == "on"
         best = replace(best, compile=compiled, packs=not compiled)
     allowed = planned_execution(best, base, lora)
-    shapes = model_shapes(base, lora, allowed.operations.memory)
+    return allowed, model_shapes(base, lora, allowed.operations.memory)
+
+
+def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> Longest:
+    """Return the longest example that fits the memory limit, by what the options allow."""
+    context = base.text_config.get("max_position_embeddings")
+    context = context if isinstance(context, int) and context > 0 else _LONGEST
+    allowed, shapes = _possible(step, lora, base)
     limit = memory.find_limits(step.memory_limit).memory
-    return _choose(step, shapes, allowed, work, limit)
+    values = _CHECKPOINTING[step.grad_checkpoint]
+    kept, recomputed = (
+        memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
+        for value in (False, True)
+    )
+    return Longest(kept, max(kept, recomputed), context)
 
 
 def confirm(
@@ -115,7 +141,7 @@ def confirm(
 def _choose(
     step: StepConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
 ) -> MemoryPlan:
-    allowed = {"on": (True,), "off": (False,), "auto": (False, True)}[step.grad_checkpoint]
+    allowed = _CHECKPOINTING[step.grad_checkpoint]
     plan = memory_plan.choose(
         shapes,
         work,

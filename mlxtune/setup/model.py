@@ -10,6 +10,8 @@ from mlxtune.backend.adapters.files import find_adapter, read_adapter_config
 from mlxtune.backend.model import loading, memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.quantize import format_name
+from mlxtune.backend.model.ranks import ALONE, Ranks
+from mlxtune.backend.model.split import split_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Generator, seed
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
@@ -24,10 +26,17 @@ from mlxtune.terminal.console import RunConsole
 # Training
 
 
-def open_model(step: StepConfig, folder: Path, console: RunConsole) -> BaseModel:
-    """Set the memory limits and open the model to train; its weights are not read yet."""
+def open_model(
+    step: StepConfig, folder: Path, console: RunConsole, ranks: Ranks = ALONE
+) -> BaseModel:
+    """Set the memory limits and open the model to train, or this rank's part of it.
+
+    Its weights are not read yet.
+    """
     console.say("Memory", memory.set_limits(step.memory_limit).describe())
     base = loading.open_base(folder, step.dtype, **step.loading())
+    if ranks.split_model:
+        base = split_base(base, ranks.group)
     if slow := loading.slow_products(base):
         console.warn(slow)
     return base
@@ -42,6 +51,7 @@ def build_pipeline(
     console: RunConsole,
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
@@ -57,6 +67,7 @@ def build_pipeline(
         provenance=provenance,
         base_quantization=loading.base_quantization(base),
         warn=console.warn,
+        ranks=ranks,
     )
     if resume is not None:
         pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
@@ -98,13 +109,18 @@ def find_model(config: UseConfig) -> Path:
     return folder
 
 
-def load_model(config: UseConfig, folder: Path, console: RunConsole) -> LoadedModel:
-    """Load the model and put its adapter on it, within the limits of the options.
+def load_model(
+    config: UseConfig, folder: Path, console: RunConsole, ranks: Ranks = ALONE
+) -> LoadedModel:
+    """Load the model, or this rank's part, and put its adapter on it, within the limits given.
 
     Each stage is reported on the console. Raises ModelError.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.load_base(folder, config.dtype, **_base_options(config, folder))
+    base = loading.open_base(folder, config.dtype, **_base_options(config, folder))
+    if ranks.split_model:
+        base = split_base(base, ranks.group)
+    loading.read_weights(base)
     console.say("Model", base.describe())
     if config.adapter is None:
         return LoadedModel(base, None)

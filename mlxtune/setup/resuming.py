@@ -1,22 +1,38 @@
 """Resuming a run: its folder, its options, and checks that model and data are the same."""
 
 import dataclasses
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.model.model_folder import is_local
 from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.machine.files import file_hash
+from mlxtune.core.machine.files import file_hash, same_place
+from mlxtune.core.machine.ranks import launched_several
 from mlxtune.core.runs.run import mapping, run_folder_at
+from mlxtune.core.text import count
 from mlxtune.core.training.checkpoint import Checkpoint
+from mlxtune.core.training.own_runs import is_own
 from mlxtune.core.training.run_folder import ResumePoint, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError
+from mlxtune.errors import (
+    ConfigError,
+    DataError,
+    MlxTuneError,
+    ModelError,
+    OutputError,
+    shorten,
+)
+from mlxtune.setup.launch import from_rank_0
 from mlxtune.terminal.console import RunConsole
 
+# Options of a run that choose what is downloaded, and who learns of it.
+_ASKED_AGAIN = ("model_path", "track")
 # What a resumed run must have in common with its checkpoint, and the error if it has not.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
@@ -54,6 +70,12 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
 
     Raises ConfigError or OutputError.
     """
+    find = partial(_find_point, folder, given)
+    run, found = from_rank_0(find) if launched_several() else find()
+    return options_of(run, found.checkpoint, given), found
+
+
+def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
     if folder:
         run = run_folder_at(as_path(folder))
     else:
@@ -64,7 +86,42 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
         raise OutputError(
             f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume"
         )
-    return options_of(run, found.checkpoint, given), found
+    check_asked_again(run, found.checkpoint, given)
+    return run, found
+
+
+def check_asked_again(
+    run: Path, found: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
+) -> None:
+    """Raise ConfigError if somebody else's run names what to download or where to send its data.
+
+    These options of it count only if they are given again.
+    """
+    own = mapping(found.metadata, "config")
+    asked = []
+    for name in names:
+        value = own.get(name)
+        if not value or name in given:
+            continue
+        if name == "model_path" and (not isinstance(value, str) or _is_here(value, found)):
+            continue
+        values = value if isinstance(value, list) else [value]
+        # Any text: it is quoted, so that it can be copied into a shell.
+        asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
+    if asked and not is_own(run):
+        none = " (or --track '' for none)" if own.get("track") and "track" in names else ""
+        raise ConfigError(
+            [
+                f"{run}: was not made by you on this machine, so that some options have to be "
+                f"given again if you want them: {' '.join(asked)}{none}"
+            ]
+        )
+
+
+def _is_here(model_path: str, found: Checkpoint) -> bool:
+    """Return whether a run's model is a folder, and not a name to download."""
+    there = _from(str(found.metadata.get("working_directory", "")), model_path, "model_path")
+    return is_local(there)
 
 
 def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
@@ -95,9 +152,8 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
         raise ConfigError([f"{place}: {'; '.join(error.problems)}"]) from error
     config = TrainConfig(**own | dict(given))
     output = config.output_path.resolve()
-    if "output" not in given and not any(
-        output.is_relative_to(folder.resolve()) for folder in (run.parent, Path())
-    ):
+    own_folders = (run.resolve(), run.parent.resolve())
+    if "output" not in given and not any(same_place(output.parent, each) for each in own_folders):
         raise ConfigError(
             [f"--output: the run writes to {output}, outside its own folder: give --output again"]
         )
@@ -142,7 +198,7 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
     output = Path(str(places.get("output", own.get("output"))))
     if not default:
         return places | {"checkpoint_dir": str(run)}
-    if output.parent.resolve() != run.parent.resolve():
+    if not same_place(output.parent, run.parent.resolve()):
         places["output"] = str(run.parent / output.name)
     return places
 
@@ -164,6 +220,11 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
     for name, (error, problem) in _UNCHANGED.items():
         if metadata.get(name) != now.get(name):
             raise error(problem.format(now=now.get(name), before=metadata.get(name)))
+    if (ranks := metadata.get("ranks", 1)) != now["ranks"]:
+        console.warn(
+            f"the run was on {_ranks(ranks)} and goes on with {_ranks(now['ranks'])}: its "
+            "result is the same but for rounding, not to the byte"
+        )
     before = mapping(metadata, "versions")
     changed = [
         f"{name} {before.get(name, 'none')} -> {version}"
@@ -186,3 +247,8 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
         raise ModelError(
             f"--init-adapter: {weights} is not what the run started from: leave it out to resume"
         )
+
+
+def _ranks(described: object) -> str:
+    """Return on what ranks a run was, as `Ranks.describe` has it."""
+    return count(described, "rank") if isinstance(described, int) else shorten(str(described))

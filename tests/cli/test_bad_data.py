@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.data import datafiles
 from tests.command import ROWS, Cli, Outcome, files_in
 from tests.models import sums, write_chat
 
@@ -123,19 +122,6 @@ def test_line_without_an_end_is_refused_before_it_fills_the_memory(
     # Kilobytes on Linux, bytes on macOS.
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 * (2**10 if sys.platform == "linux" else 2**20)
-
-
-def test_array_is_read_as_a_whole_only_up_to_a_size(
-    train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "array.json.gz"
-    content = json.dumps([{"text": "a" * 1000}] * 3).encode()
-    file.write_bytes(packed(content))
-    monkeypatch.setattr(datafiles, "_MAX_ARRAY_BYTES", len(content))
-    assert train("--data", file, "--no-cache", "--dry-run", "--val-split", 0).code == 0
-    monkeypatch.setattr(datafiles, "_MAX_ARRAY_BYTES", len(content) - 1)
-    error = train("--data", file, "--no-cache").error
-    assert error.startswith(f"{file}: is a JSON array of more than ")
 
 
 @pytest.mark.parametrize("option", ["--data", "--val-data"])

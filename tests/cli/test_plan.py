@@ -53,6 +53,40 @@ def test_plan_says_memory_steps_and_time_and_writes_nothing(plan: Cli, tmp_path:
     assert files_in(tmp_path) == ["chat.jsonl"]
 
 
+def test_ranks_share_each_step(plan: Cli) -> None:
+    alone = json.loads(plan("--json").out)
+    found = json.loads(plan("--json", "--ranks", 4, "--link", 40).out)
+    assert alone["ranks"] is None
+    ranks = found["ranks"]
+    assert ranks["exchanged"] == 4 * found["lora"]["trainable_parameters"]
+    assert ranks["gbps"] == 40
+    # Four rows a step, of not quite one length.
+    assert 1 / 4 < ranks["dearest"] < 1 / 3
+    assert found["memory"]["peak"] < alone["memory"]["peak"]
+    assert found["data"]["steps"] == alone["data"]["steps"]
+    assert json.loads(plan("--json", "--ranks", 64).out)["ranks"]["dearest"] == ranks["dearest"]
+
+
+def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
+    found = [
+        json.loads(plan("--longest", "--json", "--memory-limit", gb).out)["longest"]
+        for gb in (0.01, 0.02)
+    ]
+    for longest in found:
+        assert 0 < longest["kept"] < longest["recomputed"] <= longest["context"]
+    assert found[0]["kept"] < found[1]["kept"]
+    off = plan("--longest", "--json", "--memory-limit", 0.02, "--grad-checkpoint", "off").out
+    assert json.loads(off)["longest"]["recomputed"] == found[1]["kept"]
+    assert json.loads(plan("--json").out)["longest"] is None
+    assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.01).out
+
+
+def test_ranks_need_data(cli: Cli, model: Path) -> None:
+    outcome = cli("plan", "--model-path", model, "--ranks", 2)
+    assert outcome.code != 0
+    assert "--ranks needs --data" in outcome.err
+
+
 def test_json_has_the_same(plan: Cli) -> None:
     found = json.loads(plan("--json", "--epochs", 3, "--max-steps", 7).out)
     assert found["data"]["steps"] == 7

@@ -62,11 +62,11 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
     assert names_that_affect(Affects.EXECUTION) == {
         *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "on_nonfinite"),
         *("save_every", "save_steps", "save_minutes", "keep", "profile_interval", "track"),
-        *("wait", "ignore_ledger", "samples"),
+        *("wait", "ignore_ledger", "samples", "parallel"),
     }
     assert {name for name, each in OPTIONS.items() if each.path} == {
         *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir"),
-        "init_adapter",
+        *("init_adapter", "html", "dump"),
     }
     assert {name for name, each in OPTIONS.items() if each.encodes} == {
         *("format", "field", "template", "turns", "thinking", "merge_system"),

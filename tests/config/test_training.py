@@ -47,6 +47,7 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "dtype": "auto",
         "grad_checkpoint": "auto",
         "compile": "auto",
+        "parallel": "data",
         "format": "auto",
         "field": (),
         "template": "auto",

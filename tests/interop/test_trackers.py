@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -68,8 +69,7 @@ def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: 
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
         assert "warning" not in done.stderr, done.stderr
-        for path in (folder / "run/checkpoints").glob(f"step-{STOP_AT}/manifest.json"):
-            path.unlink()
+        shutil.rmtree(folder / f"run/checkpoints/step-{STOP_AT}", ignore_errors=True)
     return folder / "run/checkpoints"
 
 

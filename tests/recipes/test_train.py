@@ -21,7 +21,7 @@ CHECKPOINT = {
     *(ADAPTER, "adapter_config.json", "optimizer.safetensors"),
     *("metadata.json", "metrics.jsonl", "manifest.json"),
 }
-RUN = {"run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
+RUN = {".mlxtune", "run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
 VALIDATED = {*RUN, "evaluation.json"}
 
 

@@ -18,7 +18,7 @@ from mlxtune.config.ranks import alpha_of
 from mlxtune.core.machine.files import read_json, write_file
 from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
-from mlxtune.errors import ModelError, one_line
+from mlxtune.errors import ModelError, OutputError, one_line
 
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 # Longer names are invalid and slow to match.
@@ -57,6 +57,33 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
             f"{path}: has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
         )
     return file
+
+
+def check_replaceable(weights: Path) -> None:
+    """Raise OutputError if what is in the place of an adapter or its config is something else."""
+    config = weights.with_name(ADAPTER_CONFIG)
+    for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
+        if os.path.lexists(path) and not is_ours(path):
+            raise OutputError(
+                f"{path}: is not an adapter's, and would be replaced: move it away, or choose "
+                "another --output"
+            )
+
+
+def _holds_adapter(path: Path) -> bool:
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            return any(".lora_" in name for name in file.keys())  # noqa: SIM118
+    except _UNREADABLE:
+        return False
+
+
+def _describes_adapter(path: Path) -> bool:
+    try:
+        config = read_json(Path(os.path.realpath(path)))
+    except (OSError, ValueError):
+        return False
+    return not config.keys().isdisjoint({"fine_tune_type", "lora_parameters", "peft_type"})
 
 
 def read_adapter_config(weights: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ freed afterwards, so that no more than one file's worth is in memory.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -177,10 +178,34 @@ def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
         raise OutputError(f"{path}: was only written in part: free some disk space")
 
 
-def _copy_files(base: Path, folder: Path) -> None:
+def _copied_files(base: Path) -> Iterator[Path]:
     for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
-        if path.name in _WRITTEN_ANEW or path.name.endswith(".index.json") or not path.is_file():
-            continue
+        if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
+            yield path
+
+
+def check_links(base: Path) -> None:
+    """Raise ModelError if a file to be copied is a link to outside of the model's folder.
+
+    It may be a private file of this machine, and the copy is made to be shared. Hugging Face's
+    cache keeps its files in `blobs`, and has a folder of links to them for each snapshot.
+    """
+    real = Path(os.path.realpath(base))
+    allowed = [real]
+    if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
+        allowed.append(real.parents[1] / "blobs")
+    for path in _copied_files(base):
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(folder) for folder in allowed):
+            raise ModelError(
+                f"{path}: is a link to {target}, outside of the model's folder, and would be "
+                "copied: replace it by the file, or remove it"
+            )
+
+
+def _copy_files(base: Path, folder: Path) -> None:
+    check_links(base)
+    for path in filter(Path.is_file, _copied_files(base)):
         target = folder / path.relative_to(base)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)

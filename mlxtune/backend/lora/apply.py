@@ -25,6 +25,7 @@ from mlxtune.backend.lora.targets import (
     projections,
     rank_of,
 )
+from mlxtune.backend.model.split import Split, parts_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import scale_of, target_ranks
 from mlxtune.core.text import count, join_few
@@ -66,6 +67,8 @@ class LoRASummary:
     scale: float
     written_rank: int
     trained_as_written: bool
+    alike: frozenset[str]
+    parts: int
 
     @property
     def kind(self) -> str:
@@ -90,7 +93,7 @@ class LoRASummary:
     def describe(self) -> str:
         """Describe the trained parameters in one line."""
         config = self.config
-        share = self.trainable_parameters / self.total_parameters
+        share = self.trainable_parameters / (self.total_parameters * self.parts)
         ranks = target_ranks(config.target_rank)
         exceptions = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
         scale = scale_of(config.lora_alpha, config.lora_rank, rslora=config.rslora)
@@ -182,7 +185,8 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
     num_layers = config.num_layers or len(model.layers)
     # A is (in, rank), or (experts, rank, in); a file holds PiSSA's initial factors too.
     factor = 2 if config.init != "lora" else 1
-    written = {(factor * m.lora_a.shape[1], m.scale) for m in adapted_modules(model).values()}
+    modules = adapted_modules(model)
+    written = {(factor * m.lora_a.shape[1], m.scale) for m in modules.values()}
     rank, scale = max(written)
     return LoRASummary(
         config=config,
@@ -196,6 +200,8 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         scale=scale,
         written_rank=rank,
         trained_as_written=len(written) == 1 and config.init == "lora",
+        alike=frozenset(name for name, m in modules.items() if not isinstance(m.linear, Split)),
+        parts=max(map(parts_of, model.modules()), default=1),
     )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import dequantized_weight, frozen_product
+from mlxtune.backend.model.split import Split
 from mlxtune.errors import ModelError
 
 # Keeps the norm of a row of zeros, and its gradient, finite.
@@ -71,6 +73,8 @@ class LoRALinear(nn.Module):
         output_dims, input_dims = linear.weight.shape
         if "scales" in linear:
             input_dims = input_dims * 32 // linear.bits
+        if isinstance(linear, Split):
+            output_dims, input_dims = linear.part.whole(output_dims, input_dims)
         bound = 1 / math.sqrt(input_dims)
         self.linear = linear
         self.scale = scale
@@ -82,10 +86,17 @@ class LoRALinear(nn.Module):
         self._salt = salt
 
     def __call__(self, x: mx.array) -> mx.array:
+        linear = self.linear
+        if not isinstance(linear, Split):
+            return self._run(linear, x)
+        return linear.part.leave(self._run(linear.own_product, linear.part.enter(x)))
+
+    def _run(self, product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+        """Return the frozen product of x (..., in), with the update."""
         if self.drops():
-            return self.linear(x) + self.lora_update(x)
-        a, b = self.factors()
-        return _updated(self.linear, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
+            return product(x) + self.lora_update(x)
+        a, b = self.own_factors()
+        return _updated(product, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
 
     def factors(self) -> tuple[mx.array, mx.array]:
         """Return A (in, k) and B (k, out), whose product is the update of the stored weight.
@@ -99,13 +110,19 @@ class LoRALinear(nn.Module):
             mx.concatenate([self.lora_b, -self.principal.b], axis=0),
         )
 
+    def own_factors(self) -> tuple[mx.array, mx.array]:
+        """Return the parts of A and B that belong to this rank's part of the frozen layer."""
+        if isinstance(self.linear, Split):
+            return self.linear.part.factors(self.lora_a, self.lora_b)
+        return self.factors()
+
     def lora_update(self, x: mx.array) -> mx.array:
         """Return what LoRA adds to the frozen layer's output for inputs x (..., in)."""
         if not self.drops():
-            return self._low_rank(x, *self.factors())
-        update = self._low_rank(self._drop(x), self.lora_a, self.lora_b)
+            return self._low_rank(x, *self.own_factors())
         if self.principal is None:
-            return update
+            return self._low_rank(self._drop(x), *self.own_factors())
+        update = self._low_rank(self._drop(x), self.lora_a, self.lora_b)
         # The residual belongs to the frozen layer, whose input is not dropped.
         return update - self._low_rank(x, self.principal.a, self.principal.b)
 
@@ -122,7 +139,8 @@ class LoRALinear(nn.Module):
         rows, positions = self._dropout_keys.rows, self._dropout_keys.positions
         if rows is None or x.ndim != 3 or x.shape[0] != rows.shape[0]:
             raise ModelError("--dropout does not work with this architecture: set it to 0")
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
+        width = len(self.lora_a)
         if positions is None:
             positions = mx.arange(length, dtype=mx.uint32)
         # One counter-based generator for each token, keyed by (row ^ layer, position).
@@ -135,24 +153,28 @@ class LoRALinear(nn.Module):
         ).reshape(-1, 2)
         keep_probability = 1 - self._dropout
         draw = mx.vmap(lambda key: mx.random.bernoulli(keep_probability, (width,), key=key))
-        keep = draw(keys).reshape(x.shape)
+        keep = draw(keys).reshape(batch, length, width)
+        if isinstance(self.linear, Split):
+            keep = self.linear.part.inputs(keep)
         return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
 
 
-def _updated(linear: nn.Module, x: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:
-    """Return linear(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
+def _updated(
+    product: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
+) -> mx.array:
+    """Return product(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
 
     With its gradient, it takes 8 operations, where MLX's own takes 12.
     """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
         narrow = x @ a
-        return [mx.addmm(linear(x), narrow, b, alpha=scale), narrow]
+        return [mx.addmm(product(x), narrow, b, alpha=scale), narrow]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
         # The product of this second call is not computed: nothing reads it.
-        (frozen,) = mx.vjp(linear, [x], [cotangent])[1]
+        (frozen,) = mx.vjp(product, [x], [cotangent])[1]
         d_narrow = cotangent @ b.T
         d_x = mx.addmm(frozen, d_narrow, a.T, alpha=scale)
         return [d_x, _summed(x, d_narrow, scale), _summed(narrow, cotangent, scale)]

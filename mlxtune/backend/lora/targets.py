@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlxtune.backend.model.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import pattern_of, target_ranks
 from mlxtune.errors import ModelError
@@ -105,6 +106,13 @@ def dimensions(module: nn.Module) -> tuple[int, int]:
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
     """Raise ModelError if a projection cannot be trained as the options say."""
+    if isinstance(module, Split) and (config.dora or config.init != "lora"):
+        option = "--dora" if config.dora else f"--init {config.init}"
+        raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
+    if hasattr(module, "split_in_place"):
+        raise ModelError(
+            f"--parallel tensor splits {name} where LoRA cannot follow: name other --targets"
+        )
     if isinstance(module, EXPERTS):
         options = {
             "--dropout": config.dropout > 0,

@@ -48,7 +48,8 @@ class BaseModel:
     `text_config` is the language model's part of config.json. `quantization` describes quantised
     weights, `quantize` is the format they were quantised to while loading, and
     `quantized_compute` how they are multiplied; each is None if it does not apply. `passed_over`
-    counts the tensors for images and sound, which mlx-lm does not load.
+    counts the tensors for images and sound, which mlx-lm does not load. Of a model in several
+    `parts`, a rank has one, with the logits of `own_vocab` tokens.
     """
 
     model: nn.Module
@@ -65,6 +66,8 @@ class BaseModel:
     double_quant: bool = False
     quantized_compute: str | None = None
     passed_over: int = 0
+    parts: int = 1
+    own_vocab: int = 0
 
     def describe(self) -> str:
         """Describe the model in one line."""
@@ -79,7 +82,8 @@ class BaseModel:
         unpacked = ", matrices dequantised for each use"
         return (
             f"{self.model_type}, {self.num_layers} layers, {short_number(self.parameters)} "
-            f"parameters, {quantization}computing in {self.dtype}"
+            f"parameters{f' over {self.parts} ranks' if self.parts > 1 else ''}, "
+            f"{quantization}computing in {self.dtype}"
             f"{unpacked if self.quantized_compute == DEQUANTIZED else ''}"
             f"{others if self.passed_over else ''}"
         )
@@ -135,6 +139,7 @@ def open_base(
         raise
     except Exception as error:
         raise _broken(folder, error) from error
+    vocab_size = int(text_config.get("vocab_size") or config.get("vocab_size") or 0)
     return BaseModel(
         model=model,
         folder=folder,
@@ -143,13 +148,14 @@ def open_base(
         parameters=get_total_parameters(model),
         dtype=str(chosen).removeprefix("mlx.core."),
         quantization=quantization,
-        vocab_size=int(text_config.get("vocab_size") or config.get("vocab_size") or 0),
+        vocab_size=vocab_size,
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
         text_config=text_config,
         quantize=quantize,
         double_quant=double_quant,
         quantized_compute=compute,
         passed_over=sum(bool(NOT_TEXT.search(name)) for name in weight_names(folder)),
+        own_vocab=vocab_size,
     )
 
 
@@ -200,7 +206,13 @@ def read_weights(base: BaseModel) -> None:
     try:
         if base.quantize is not None:
             read_one_by_one(base.model)
-        mx.eval(base.model.parameters())
+        arrays = [value for _, value in tree_flatten(base.model.parameters())]
+        if base.parts > 1:
+            # Arrays are read whole to keep a part: the largest first, while little else is held.
+            for array in sorted(arrays, key=lambda array: array.nbytes, reverse=True):
+                mx.eval(array)
+                mx.clear_cache()
+        mx.eval(arrays)
     except Exception as error:
         raise _broken(base.folder, error) from error
 

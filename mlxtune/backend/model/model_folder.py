@@ -24,6 +24,15 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
 
 
+def is_local(model_path: str) -> bool:
+    """Return whether `find_folder` would download nothing."""
+    folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
+    try:
+        return folder.exists() or not _REPOSITORY.fullmatch(model_path)
+    except OSError:
+        return True  # find_folder says why
+
+
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
     """Return a model's folder, downloaded if `model_path` is owner/name.
 

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.model.layers import StoredExperts, StoredLinear, replace_modules
+from mlxtune.backend.model.split import Part, Split
 
 
 def placeholder(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
@@ -19,7 +20,7 @@ def placeholder(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     arrays = [value for _, value in tree_flatten(model.parameters())]
     memo: dict[int, Any] = {id(value): mx.zeros(value.shape, value.dtype) for value in arrays}
     for module in model.modules():
-        memo |= {id(v): v for v in vars(module).values() if isinstance(v, mx.Dtype)}
+        memo |= {id(v): v for v in vars(module).values() if isinstance(v, mx.Dtype | Part)}
     copied = copy.deepcopy(model, memo)
 
     def plain(module: nn.Module) -> nn.Module | None:
@@ -35,7 +36,7 @@ def placeholder(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
             inputs = inputs * 32 // module.bits
         linear = nn.Linear(inputs, outputs, bias="bias" in module)
         linear.set_dtype(dtype)
-        return linear
+        return module.like(linear) if isinstance(module, Split) else linear
 
     replace_modules(copied, plain)
     return copied

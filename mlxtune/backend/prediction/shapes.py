@@ -10,9 +10,11 @@ from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 from mlxtune.backend.lora import targets
 from mlxtune.backend.model.layers import QUANTIZED
 from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.model.split import Split
 from mlxtune.backend.prediction.traced_memory import TracedLayers
 from mlxtune.backend.step.head import find_heads
 from mlxtune.backend.step.operations import MlxOperations
+from mlxtune.backend.step.recompute import sliced_mlp
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
 
@@ -28,7 +30,8 @@ class _Matrix:
     """A linear layer, or one of `copies` experts, with LoRA of this rank, 0 for none.
 
     `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
-    product alone.
+    product alone; `sliced` that it runs on some tokens at a time. `trained` counts LoRA's
+    parameters, which are those of the whole layer where a rank has a part of it.
     """
 
     inputs: int
@@ -37,6 +40,8 @@ class _Matrix:
     rank: int
     cast: int
     unpacked: bool
+    trained: int
+    sliced: bool = False
 
     @property
     def entries(self) -> int:
@@ -53,7 +58,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     sizes = _matrices(base, config, memory)
     every = [matrix for layer in sizes for matrix in layer]
     updated = [m for m in every if m.rank]
-    trained = sum(m.rank * m.copies * (m.inputs + m.outputs) for m in updated)
+    trained = sum(m.trained for m in updated)
     if config.dora:
         trained += sum(m.outputs for m in updated)
     # Of the experts, each token goes through some.
@@ -73,8 +78,8 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         trainable=trained,
         itemsize=dtype.size,
         hidden=base.hidden_size,
-        vocab=base.vocab_size,
-        heads=int(base.text_config.get("num_attention_heads") or 1),
+        vocab=base.own_vocab,
+        heads=int(base.text_config.get("num_attention_heads") or 1) // base.parts,
         layers=len(sizes),
         products=sum(products),
         layer_products=max(map(sum, zip(products, gathered, strict=True))),
@@ -84,6 +89,8 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         layer_mixed=max(mixed),
         between=max(map(_between, base.model.layers)),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
+        sliced=max(sum(m.outputs for m in layer if m.sliced) for layer in sizes),
+        widest_whole=max(m.outputs * min(m.copies, used) for m in every if not m.sliced),
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_cast=max((m.cast for m in every), default=0),
         head_cast=_head_cast(base, dtype, memory),
@@ -115,10 +122,14 @@ def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> lis
     # The chosen layers are the last ones, and numbered from 0.
     for i, layer in enumerate(layers, len(chosen.layers) - len(layers)):
         sizes.append([])
+        slices = sliced_mlp(layer) is not None and not config.dropout
         for key, module in targets.projections(layer).items():
             has_lora = i >= 0 and key in chosen.keys
             rank = targets.rank_of(names[id(module)], config) if has_lora else 0
-            sizes[-1].append(_matrix(module, rank, getattr(mx, base.dtype), memory))
+            matrix = _matrix(module, rank, getattr(mx, base.dtype), memory)
+            # Behind these, outputs are as wide as the model again.
+            sliced = slices and key in ("mlp.gate_proj", "mlp.up_proj")
+            sizes[-1].append(replace(matrix, sliced=sliced))
     first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
     return sizes[first:]
 
@@ -131,7 +142,9 @@ def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) ->
     # The CPU's functions cast one expert at a time, also where MLX multiplies by quantised ones.
     narrow = (unpacked or copies > 1) and casts if quantized else module.weight.dtype != dtype
     cast = narrow * inputs * outputs * (1 if casts else copies)
-    return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts)
+    whole = module.part.whole(outputs, inputs) if isinstance(module, Split) else (outputs, inputs)
+    trained = rank * copies * sum(whole)
+    return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts, trained)
 
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
@@ -139,7 +152,7 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     head = next(iter(find_heads(text)), None)
     if head is None:
         return 0
-    entries = base.vocab_size * base.hidden_size
+    entries = base.own_vocab * base.hidden_size
     if "scales" not in head:
         return entries if head.weight.dtype != dtype else 0
     if not hasattr(head, "unpacked"):

@@ -26,6 +26,7 @@ def stand_ins() -> Iterator[None]:
     }
     with ExitStack() as patched:
         patched.enter_context(patch.object(mx, "gather_mm", _experts))
+        patched.enter_context(patch.object(mx.distributed, "all_sum", lambda x, **_: 2 * x))
         for name, function in ({} if on_cpu() else fused).items():
             patched.enter_context(patch.object(mx.fast, name, function))
         yield

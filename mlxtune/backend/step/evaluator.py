@@ -12,6 +12,7 @@ from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.ranks import ALONE, Ranks
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
@@ -47,8 +48,10 @@ class ExampleLosses:
         batches: MicroBatches,
         stages: Stages,
         parameters: int,
+        ranks: Ranks = ALONE,
         held: int = 0,
     ) -> None:
+        self._ranks = ranks
         self._forward = forward
         self._batches = batches
         self._stages = stages
@@ -67,6 +70,17 @@ class ExampleLosses:
         `on_progress` gets the number of examples done after each batch; what it raises ends the
         evaluation. Raises MemoryLimitError where even one example takes too much memory.
         """
+        ranks, losses = self._ranks, np.zeros(len(examples))
+        if ranks.size == 1:
+            return self._own(examples, on_progress)
+        mine = ranks.share(self._forward.costs.of(examples))
+        show = lambda done: on_progress(min(done * ranks.size, len(examples)))  # noqa: E731
+        losses[mine] = self._own([examples[i] for i in mine], show)
+        return ranks.merge(losses)
+
+    def _own(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None]
+    ) -> npt.NDArray[np.float64]:
         losses = np.zeros(len(examples))
         for start in range(0, len(examples), AT_ONCE):
             chosen = examples[start : start + AT_ONCE]
@@ -204,14 +218,16 @@ class Evaluator:
         warn: Callable[[str], None],
         *,
         execution: Execution | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         model.eval()
-        execution = execution or best_execution(parameters)
+        kind = "gpu" if ranks.split_model else "auto"
+        execution = execution or best_execution(parameters, kind=kind)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         stages = Stages(self.forward.mixers, parameters, splits=True)
         remedy = "lower --max-seq-len, or use a quantised base"
         batches = MicroBatches(self.forward, remedy=remedy, warn=warn, shorten=stages.shorten)
-        self._losses = ExampleLosses(self.forward, batches, stages, parameters)
+        self._losses = ExampleLosses(self.forward, batches, stages, parameters, ranks)
 
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,14 +13,22 @@ import numpy as np
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.compiling import compiled, traces
 from mlxtune.backend.model.packed import Layout, laid_out
+from mlxtune.backend.step.costs import ExampleCosts
 from mlxtune.backend.step.head import SplitModel
-from mlxtune.backend.step.loss import cross_entropies, head_loss_sum, head_losses
+from mlxtune.backend.step.loss import (
+    Losses,
+    cross_entropies,
+    head_loss_sum,
+    head_losses,
+    split_cross_entropies,
+)
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.recompute import Layerwise
 from mlxtune.backend.step.side_by_side import Mixers
 from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
+from mlxtune.errors import ModelError
 
 # Where shapes are compiled, supervised positions are padded to a multiple of this.
 _POSITIONS_MULTIPLE = 64
@@ -66,6 +74,13 @@ class Forward:
         passes = operations.layer_passes(execution.recompute) if trains else None
         self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
+        self._vocabulary: dict[str, Any] = {}
+        self._entropies: Losses = operations.cross_entropies
+        if split.vocabulary is not None:
+            if not splits:
+                raise ModelError("--parallel tensor does not work with this architecture's head")
+            self._entropies = partial(split_cross_entropies, split.vocabulary)
+            self._vocabulary = {"vocabulary": split.vocabulary}
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
         self.most_compiled = int(_COMPILED_BYTES / (_BYTES_PER_LAYER * len(model.layers)))
         self.drop_compiled()
@@ -90,6 +105,11 @@ class Forward:
     def plain_head(self) -> bool:
         """Whether the head is one product."""
         return self._split.weight is not None
+
+    @cached_property
+    def costs(self) -> ExampleCosts:
+        """What examples cost."""
+        return ExampleCosts(self.model)
 
     def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
         """Return a micro-batch as `scaled_loss` takes it.
@@ -167,11 +187,11 @@ class Forward:
                 ]
             rows = self._rows(arrays, caches)
             if self._linear_head is not None:
-                losses = self._linear_head.head_losses(self._split.weight, rows, targets)
+                weight = self._split.weight
+                losses = self._linear_head.head_losses(weight, rows, targets, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
-                entropies = self.execution.operations.cross_entropies
-                losses = head_losses(self._split.logits, rows, targets, chunk, entropies)
+                losses = head_losses(self._split.logits, rows, targets, chunk, self._entropies)
         # Those of compiled shapes are padded.
         return losses[: batch.supervised]
 
@@ -197,14 +217,15 @@ class Forward:
         # A compiled step has positions of padding, whose weights are 0.
         if self._linear_head is not None and not self.execution.compile:
             weight = self._split.weight
-            return partial(self._linear_head.head_loss_sum, weight, targets=targets)
+            loss_sum = partial(self._linear_head.head_loss_sum, **self._vocabulary)
+            return partial(loss_sum, weight, targets=targets)
         return partial(
             head_loss_sum,
             self._split.logits,
             targets=targets,
             weights=arrays["weights"],
             chunk=self.execution.loss_chunk,
-            losses=self.execution.operations.cross_entropies,
+            losses=self._entropies,
         )
 
     def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
 from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.model.split import SplitRows, Vocabulary
 from mlxtune.backend.step.side_by_side import Mixers
 from mlxtune.core.steps.pack import Segment
 
@@ -58,6 +59,7 @@ class SplitModel:
 
     `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
     of a head which is one product and no more, else None; `dtype` is that of the hidden states.
+    `vocabulary` says for which tokens this rank has logits, if not for all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,6 +67,8 @@ class SplitModel:
         self._text = getattr(model, "language_model", model)
         self._owner = self._text
         self._name, self._trunk = find_trunk(self._text)
+        parts = [each.vocabulary for each in find_heads(self._text) if isinstance(each, SplitRows)]
+        self.vocabulary: Vocabulary | None = parts[0] if parts else None
         self.weight: mx.array | PackedRows | None = None
         self.splits = False
         self.dtype: mx.Dtype | None = None
@@ -89,7 +93,9 @@ class SplitModel:
         return slot.hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits (P, V) of hidden states (P, H)."""
+        """Return the logits (P, V) of hidden states (P, H), those of this rank's tokens."""
+        if self.vocabulary is not None:
+            hidden = self.vocabulary.enter(hidden)
         with self._without_layers():
             logits = self._call(_TrunkSlot(self._trunk, hidden[None]), mx.array([[0]]))
         # Unlike an index, this needs no second array of logits for its gradient.

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from mlxtune.backend.model.autograd import differentiable
 from mlxtune.backend.model.layers import PackedRows
+from mlxtune.backend.model.split import Vocabulary
 from mlxtune.core.steps.execution import vocabulary_block
 
 
@@ -25,16 +26,29 @@ class _OnlineSoftmax:
         self._highest = highest
         return shares, correction
 
+    def merge(self, vocabulary: Vocabulary) -> mx.array:
+        """Take what the other ranks found in their parts; return what corrects this rank's."""
+        highest = vocabulary.highest(self._highest)
+        correction = mx.exp(self._highest - highest)
+        self._highest, self.total = highest, vocabulary.sum(self.total * correction)
+        return correction
+
     def log_sums(self) -> mx.array:
         """Return the logarithm of each row's sum of exp(logit), (P,)."""
         return (self._highest + mx.log(self.total))[:, 0]
 
 
-def head_loss_sum(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.array) -> mx.array:
+def head_loss_sum(
+    weight: mx.array | PackedRows,
+    hidden: mx.array,
+    targets: mx.array,
+    vocabulary: Vocabulary | None = None,
+) -> mx.array:
     """Return the summed cross-entropy, in nats, of a head that is one product.
 
-    `weight` is (V, H), in any dtype, `hidden` float32 (P, H), `targets` int32 (P,). The forward
-    pass computes the gradient of the hidden states, too.
+    `weight` is (V, H), in any dtype, or the rows that a rank has of a `vocabulary` in parts;
+    `hidden` is float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the
+    hidden states, too.
     """
 
     def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
@@ -45,9 +59,13 @@ def head_loss_sum(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.a
             rows = mx.depends([hidden], [expected, softmax.total])[0]
             shares, correction = softmax.take(rows @ block.T)
             expected = mx.addmm(expected * correction, shares, block)
-        right = _rows(weight, targets)
-        loss = (softmax.log_sums() - (hidden * right).sum(axis=1)).sum()
-        return loss, expected / softmax.total - right
+        right = _rows(weight, targets, vocabulary)
+        logits = (hidden * right).sum(axis=1)
+        if vocabulary is None:
+            return (softmax.log_sums() - logits).sum(), expected / softmax.total - right
+        correction = softmax.merge(vocabulary)
+        gradient = vocabulary.sum(expected * correction / softmax.total - right)
+        return (softmax.log_sums() - vocabulary.sum(logits)).sum(), gradient
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         return cotangents[0] * outputs[1]
@@ -55,13 +73,22 @@ def head_loss_sum(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.a
     return differentiable(summed, scaled)(hidden)[0]
 
 
-def head_losses(weight: mx.array | PackedRows, hidden: mx.array, targets: mx.array) -> mx.array:
+def head_losses(
+    weight: mx.array | PackedRows,
+    hidden: mx.array,
+    targets: mx.array,
+    vocabulary: Vocabulary | None = None,
+) -> mx.array:
     """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
     softmax = _OnlineSoftmax(len(hidden))
     for block in _blocks(weight, len(hidden)):
         rows = mx.depends([hidden], [softmax.total])[0]
         softmax.take(rows @ block.T)
-    return softmax.log_sums() - (hidden * _rows(weight, targets)).sum(axis=1)
+    logits = (hidden * _rows(weight, targets, vocabulary)).sum(axis=1)
+    if vocabulary is not None:
+        softmax.merge(vocabulary)
+        logits = vocabulary.sum(logits)
+    return softmax.log_sums() - logits
 
 
 def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]:
@@ -71,5 +98,11 @@ def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]
         yield weight[start : start + rows].astype(mx.float32)
 
 
-def _rows(weight: mx.array | PackedRows, rows: mx.array) -> mx.array:
-    return weight[rows].astype(mx.float32)
+def _rows(
+    weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
+) -> mx.array:
+    """Return the rows of tokens in float32 (P, H), zeros for those that another rank has."""
+    if vocabulary is None:
+        return weight[tokens].astype(mx.float32)
+    places, here = vocabulary.find(tokens)
+    return mx.where(here[:, None], weight[places].astype(mx.float32), 0)

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.split import Vocabulary
 
 
 def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
@@ -42,6 +43,30 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
         cotangent, shares = cotangents[0][:, None], outputs[1]
         shares = mx.put_along_axis(shares, targets, _at(shares, targets) - 1, axis=-1)
         return shares * cotangent
+
+    return differentiable(forward, backward)(logits)[0]
+
+
+def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.array) -> mx.array:
+    """Return float32 (P,), in nats, where a rank has the logits (P, v) of a part of the vocabulary.
+
+    The gradient is that of the rank's logits.
+    """
+    places, here = vocabulary.find(targets[:, None])
+
+    def forward(logits: mx.array) -> list[mx.array]:
+        logits = logits.astype(mx.float32)
+        highest = vocabulary.highest(logits.max(axis=-1, keepdims=True))
+        shares = mx.exp(logits - highest)
+        own = mx.where(here, _at(logits, places) - highest, 0)
+        sums = mx.concatenate([shares.sum(axis=-1, keepdims=True), own], axis=-1)
+        total, right = mx.split(vocabulary.sum(sums), 2, axis=-1)
+        return [(mx.log(total) - right)[:, 0], shares / total]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        cotangent, shares = cotangents[0][:, None], outputs[1]
+        shares = mx.put_along_axis(shares, places, _at(shares, places) - here, axis=-1)
+        return (shares * cotangent).astype(logits.dtype)
 
     return differentiable(forward, backward)(logits)[0]
 

@@ -27,7 +27,8 @@ class MicroBatches:
     With `keyed`, only examples of equal key share tokens. After a fault of the GPU, a pass is tried
     again: `max_tokens` is halved where memory ran out, or where the GPU stopped a command that took
     too long and `shorten`, which makes the evaluations of a pass shorter, returns False. `warn` is
-    called each time; `remedy` is what an error advises where not even one example fits.
+    called each time; `remedy` is what an error advises where not even one example fits. Not where
+    the ranks `run_alike`: the others wait for this one within the pass.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class MicroBatches:
         remedy: str,
         warn: Callable[[str], None],
         shorten: Callable[[], bool] = lambda: False,
+        run_alike: bool = False,
     ) -> None:
         self.max_tokens = forward.execution.micro_batch_tokens
         self._forward = forward
@@ -45,6 +47,7 @@ class MicroBatches:
         self._remedy = remedy
         self._warn = warn
         self._shorten = shorten
+        self._run_alike = run_alike
         self._warned_of_limit = False
         # Loading is not part of a pass.
         memory.start_peak()
@@ -93,6 +96,9 @@ class MicroBatches:
     def _change(self, examples: Sequence[Example], fault: Fault, text: str) -> None:
         """Change what may let a pass succeed after a fault; raise if nothing is left to change."""
         what = fault.meaning
+        if self._run_alike:
+            out = fault is Fault.OUT_OF_MEMORY
+            raise fault_error(fault, text, "on this rank", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:
             if fault is Fault.RESOURCE_LIMIT:
                 self._forward.drop_compiled()

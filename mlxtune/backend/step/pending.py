@@ -18,7 +18,8 @@ class StepGradients:
 
     `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are by
     parameter; both are float32. `run_tokens` go through the model in `micro_batches`, `padding`
-    among them. `graph` computes the last of them.
+    among them. `graph` computes the last of them. With several ranks, loss and gradients are those
+    of all, and `counts` has the three numbers and what the ranks ask for, float32 (5,), as sums.
     """
 
     loss: Any
@@ -28,6 +29,7 @@ class StepGradients:
     run_tokens: int
     padding: int
     graph: Graph
+    counts: Any = None
 
 
 # The gradients of a step and its update, which the graph computes, too.

@@ -19,6 +19,7 @@ from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.compiling import as_on_gpu
+from mlxtune.backend.model.ranks import ALONE, Ranks
 from mlxtune.backend.step.evaluator import ExampleLosses
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
@@ -43,9 +44,10 @@ class InstructPipeline:
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
     neither loss nor gradient; its micro-batches are halved, and `warn` called, where memory runs
-    out. Written adapters record `base_model` and `base_quantization`, how
-    it was quantised while loading. Unless `fresh`, LoRA gets its values from `restore`.
-    `provenance` returns further entries of a checkpoint's metadata.
+    out. Written adapters record `base_model` and `base_quantization`, how it was quantised while
+    loading. Unless `fresh`, LoRA gets its values from `restore`. `provenance` returns further
+    entries of a checkpoint's metadata. With several `ranks`, each has a pipeline that is given the
+    same steps, and computes its share of their examples.
 
     Raises ModelError when a target matches nothing.
     """
@@ -61,6 +63,7 @@ class InstructPipeline:
         fresh: bool = True,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warnings.warn,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
         self.config = config
@@ -74,14 +77,17 @@ class InstructPipeline:
             "fewer --num-layers",
             warn=warn,
             shorten=lambda: self._stages.shorten(),
+            run_alike=ranks.split_model,
         )
         parameters, splits = self.lora.total_parameters, not self.forward.execution.compile
         self._stages = Stages(self.forward.mixers, parameters, splits=splits)
+        self._ranks = ranks
         self._losses = ExampleLosses(
             self.forward,
             self._micro_batches,
             self._stages,
             parameters,
+            ranks,
             # AdamW's two moments, in float32.
             held=2 * 4 * self.lora.trainable_parameters,
         )
@@ -152,14 +158,14 @@ class InstructPipeline:
         pending = PendingStep(
             self._stages,
             partial(self._build, examples, step, rate),
-            partial(self._micro_batches.run, examples),
+            partial(self._micro_batches.run, self._share(examples)),
             partial(self._commit, examples, step, rate),
         )
         built = None
         if before is not None:
             # Several micro-batches hide the host's work behind each other.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
-            if ahead and before.update and self._micro_batches.is_one(examples):
+            if ahead and before.update and self._micro_batches.is_one(self._share(examples)):
                 built = self._build(examples, step, rate, before.update)
             if not before.finish():
                 built = None
@@ -176,7 +182,7 @@ class InstructPipeline:
         parameters = after.parameters if after else self.model.trainable_parameters()
         update = self._optimizer.update(parameters, found.gradients, found.loss, rate, after)
         # All of the step at once: one wait for the device.
-        found.graph = replace(found.graph, arrays=(found.loss, update))
+        found.graph = replace(found.graph, arrays=(found.loss, found.counts, update))
         return found, update
 
     def _commit(
@@ -191,6 +197,10 @@ class InstructPipeline:
         memory.relieve_pressure()
         self.phases.end("optimizer")
         loss, grad_norm = float(result.loss), float(update.norm)
+        counts = [result.micro_batches, result.run_tokens, result.padding]
+        if result.counts is not None:
+            *counts, stop, save = map(round, result.counts.tolist())
+            self._ranks.agree((stop, save))
         if not update.finite:
             return NonFiniteLossError(_describe_non_finite(step, rate, loss, grad_norm))
         self._steps = step
@@ -201,9 +211,9 @@ class InstructPipeline:
             grad_norm=grad_norm,
             total_tokens=sum(map(len, examples)),
             memory=memory.last_peak_bytes(),
-            micro_batches=result.micro_batches,
-            run_tokens=result.run_tokens,
-            padding=result.padding,
+            micro_batches=counts[0],
+            run_tokens=counts[1],
+            padding=counts[2],
         )
 
     def _settle(self) -> None:
@@ -221,7 +231,7 @@ class InstructPipeline:
             found.loss = float(found.loss)
             return found
 
-        return self._micro_batches.run(examples, compute)
+        return self._micro_batches.run(self._share(examples), compute)
 
     def lazy_step(self, examples: Sequence[Example]) -> Any:
         """Return all arrays that a step evaluates, computed as on a GPU.
@@ -237,7 +247,7 @@ class InstructPipeline:
         self.model.train()
         own = self.model.trainable_parameters()
         parameters = after.parameters if after else own
-        tokens = _count_tokens(examples)
+        tokens, examples = _count_tokens(examples), self._share(examples)
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
@@ -263,9 +273,20 @@ class InstructPipeline:
         finally:
             # Tracing left its own arrays in the model.
             self.model.update(own)
-        assert grads is not None
-        assert graph is not None
-        return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding, graph)
+        if grads is None:  # with more ranks than examples
+            grads = tree_map(mx.zeros_like, own)
+        graph, counts = graph or self._stages.graph(0, {}, loss), None
+        if self._ranks.size > 1:
+            counts = [micro_batches, run_tokens, padding]
+            loss, grads, counts = self._ranks.sum_step(loss, grads, counts, self.lora.alike)
+            graph = replace(graph, arrays=(loss, grads, counts))
+        return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding, graph, counts)
+
+    def _share(self, examples: Sequence[Example]) -> Sequence[Example]:
+        """Return the examples of a step that this rank computes."""
+        if self._ranks.size == 1:
+            return examples
+        return [examples[i] for i in self._ranks.share(self.forward.costs.of(examples))]
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -276,11 +297,9 @@ class InstructPipeline:
         """
         self._settle()
         self.model.eval()
-        tokens = _count_tokens(examples)
+        tokens, total = _count_tokens(examples), sum(map(len, examples))
         loss = float(self._losses.of(examples, on_progress).sum()) / tokens
-        return InstructBatchResult(
-            loss, tokens, perplexity(loss), total_tokens=sum(map(len, examples))
-        )
+        return InstructBatchResult(loss, tokens, perplexity(loss), total_tokens=total)
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
@@ -297,6 +316,7 @@ class InstructPipeline:
         It writes what is now, whenever it is called, and raises OutputError.
         """
         self._settle()
+        self._ranks.check_same(self.model.trainable_parameters(), self._steps)
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
         adapter = checkpoints.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoints.parameters_writer(self.model, self.lora)
@@ -313,6 +333,11 @@ class InstructPipeline:
         """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
         self._settle()
         checkpoints.read_parameters(folder, self.model, self.lora)
+
+    def take_first(self) -> None:
+        """Take the adapter of rank 0."""
+        self._settle()
+        self.model.update(self._ranks.from_first(self.model.trainable_parameters()))
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
@@ -335,6 +360,7 @@ class InstructPipeline:
             "lora_rank": self.config.lora_rank,
             "lora_alpha": self.config.lora_alpha,
             "targets": list(self.config.targets),
+            "ranks": self._ranks.describe(),
             **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),
             **self._provenance(),
         }

@@ -1,13 +1,24 @@
 """A model folder's own chat template, rendered by transformers as inference tools render it."""
 
 import atexit
+import datetime
 import json
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.text.template_process import INVALID, REFUSED, Harmful, TemplateProcess
+from mlxtune.backend.text.template_process import (
+    INVALID,
+    RANDOM,
+    REFUSED,
+    TEXT,
+    Harmful,
+    Reply,
+    TemplateProcess,
+)
 from mlxtune.core.data.model_template import RenderCall
 from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import ModelError, one_line
@@ -15,6 +26,11 @@ from mlxtune.errors import ModelError, one_line
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # Characters of JSON; above that, an exchange for each rendering costs little beside rendering it.
 _MAX_PREFETCHED = 2**22
+# Renderings that a second process repeats: those of the first few rows.
+_REPEATED = 64
+_ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
+# 1 h 37 min 11 s: another hour, minute and second.
+_LATER = 5831
 
 
 class ChatTemplate:
@@ -28,6 +44,8 @@ class ChatTemplate:
         self._sources = sources
         self._special_tokens = dict(special_tokens)
         self._prefetched: dict[str, tuple[str, str]] = {}
+        # How many more renderings by each template a second process repeats.
+        self._unrepeated = dict.fromkeys(sources, _REPEATED)
 
     def __call__(
         self,
@@ -96,13 +114,50 @@ class ChatTemplate:
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
 
-    def _render(self, name: str, requests: Sequence[str]) -> list[tuple[str, str]]:
+    def _render(self, name: str, requests: Sequence[str]) -> list[Reply]:
+        day, again = datetime.date.today(), requests[: self._unrepeated[name]]
+        self._unrepeated[name] -= len(again)
         try:
-            return _process().render(self._sources[name], requests)
+            if again:
+                _second_process().start()
+            replies = _process().render(self._sources[name], requests)
+            problem = _not_from(requests, replies)
+            if again and not problem:
+                repeated = _second_process().render(self._sources[name], again)
+                # At midnight, those that write today's date differ.
+                problem = _unlike(replies, repeated) if day == datetime.date.today() else ""
         except Harmful as error:
             raise ModelError(
                 f"the model's chat template ({name}) {error}: fix it, or name a built-in --template"
             ) from error
+        if again and not any(self._unrepeated.values()):
+            _second_process().close()
+        if problem:
+            raise ModelError(
+                f"the model's chat template ({name}) {problem}, so that training and inference "
+                "would differ: fix it, or name a built-in --template"
+            )
+        return replies
+
+
+def _unlike(replies: Sequence[Reply], repeated: Sequence[Reply]) -> str:
+    """Return what is wrong if two processes render the same in different ways."""
+    for one, other in zip(replies, repeated, strict=False):
+        if one[0] != other[0] or (one[0] == TEXT and one != other):
+            return "gives different text for the same messages"
+    return ""
+
+
+def _not_from(requests: Sequence[str], replies: Sequence[Reply]) -> str:
+    """Return what is wrong if a text holds what no messages can explain."""
+    for request, (kind, text) in zip(requests, replies, strict=True):
+        if kind == RANDOM:
+            return "chooses at random"
+        # Of Python's objects, most show where they are in memory.
+        written = kind == TEXT and " at 0x" in text and " at 0x" not in request
+        if written and (found := _ADDRESS.search(text)):
+            return f"writes a Python object ({one_line(found.group())})"
+    return ""
 
 
 @cache
@@ -110,6 +165,26 @@ def _process() -> TemplateProcess:
     process = TemplateProcess()
     atexit.register(process.close)
     return process
+
+
+@cache
+def _second_process() -> TemplateProcess:
+    """A process with other addresses, another hash seed, and another time on the same day."""
+    process = TemplateProcess(variables=_differences)
+    atexit.register(process.close)
+    return process
+
+
+def _differences() -> dict[str, str]:
+    # Python's own allocator gives an object the same address but for a few digits in the middle.
+    return {"PYTHONMALLOC": "malloc", "TZ": _time_zone(time.localtime())}
+
+
+def _time_zone(now: time.struct_time) -> str:
+    """Return a time zone, as POSIX writes it, in which another time of today is."""
+    offset = now.tm_gmtoff + (_LATER if now.tm_hour < 12 else -_LATER)
+    hours, seconds = divmod(abs(offset), 3600)
+    return f"XXX{'-' if offset > 0 else ''}{hours}:{seconds // 60:02}:{seconds % 60:02}"
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:

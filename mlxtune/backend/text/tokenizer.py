@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
 
 from mlxtune.backend.model.model_folder import check_auto_map, check_files, json_object
+from mlxtune.backend.text.tokenizer_trial import try_tokenizer
 from mlxtune.core.data.encode import OffsetEncoding
 from mlxtune.errors import ModelError, one_line
 
@@ -155,14 +156,17 @@ def _spell_piece(piece: str) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
-    """Load a model folder's tokenizer.
+def load_tokenizer(
+    folder: Path, *, trust_remote_code: bool = False, cache: Path | None = None
+) -> ModelTokenizer:
+    """Load a model folder's tokenizer, after a trial, of which `cache` keeps that it went well.
 
     Raises ModelError if there is none, it is broken, or its code is not trusted.
     """
     check_files(folder)
     if trust_remote_code:
         check_auto_map(folder)
+    try_tokenizer(folder, cache)
     eos_ids = _eos_ids(folder)
     spm = folder / "tokenizer.model"
     if spm.is_file() and not (folder / "tokenizer.json").exists():

@@ -289,6 +289,11 @@ class CorpusRows:
         file, row = self.corpus.place_of(self.indices[place])
         return self.corpus.paths[file] if self.corpus.paths else "", row
 
+    def where(self, index: int) -> str:
+        """Return the place of a row as people read it."""
+        path, row = self.place(index)
+        return f"{path}:{row}" if path else f"row {row}"
+
     def __getitem__(self, place: int) -> RowExamples:
         return self.corpus.row(self.indices[place])
 

@@ -4,7 +4,6 @@ The first bytes decide what a file is, not its name.
 """
 
 import gzip
-import json
 import os
 import stat
 import zlib
@@ -14,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mlxtune.core.data.expansion import check_gzip, check_sparse, check_values
+from mlxtune.core.data.json_array import array_elements
+from mlxtune.core.data.parquet import parquet_rows
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import DataError, one_line
 
@@ -22,9 +24,9 @@ _ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _UTF8_BOM = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD_BYTES = 8192
-# A small gzip file may unpack to any size.
-_MAX_LINE_BYTES, _MAX_ARRAY_BYTES = 1 << 26, 1 << 30
-_PARQUET_BATCH_ROWS = 256
+_MAX_LINE_BYTES = 1 << 26
+# Blank lines and comments in a row; a million take a second.
+_MAX_ROWLESS = 1_000_000
 # The number of a row, and its object or the reason why it has none.
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
@@ -93,11 +95,14 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of a JSON
     array or of parquet is an element, and its number is the element's.
 
-    Only a JSON array is held in memory as a whole. Raises DataError when the file cannot be read.
+    No file is held in memory as a whole. Raises DataError when it cannot be read, or unpacks to far
+    more than its size.
     """
     head = _head(path)
     if head.startswith(_PARQUET):
-        return _parquet_rows(path)
+        return parquet_rows(path)
+    if _is_zipped(path):
+        check_gzip(path)
     return _array_rows(path) if _is_array(head) else _line_rows(path)
 
 
@@ -127,6 +132,7 @@ def _stat(path: Path, option: str) -> os.stat_result:
     # A pipe could not be read twice.
     if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
         raise DataError(f"{path}: is not a regular file: save the data in one")
+    check_sparse(path, info)
     return info
 
 
@@ -156,17 +162,20 @@ def _is_array(head: bytes) -> bool:
     return head.removeprefix(_UTF8_BOM).lstrip().startswith(b"[")
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+def _is_zipped(path: Path) -> bool:
     with path.open("rb") as file:
-        zipped = file.read(len(_GZIP)) == _GZIP
-    return gzip.open(path, "rb") if zipped else path.open("rb")
+        return file.read(len(_GZIP)) == _GZIP
+
+
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path, "rb") if _is_zipped(path) else path.open("rb")
 
 
 # JSON
 
 
 def _line_rows(path: Path) -> Iterator[NumberedRow]:
-    number = 0
+    number = last = 0
     with _reading(path), _open(path) as file:
         while line := file.readline(_MAX_LINE_BYTES):
             number += 1
@@ -177,7 +186,13 @@ def _line_rows(path: Path) -> Iterator[NumberedRow]:
                 )
             content = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
             if content and not content.startswith(b"#"):
+                last = number
                 yield number, _parse(content)
+            elif number - last > _MAX_ROWLESS:
+                raise DataError(
+                    f"{path}:{number}: is the last of {_MAX_ROWLESS:,} blank lines and comments in "
+                    "a row: remove them"
+                )
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow:
@@ -185,6 +200,7 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
         advice = "write each object on one line, or all of them as one JSON array"
         return BadRow("a JSON object over several lines", advice)
     try:
+        check_values(line)
         return _object(parse_json(line))
     except BadRow as problem:
         return problem
@@ -196,71 +212,11 @@ def _object(content: Any) -> dict[str, Any] | BadRow:
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
     with _reading(path), _open(path) as file:
-        content = file.read(_MAX_ARRAY_BYTES + 1).removeprefix(_UTF8_BOM)
-    if len(content) > _MAX_ARRAY_BYTES:
-        raise DataError(
-            f"{path}: is a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes: write one JSON "
-            "object per line instead, which are read one by one"
-        )
-    try:
-        elements = parse_json(content, "not a valid JSON array")
-    except BadRow as problem:
-        raise DataError(
-            f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
-            "skipped"
-        ) from problem
-    for number, element in enumerate(elements, start=1):
-        yield number, _object(element)
-
-
-# Parquet
-
-
-def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
-    try:
-        import pyarrow
-        from pyarrow import parquet, types
-    except ImportError as error:
-        raise DataError(f"{path}: needs pyarrow: pip install 'mlxtune[parquet]'") from error
-    number = 0
-    try:
-        with parquet.ParquetFile(path, pre_buffer=False) as file:
-            # Times hold no text to train on, and Python cannot represent all of them.
-            kinds = enumerate(file.schema_arrow.types)
-            columns = [i for i, kind in kinds if not types.is_temporal(kind)]
-            for batch in file.iter_batches(_PARQUET_BATCH_ROWS):
-                for row in _batch_rows(batch.select(columns)):
-                    number += 1
-                    yield number, row
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DataError(
-            f"{path}: is a damaged parquet file ({one_line(error)}): copy or write it again"
-        ) from error
-
-
-def _batch_rows(batch: Any) -> list[dict[str, Any] | BadRow]:
-    """Return the rows of a pyarrow RecordBatch; one by one if it cannot be converted as a whole."""
-    try:
-        return [_plain(row) for row in batch.to_pylist(maps_as_pydicts="lossy")]
-    except (ValueError, OverflowError) as error:
-        if batch.num_rows > 1:
-            return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
-        utf8 = isinstance(error, UnicodeDecodeError)
-        return [BadRow("not UTF-8" if utf8 else "a value cannot be read", one_line(error))]
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    """Return a row as JSON would hold it, without the keys that are null.
-
-    All rows of a parquet file have the same keys, so null means absent there.
-    """
-    content: dict[str, Any] = json.loads(
-        json.dumps(row, default=_text, skipkeys=True),
-        object_hook=lambda value: {k: item for k, item in value.items() if item is not None},
-    )
-    return content
-
-
-def _text(value: Any) -> str:
-    # Bytes that are not text become halves of surrogate pairs, which are rejected when used.
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+        try:
+            for number, element in enumerate(array_elements(file.read), start=1):
+                yield number, _object(element)
+        except BadRow as problem:
+            raise DataError(
+                f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
+                "skipped"
+            ) from problem

@@ -4,7 +4,6 @@ tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assista
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
 """  # noqa: E501
 
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +14,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core.data.control_tokens import ControlTokens
 from mlxtune.core.data.conversation import Conversation, Document, to_json
 from mlxtune.core.data.problems import CONTROL_TOKEN, DOUBLE_BOS, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
+# Tokenizers take some 200 bytes for each character of what they encode at once.
+_CHUNK_CHARACTERS = 2**21
 _PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.
 _CACHED_TAILS = 4096
@@ -145,44 +147,42 @@ class Encoder:
 
         While the tokenizer works on some rows, outside Python's lock, the next ones are rendered.
         """
-        control = re.compile("|".join(map(re.escape, self.tokenizer.control_tokens)) or "(?!)")
-        remaining = iter(rows)
+        control = ControlTokens(self.tokenizer.control_tokens)
         with ThreadPoolExecutor(max_workers=1) as tokenizing:
             pending: Future[EncodedRows] | None = None
-            while True:
-                chunk = list(islice(remaining, _CHUNK_ROWS))
-                rendered = list(self._render(chunk, control, skipped, notes))
+            for rendered in _chunks(self._render(rows, control, skipped, notes)):
                 if pending is not None:
                     yield list(self._check(pending.result(), skipped, notes))
-                if not chunk:
-                    return
                 pending = tokenizing.submit(self._tokenize, rendered)
+            if pending is not None:
+                yield list(self._check(pending.result(), skipped, notes))
 
     def _render(
         self,
-        rows: Sequence[Conversation | Document],
-        control: re.Pattern[str],
+        rows: Iterable[Conversation | Document],
+        control: ControlTokens,
         skipped: SkippedRows,
         notes: RowTally,
     ) -> Iterator[tuple[int, Rendering]]:
-        for i, row in enumerate(rows):
-            if i % _PREFETCHED_ROWS == 0:
-                self.prefetch(rows[i : i + _PREFETCHED_ROWS])
-            try:
-                text = "\0".join(_texts(row))
-                _check_surrogates(text)
-                rendering = self._render_row(row)
-            except BadRow as problem:
-                skipped.add(row.row, problem)
-                continue
-            found = dict(rendering.notes)
-            if written := control.search(text):
-                found[CONTROL_TOKEN] = written.group()
-            if isinstance(row, Conversation):
-                found |= self.notes
-            for kind, detail in found.items():
-                notes.count(row.row, kind, detail)
-            yield row.row, rendering
+        remaining = iter(rows)
+        while few := list(islice(remaining, _PREFETCHED_ROWS)):
+            self.prefetch(few)
+            for row in few:
+                try:
+                    text = "\0".join(_texts(row))
+                    _check_surrogates(text)
+                    rendering = self._render_row(row)
+                except BadRow as problem:
+                    skipped.add(row.row, problem)
+                    continue
+                found = dict(rendering.notes)
+                if written := control.search(text):
+                    found[CONTROL_TOKEN] = written
+                if isinstance(row, Conversation):
+                    found |= self.notes
+                for kind, detail in found.items():
+                    notes.count(row.row, kind, detail)
+                yield row.row, rendering
 
     def _render_row(self, row: Conversation | Document) -> Rendering:
         if isinstance(row, Conversation):
@@ -285,6 +285,21 @@ class Encoder:
         mask[len(tokens) - len(after) :] = 1
         mask[:1] = 0  # nothing predicts the first token
         return Example(row, tokens, mask)
+
+
+def _chunks(rendered: Iterable[tuple[int, Rendering]]) -> Iterator[list[tuple[int, Rendering]]]:
+    """Group renderings so that none but a single long one has many characters."""
+    chunk: list[tuple[int, Rendering]] = []
+    characters = 0
+    for row, rendering in rendered:
+        length = sum(len(text.text) for text in rendering.texts)
+        if chunk and (len(chunk) == _CHUNK_ROWS or characters + length > _CHUNK_CHARACTERS):
+            yield chunk
+            chunk, characters = [], 0
+        chunk.append((row, rendering))
+        characters += length
+    if chunk:
+        yield chunk
 
 
 def _check_surrogates(text: str) -> None:

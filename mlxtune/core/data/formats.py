@@ -25,6 +25,8 @@ from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_jso
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
+# Of so many bad rows, this share of all shows that the file, or the format, is the wrong one.
+_MANY, _MOST_BAD = 100_000, 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,12 @@ def read_rows(
     With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
     names to the keys that the file uses for them.
 
-    Raises DataError when the file cannot be read, or has rows of two formats under `auto`.
+    Raises DataError when the file cannot be read, has rows of two formats under `auto`, or many
+    rows of which nearly all are bad.
     """
     fields = fields or {}
     file_format = None if format == "auto" else FORMATS[format]
-    name, since = format, 0
+    name, since, good, bad = format, 0, 0, 0
     for row, content in read_objects(path):
         try:
             if isinstance(content, BadRow):
@@ -75,7 +78,14 @@ def read_rows(
             converted = file_format.convert(row, renamed)
         except BadRow as problem:
             skipped.add(row, problem)
+            bad += 1
+            if bad % _MANY == 0 and bad > _MOST_BAD * (bad + good):
+                raise DataError(
+                    f"{path}: {bad:,} of its first {bad + good:,} rows cannot be trained on; the "
+                    f"first: {skipped.first()}"
+                ) from problem
         else:
+            good += 1
             yield converted
 
 

@@ -22,7 +22,8 @@ from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
-MAX_BYTES = 64 * 2**20
+# Half a million tokens of text; where each byte is a token, they take 0.7 GB to encode.
+MAX_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,18 @@ def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
     return LastTurn(prompt, tuple(tokens[start : end - 1].tolist()))
 
 
+def check_size(content: bytes, where: str) -> None:
+    """Raise DataError if a prompt has more bytes than any model reads."""
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{where}: is larger than {MAX_BYTES >> 20} MiB: give one conversation")
+
+
 def parse_content(content: bytes, where: str) -> dict[str, Any]:
     """Return the conversation in JSON: a list of messages, or an object with `messages`.
 
     Raises DataError.
     """
-    if len(content) > MAX_BYTES:
-        raise DataError(f"{where}: is larger than {MAX_BYTES >> 20} MiB: give one conversation")
+    check_size(content, where)
     try:
         value = parse_json(content.removeprefix(codecs.BOM_UTF8))
     except BadRow as problem:

@@ -39,10 +39,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The facts of a machine, and the checks of them."""
+    """The facts of a machine, the checks of them, and which rank of a launch it is."""
 
     machine: Machine
     checks: tuple[Check, ...]
+    rank: int = 0
 
     @property
     def can_train(self) -> bool:

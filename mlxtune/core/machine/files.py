@@ -5,17 +5,29 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlxtune.errors import OutputError
 
 # No file that we write ourselves is larger.
 MAX_OWN_BYTES = 256 * 2**20
+# As long as those of the files that are written into a folder, temporary ones included.
+_LONG_NAME = "long-name".ljust(64, "-")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+# What helps against an error, besides another place.
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space or "),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "fix permissions or "),
+    errno.EMFILE: "allow more open files with ulimit -n or ",
+    errno.EFBIG: "allow larger files with ulimit -f or ",
+}
 # The errors of file systems that cannot flush a folder, such as network ones.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
@@ -30,8 +42,25 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written: {error.strerror or error}: "
-            f"free space, fix permissions or choose another {option}"
+            f"{_REMEDIES.get(error.errno or 0, '')}choose another {option}"
         ) from error
+
+
+def beside(target: Path) -> Path:
+    """Return a name beside the target that nobody can foresee, for what is not complete."""
+    # Any file system takes names of this length.
+    return target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a name is one of `beside`, which a killed process has left."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a file, new or not, to append to it. Raises OSError where a link stands in its place."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "a+b")
 
 
 def write_file(target: Path, content: Iterable[bytes]) -> None:
@@ -39,10 +68,10 @@ def write_file(target: Path, content: Iterable[bytes]) -> None:
 
     Raises OutputError; the target then keeps its content.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = beside(target)
     with as_output_error(target):
         try:
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:
                 file.writelines(content)
                 file.flush()
                 _sync(file.fileno())
@@ -59,7 +88,7 @@ def write_json(target: Path, value: Any) -> None:
 
 def append_line(target: Path, line: str) -> None:
     """Append a line to a text file, new or not: all of it or nothing. Raises OutputError."""
-    with as_output_error(target, "file"), target.open("a+b") as file:
+    with as_output_error(target, "file"), open_to_append(target) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
         separator = b"" if not end or file.read(1) == b"\n" else b"\n"
@@ -126,25 +155,30 @@ def _sync(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
 
 
-def check_writable(folder: Path, option: str) -> None:
-    """Raise OutputError unless the folder, which may not exist yet, can be written.
+def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
+    """Raise OutputError unless a file of this name can be written into the folder.
 
-    Leaves nothing behind. `option` is the one that named the folder.
+    The folder may not exist yet. Its name and the file's are tried, as file systems differ in what
+    they refuse, beside where they will be; nothing is left behind. `option` is the one that named
+    the folder.
     """
-    with as_output_error(folder, option):
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with as_output_error(folder / name if name != _LONG_NAME else folder, option):
+        real = _real(folder)
+        existing = next(path for path in (real, *real.parents) if path.exists())
         if not existing.is_dir():
             raise OutputError(
                 f"{folder}: cannot be written: {existing} is a file, not a folder: "
                 f"choose another {option}"
             )
-        with tempfile.NamedTemporaryFile(dir=existing, prefix=".mlxtune-"):
-            pass
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".mlxtune-") as trial:
+            made = Path(trial) / real.relative_to(existing)
+            made.mkdir(parents=True, exist_ok=True)
+            (made / name).touch()
 
 
 def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:
     """Raise OutputError for a path, given by `option`, that is unwritable or is also read."""
-    in_use = set(map(_real, read))
+    read = list(read)
     for path in written:
         with as_output_error(path, option):
             if path.is_dir():
@@ -154,9 +188,19 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):
                 raise OutputError(f"{path}: is not a regular file: choose another {option}")
-        if _real(path) in in_use:
+        if any(same_place(path, each) for each in read):
             raise OutputError(f"{path}: is read by this run: choose another {option}")
-        check_writable(path.parent, option)
+        check_writable(path.parent, option, path.name)
+
+
+def same_place(one: Path, other: Path) -> bool:
+    """Return whether two paths lead to one place, as two spellings of a name do on macOS."""
+    if _real(one) == _real(other):
+        return True
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _real(path: Path) -> Path:

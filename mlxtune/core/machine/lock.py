@@ -1,5 +1,6 @@
 """File locks that a process holds until it ends, however it ends, and that name their holder."""
 
+import errno
 import fcntl
 import json
 import os
@@ -11,6 +12,10 @@ from typing import Any
 
 # Other processes read no more than this of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
+# Readers hold a lock for an instant to see whether it is free, and several may come at once.
+_TRIES, _TRY_SECONDS = 10, 0.01
+# What file systems without locks answer.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Held(Exception):
@@ -21,13 +26,18 @@ class Held(Exception):
         self.holder = holder
 
 
+class NoLocks(OSError):
+    """The file system has no locks, or none that can be trusted."""
+
+
 class Lock:
     """A file that is locked until it is released or this process ends.
 
     The kernel releases it when the process dies. `note` is kept in the file, with the process id
     and the time, for others to read.
 
-    Raises Held at once if another process holds it, OSError if the file cannot be made.
+    Raises Held at once if another process holds it, NoLocks if the file system has none, and
+    OSError if the file cannot be made.
     """
 
     def __init__(self, path: Path, note: Mapping[str, Any] | None = None) -> None:
@@ -48,40 +58,54 @@ class Lock:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Return the note of a lock's holder; None if no living process holds it."""
+    """Return the note of a lock's holder; None if no living process holds it.
+
+    Changes nothing, and works in a folder that may only be read.
+    """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return None if _try_lock(descriptor) else _note(descriptor)
+        # A shared lock: two readers must not take each other for the holder.
+        return None if _try_lock(descriptor, fcntl.LOCK_SH) else _note(descriptor)
+    except OSError:
+        return None
     finally:
         os.close(descriptor)
 
 
 def _open_locked(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
+    for left in reversed(range(_TRIES)):
         descriptor = os.open(path, flags, 0o644)
         try:
-            if not _try_lock(descriptor):
+            if _try_lock(descriptor, fcntl.LOCK_EX):
+                # The previous holder may have removed the file after we opened it.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                        return descriptor
+            elif not left:
                 raise Held(_note(descriptor))
-            # The previous holder may have removed the file after we opened it.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    return descriptor
+            else:
+                time.sleep(_TRY_SECONDS)
         # Even on Ctrl-C: a descriptor left open would hold the lock.
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+    raise NoLocks(errno.ENOLCK, "files change their inode numbers here", str(path))
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NoLocks(error.errno, "its file system has no file locks") from error
+        raise
     return True
 
 

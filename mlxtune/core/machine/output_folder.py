@@ -2,11 +2,17 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlxtune.core.machine.files import as_output_error, check_writable, sync
+from mlxtune.core.machine.files import (
+    as_output_error,
+    beside,
+    check_writable,
+    same_place,
+    sync,
+)
 from mlxtune.errors import OutputError
 
 
@@ -22,55 +28,79 @@ def new_folder(
 
     Raises OutputError.
     """
+    check_writable(target, "--output")
     _check_apart(target, sources)
     _check_free(target, marker, overwrite)
-    check_writable(target.parent, "--output")
     # Two processes may write to one target; each has its own folder beside it.
-    with replaced_folder(target, "--output", f"{target.name}.{os.getpid()}") as folder:
+    aside = target.with_name(f".{target.name[:40]}.{os.getpid()}.old")
+    with replaced_folder(target, "--output", aside, lambda folder: _has(folder, marker)) as folder:
         yield folder
         for path in folder.rglob("*"):
             sync(path)
 
 
 @contextmanager
-def replaced_folder(target: Path, option: str, name: str) -> Iterator[Path]:
+def replaced_folder(
+    target: Path, option: str, aside: Path, is_ours: Callable[[Path], bool]
+) -> Iterator[Path]:
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
-    Otherwise the target stays as it was. `option` is the one that named it, and `name` is part of
-    the names of the folders beside it. Raises OutputError.
+    Otherwise the target stays as it was. `option` is the one that named it; it steps `aside` until
+    the new one is there. Only what `is_ours` is replaced or removed. Raises OutputError.
     """
-    temporary, replaced = (target.with_name(f".{name}.{state}") for state in ("tmp", "old"))
+    temporary = beside(target)
 
     def clean_up() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        put_back(replaced, target)
-        shutil.rmtree(replaced, ignore_errors=True)
+        put_back(aside, target)
+        if is_ours(aside):
+            shutil.rmtree(aside, ignore_errors=True)
 
     with as_output_error(target, option):
         clean_up()  # a killed process may have left some
+        check_ours(target, option, is_ours)
         try:
             temporary.mkdir(parents=True)
             yield temporary
             # rename cannot replace a folder that is not empty, so the old one moves first.
             if target.exists():
-                target.rename(replaced)
+                target.rename(aside)
             temporary.rename(target)
             sync(target.parent)
         finally:
             clean_up()
 
 
-def put_back(replaced: Path, target: Path) -> None:
+def check_ours(target: Path, option: str, is_ours: Callable[[Path], bool]) -> None:
+    """Raise OutputError if a folder is there, not empty, that is not ours."""
+    if os.path.lexists(target) and not is_ours(target):
+        if is_folder(target) and not any(target.iterdir()):
+            return
+        raise OutputError(
+            f"{target}: holds files that mlxtune did not write: move it away, or choose another "
+            f"{option}"
+        )
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether this is a folder, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def put_back(aside: Path, target: Path) -> None:
     """Rename a folder back if its replacement never came, because the process was killed."""
-    if replaced.exists() and not target.exists():
-        replaced.rename(target)
+    if is_folder(aside) and not os.path.lexists(target):
+        aside.rename(target)
+
+
+def _has(folder: Path, marker: str) -> bool:
+    return is_folder(folder) and (folder / marker).is_file()
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
-    real_target = Path(os.path.realpath(target))
     for path in sources:
         source = Path(os.path.realpath(path))
-        if source == real_target or real_target in source.parents:
+        if any(same_place(target, each) for each in (source, *source.parents)):
             raise OutputError(
                 f"{target}: contains {path}, which is an input: choose another --output"
             )

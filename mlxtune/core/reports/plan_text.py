@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from mlxtune.core.runs.run_plan import RunPlan
+from mlxtune.core.runs.run_plan import Longest, RunPlan
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan
-from mlxtune.core.text import byte_size, count, duration
+from mlxtune.core.steps.scaling import Scaling
+from mlxtune.core.text import byte_size, count, duration, short_duration
 
 
 def micro_batches_line(plan: MemoryPlan) -> str:
@@ -47,6 +48,8 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     yield "Plan", micro_batches_line(plan)
     if run.larger_limit:
         yield "", run.larger_limit
+    if run.longest:
+        yield "Longest", _longest_line(run.longest)
     if not run.steps:
         example = f"one example of {count(run.max_seq_len, 'token')}"
         yield "", f"for {example}: add --data to plan the steps and their time"
@@ -57,7 +60,36 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
         f"them supervised; the model reads {plan.run_share:.0%} of them, padding included",
     )
     yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
+    if run.scaling:
+        yield "Ranks", _ranks_line(run.scaling)
     yield "Time", _time(run)
+
+
+def _longest_line(longest: Longest) -> str:
+    """Return the longest examples that fit, and by what means."""
+    if not longest.recomputed:
+        return "not even one token fits: raise --memory-limit, or use --quantize 4"
+    whole = f", all that the model was made for: --max-seq-len {longest.context}"
+    if longest.kept == longest.context:
+        return f"{longest.kept:,} tokens with activations kept{whole}"
+    recomputed = f"{longest.recomputed:,} with --grad-checkpoint on"
+    kept = f"{longest.kept:,} tokens with activations kept" if longest.kept else "no example"
+    return f"{kept}; {recomputed}{whole if longest.recomputed == longest.context else ''}"
+
+
+def _ranks_line(scaling: Scaling) -> str:
+    what = "gradients" if scaling.exchanges == 1 else "hidden states and gradients"
+    exchange = (
+        f"adding {byte_size(scaling.exchanged)} of {what} takes "
+        f"{short_duration(scaling.exchange_s)} at {scaling.gbps:g} Gbit/s"
+    )
+    share = f"one computes up to {scaling.dearest:.0%} of a step"
+    if scaling.speedup is None or scaling.step_s is None:
+        return f"{scaling.ranks}: {share}; {exchange}"
+    gain = f"at most {scaling.speedup:.1f} times as fast as one"
+    if scaling.speedup < 1:
+        gain = f"slower than one: only steps of over {short_duration(scaling.least_step_s)} gain"
+    return f"{scaling.ranks}, {gain}: {share} of {short_duration(scaling.step_s)}; {exchange}"
 
 
 def _time(run: RunPlan) -> str:

@@ -6,6 +6,7 @@ Paths are relative to the folder of --output, with the default --checkpoint-dir.
 # The folders of checkpoints; N is an epoch or a step.
 _CHECKPOINT = "checkpoints/{best,epoch-N,step-N}"
 RUN_FILES: dict[str, str] = {
+    "checkpoints/.mlxtune": "marks the folder as a run's, whose files the next run may move",
     "checkpoints/run.json": "the run's options, model, plan and data",
     "adapters.safetensors": "the adapter in mlx-lm's format: of the best epoch by validation loss, "
     "or of the last step without validation; --output sets its name",

@@ -4,7 +4,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.scaling import Scaling
 from mlxtune.core.training.speed import Speed
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Tokens of the longest example that fits, with activations kept and recomputed.
+
+    No more than `context`, the tokens that the model was made for.
+    """
+
+    kept: int
+    recomputed: int
+    context: int
 
 
 @dataclass(frozen=True)
@@ -13,7 +26,7 @@ class RunPlan:
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
     larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the
-    training rows, `all_tokens` those of all steps.
+    training rows, `all_tokens` those of all steps. With `scaling`, memory is that of a rank.
     """
 
     model: str
@@ -32,11 +45,16 @@ class RunPlan:
     supervised: int = 0
     all_tokens: int = 0
     speed: Speed | None = None
+    scaling: Scaling | None = None
+    longest: Longest | None = None
 
     @property
     def seconds(self) -> float | None:
         """How long all steps will take; None without a known speed or without data."""
-        return self.all_tokens / self.speed.tokens_per_s if self.speed and self.steps else None
+        if not self.speed or not self.steps:
+            return None
+        gain = self.scaling.speedup if self.scaling else None
+        return self.all_tokens / self.speed.tokens_per_s / (gain or 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as docs/plan.md describes it."""
@@ -56,7 +74,9 @@ class RunPlan:
             "loss_chunk": execution.loss_chunk,
             "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
             "larger_limit": self.larger_limit or None,
+            "longest": None if self.longest is None else asdict(self.longest),
             "data": self._data() if self.steps else None,
+            "ranks": None if self.scaling is None else self.scaling.as_dict(),
             "speed": None if self.speed is None else asdict(self.speed),
             "seconds": self.seconds,
         }

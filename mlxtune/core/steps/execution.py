@@ -36,6 +36,8 @@ _FEWEST, _BLOCK_LOGITS, _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 512, 1 << 21, 5,
 _LOGITS, _CPU_LOGITS = 5, 2
 # And those that are not freed yet when the backward passes of layers begin.
 _IN_FLIGHT = 2
+# Tokens on which an MLP runs at once, where layers run again by the CPU's functions.
+SLICE = 4096
 # What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
 _SCALED = 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
@@ -63,7 +65,8 @@ class ModelShapes:
     those of the head. `plain_head`: the head is one product. `held_scores` are the copies of the
     scores of all heads that a layer's backward pass holds by the CPU's functions, `mixed` the
     channels of the convolutions of all layers, `layer_mixed` the most of one. `between` is what the
-    backward pass of a layer of many other operations holds of each token besides.
+    backward pass of a layer of many other operations holds of each token besides. `sliced` is the
+    width of one layer's outputs that are made in slices, `widest_whole` of the widest other ones.
     """
 
     weights: int
@@ -87,6 +90,8 @@ class ModelShapes:
     between: int = 0
     scaled: int = 0
     unpacked: int = 0
+    sliced: int = 0
+    widest_whole: int = 0
 
     @property
     def inputs(self) -> int:
@@ -255,12 +260,16 @@ class KernelMemory:
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         # The recomputed values between the products take about as much as the products.
-        widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
-        widths += _GRADIENTS * (shapes.widest_product + shapes.hidden)
+        products, widest, slices = shapes.layer_products, shapes.widest_product, 0
+        if execution.recompute and shapes.sliced and load.tokens > SLICE:
+            slices = SLICE * (2 * shapes.sliced + _GRADIENTS * widest)
+            products, widest = products - shapes.sliced, shapes.widest_whole
+        widths = products * (2 if execution.recompute else 1) + shapes.hidden
+        widths += _GRADIENTS * (widest + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
         meeting = _MIXED * shapes.layer_mixed * load.repeated + shapes.held_scores * load.scores
         meeting += shapes.between * (load.tokens + load.repeated)
-        return load.tokens * widths + meeting + shapes.largest_cast
+        return load.tokens * widths + slices + meeting + shapes.largest_cast
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head; a linear head holds no logits."""

@@ -77,12 +77,17 @@ def _candidates(work: Work) -> list[int]:
     return [tokens for tokens in _TOKENS if tokens <= enough] if work.steps else [enough]
 
 
+def _chunks(shapes: ModelShapes, execution: Execution) -> tuple[int, ...]:
+    """Return the chunks of the head that are worth trying: one if it holds no logits."""
+    logits = execution.operations.memory.holds_logits(shapes)
+    return _CHUNKS if logits else (execution.loss_chunk,)
+
+
 def _plans(
     shapes: ModelShapes, work: Work, base: Execution, limit: int, checkpointing: Sequence[bool]
 ) -> Iterator[MemoryPlan]:
     """Yield the plans to choose from."""
-    logits = base.operations.memory.holds_logits(shapes)
-    chunks = _CHUNKS if logits else (base.loss_chunk,)
+    chunks = _chunks(shapes, base)
     for tokens in _candidates(work):
         sized = replace(base, micro_batch_tokens=tokens)
         steps = [(step, sized.plan(step, keyed=work.keyed)) for step in work.steps]
@@ -136,10 +141,23 @@ def choose(
 
 def least(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
     """Return the least memory with which a micro-batch can run, whatever the chunks of its head."""
-    return min(
-        (predict(shapes, replace(execution, loss_chunk=chunk), load) for chunk in _CHUNKS),
-        key=lambda prediction: prediction.total,
-    )
+    chunked = (replace(execution, loss_chunk=each) for each in _chunks(shapes, execution))
+    return min((predict(shapes, each, load) for each in chunked), key=lambda peak: peak.total)
+
+
+def longest(
+    shapes: ModelShapes, base: Execution, limit: int, most: int, checkpointing: Sequence[bool]
+) -> int:
+    """Return the tokens of the longest example, all supervised, that can be planned.
+
+    MARGIN of the limit is left. At most `most` tokens; 0 if not even one fits.
+    """
+
+    def needs(tokens: int) -> int:
+        work = Work((), (Load.single(tokens, tokens),))
+        return min(plan.peak.total for plan in _plans(shapes, work, base, limit, checkpointing))
+
+    return _most(needs, most, int(limit / (1 + MARGIN)))
 
 
 def why_not(

@@ -5,6 +5,7 @@ last: a folder without a manifest is not a checkpoint.
 """
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import file_hash, read_json, read_own, write_file, write_json
-from mlxtune.core.machine.output_folder import put_back, replaced_folder
+from mlxtune.core.machine.files import (
+    beside,
+    file_hash,
+    is_temporary,
+    read_json,
+    read_own,
+    write_file,
+    write_json,
+)
+from mlxtune.core.machine.output_folder import is_folder, put_back, replaced_folder
 
 # The names mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"
@@ -26,7 +35,9 @@ MANIFEST = "manifest.json"
 BEST = "best"
 # The version of the layout above; others are rejected.
 FORMAT = 1
-_NUMBERED = ("epoch-*", "step-*")
+_NUMBERED = re.compile("(epoch|step)-[0-9]+")
+_FILES = {ADAPTER, ADAPTER_CONFIG, METADATA, METRICS, MANIFEST}
+_FILES |= {"optimizer.safetensors", "parameters.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,12 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint folder: the files of `save`, then metrics, metadata and manifest.
 
-    An existing folder of that name is replaced only once the new one is complete.
+    An existing checkpoint of that name is replaced only once the new one is complete.
 
-    Raises OutputError.
+    Raises OutputError, also if a folder of that name is something else.
     """
-    with replaced_folder(target, "--checkpoint-dir", target.name) as folder:
+    aside = target.with_name(f".{target.name}.old")
+    with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:
         save(folder)
         write_file(folder / METRICS, metrics)
         write_json(folder / METADATA, metadata)
@@ -116,16 +128,40 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
         raise ValueError(f"{name} has changed: its SHA-256 differs from the manifest")
 
 
-def checkpoint_folders(run: Path) -> list[Path]:
-    """Return the folders of a run that have a manifest, valid or not.
+def is_named_checkpoint(path: Path) -> bool:
+    """Return whether a path has the name of a checkpoint, whatever it is."""
+    return path.name == BEST or _NUMBERED.fullmatch(path.name) is not None
 
-    A process killed while replacing `best/` may have left it renamed; that is undone first.
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of ours, valid or not.
+
+    It has our manifest, or one that is damaged and no other files than a checkpoint's.
     """
+    if not is_folder(folder):
+        return False
+    try:
+        names = {path.name for path in folder.iterdir()}
+        manifest = read_json(folder / MANIFEST)
+    except ValueError:
+        return names <= _FILES
+    except OSError:
+        return False
+    files = manifest.get("files")
+    return manifest.get("format") == FORMAT and isinstance(files, dict) and ADAPTER in files
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Return the folders of a run that have a manifest, valid or not."""
     if not run.is_dir():
         return []
-    put_back(run / f".{BEST}.old", run / BEST)
-    folders = [path for pattern in (*_NUMBERED, BEST) for path in run.glob(pattern)]
+    folders = filter(is_named_checkpoint, run.iterdir())
     return sorted(path for path in folders if os.path.lexists(path / MANIFEST))
+
+
+def recover(run: Path) -> None:
+    """Put `best/` back if a process was killed while replacing it. Raises OSError."""
+    put_back(run / f".{BEST}.old", run / BEST)
 
 
 def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
@@ -146,23 +182,20 @@ def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
 
 def prune(run: Path, keep: set[Path]) -> None:
     """Remove a run's other numbered checkpoints, and leftovers of killed processes."""
-    for path in (path for pattern in _NUMBERED for path in run.glob(pattern)):
-        if path not in keep:
-            _remove_checkpoint(path)
-    for name in (*_NUMBERED, BEST):
-        for left in (*run.glob(f".{name}.tmp"), *run.glob(f".{name}.old")):
-            # A backup is removed only if its replacement is there.
-            if left.suffix == ".tmp" or (run / left.stem[1:]).exists():
-                shutil.rmtree(left, ignore_errors=True)
-    for left in run.glob(f".{METRICS}.*.tmp"):
-        left.unlink(missing_ok=True)
+    for path in run.iterdir():
+        numbered = _NUMBERED.fullmatch(path.name) and path not in keep
+        # A backup is removed only if its replacement is there.
+        backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
+        if is_temporary(path) or ((numbered or backup) and is_checkpoint(path)):
+            _remove(path)
 
 
-def _remove_checkpoint(folder: Path) -> None:
-    # The manifest goes first: if the process is killed, the rest is not a checkpoint.
+def _remove(path: Path) -> None:
     with suppress(OSError):
-        if folder.is_symlink():
-            folder.unlink()
+        if not is_folder(path):
+            path.unlink()
             return
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        # If the process is killed, what is left is not a checkpoint.
+        aside = beside(path)
+        path.rename(aside)
+        shutil.rmtree(aside)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from mlxtune.core.machine.files import as_output_error, make_folder, write_file
+from mlxtune.core.machine.files import as_output_error, make_folder, open_to_append, write_file
 from mlxtune.core.training.checkpoint import METRICS
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
@@ -223,7 +223,7 @@ class MetricsFile:
             size = len(content)
         else:
             content = b"".join(progress.lines(self._written, count))
-            with self._path.open("ab") as file:
+            with open_to_append(self._path) as file:
                 file.write(content)
             size += len(content)
         self._written, self._size = count, size

@@ -3,21 +3,28 @@
 `core/runs/run_files.py` lists its files. The process that trains there holds `.lock`.
 """
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.machine.files import as_output_error
-from mlxtune.core.machine.lock import Held, Lock
+from mlxtune.core.machine.files import as_output_error, make_folder, write_file
+from mlxtune.core.machine.lock import Held, Lock, NoLocks
+from mlxtune.core.machine.output_folder import is_folder
+from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import (
     BEST,
     METRICS,
     Checkpoint,
     checkpoint_folders,
     find_checkpoints,
+    is_checkpoint,
+    is_named_checkpoint,
+    recover,
 )
+from mlxtune.core.training.own_runs import MARK, is_own, mark
 from mlxtune.core.training.profile import PROFILE
 from mlxtune.core.training.progress import Progress
 from mlxtune.errors import OutputError
@@ -28,14 +35,12 @@ RESULT = "result.json"
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
 PREVIOUS = "previous"
+_MOVING = ".previous.moving"
 LOCK = ".lock"
 # The run's identity with each tracker, and the files of trackers that keep them here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
-_OF_A_RUN = (
-    *("epoch-*", "step-*", BEST, METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT),
-    PROFILE,
-)
+_OF_A_RUN = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT, PROFILE)
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _OF_TRACKERS = (TENSORBOARD, "wandb", TRACKING)
 
@@ -61,6 +66,10 @@ def find_resume_point(run: Path) -> ResumePoint | None:
 
     Raises OutputError when there are checkpoints but none is usable.
     """
+    if is_folder(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
+        # Where another process trains, it is about to come back by itself.
+        with suppress(OutputError):
+            lock_run(run).release()
     good, skipped = find_checkpoints(run)
     for checkpoint in good:
         try:
@@ -117,35 +126,80 @@ def lock_run(run: Path) -> Lock:
     with as_output_error(run, "--checkpoint-dir"):
         run.mkdir(parents=True, exist_ok=True)
         try:
-            return Lock(run / LOCK)
+            lock = Lock(run / LOCK)
         except Held as held:
             raise OutputError(
                 f"{run}: process {held.holder.get('pid', 'of another user')} is training here: "
                 "wait until it ends, or choose another --checkpoint-dir"
             ) from held
+        except NoLocks as error:
+            raise OutputError(
+                f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
+                "--checkpoint-dir on a local disk"
+            ) from error
+        recover(run)
+        return lock
+
+
+def check_own(run: Path) -> None:
+    """Raise OutputError if a new run would move or replace what something else wrote there."""
+    if not run.is_dir():
+        return
+    with as_output_error(run, "--checkpoint-dir"):
+        paths = list(run.iterdir())
+        others = [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
+        if not (run / MARK).is_file():
+            others += [path for path in paths if path.name in (*_OF_A_RUN, TRACKING)]
+        moved = (run / name for name in (PREVIOUS, _MOVING))
+        others += [path for path in moved if os.path.lexists(path) and not _is_marked(path)]
+    if others:
+        names = join_few(sorted(path.name for path in others))
+        raise OutputError(
+            f"{run}: holds {names}, not written by mlxtune: move it away, or choose another "
+            "--checkpoint-dir"
+        )
+
+
+def _is_strange(folder: Path) -> bool:
+    return not is_checkpoint(folder) and not _is_empty(folder)
+
+
+def _is_empty(folder: Path) -> bool:
+    return is_folder(folder) and not any(folder.iterdir())
+
+
+def _is_marked(folder: Path) -> bool:
+    return is_folder(folder) and ((folder / MARK).is_file() or _is_empty(folder))
 
 
 def archive_previous_run(run: Path) -> Path | None:
-    """Move an earlier run's files into `previous/`, replacing its content.
+    """Move an earlier run's files into `previous/`, replacing its content; mark the folder.
 
     If interrupted, the next call completes the move.
 
-    Returns `previous/`, or None when the folder holds no run. Raises OutputError.
+    Returns `previous/`, or None when the folder holds no run. Raises OutputError, also where other
+    files are in the way.
     """
-    previous = run / PREVIOUS
-    moving = run / f".{PREVIOUS}.tmp"
-    earlier = sorted(path for pattern in _OF_A_RUN for path in run.glob(pattern))
-    if (run / TRACKING).exists():
-        earlier += [run / name for name in _OF_TRACKERS if (run / name).exists()]
-    if not earlier and not moving.is_dir():
-        return None
+    check_own(run)
+    previous, moving = run / PREVIOUS, run / _MOVING
+    make_folder(run)
     with as_output_error(previous):
-        if previous.exists() and not previous.is_dir():
-            raise OutputError(f"{previous}: is a file: move it away")
+        earlier = [path for path in sorted(run.iterdir()) if is_named_checkpoint(path)]
+        earlier += [run / name for name in _OF_A_RUN if os.path.lexists(run / name)]
+        if os.path.lexists(run / TRACKING):
+            earlier += [run / name for name in _OF_TRACKERS if os.path.lexists(run / name)]
+        if not earlier and not is_folder(moving):
+            mark(run)
+            return None
         moving.mkdir(exist_ok=True)
+        if is_own(run):
+            mark(moving)
+        else:
+            write_file(moving / MARK, [])
         for path in earlier:
             path.rename(moving / path.name)
         if previous.exists():
             shutil.rmtree(previous)
         moving.rename(previous)
+        mark(run)
     return previous

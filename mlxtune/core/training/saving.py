@@ -67,8 +67,11 @@ class CheckpointSaver:
         elapsed = self._clock() - self._saved_at
         if self._failing and elapsed >= _RETRY_SECONDS:
             return True
-        by_steps = self._every_steps is not None and step - self._saved_step >= self._every_steps
-        return by_steps or 0 < self._every_seconds <= elapsed
+        return self.is_due_by_steps(step) or 0 < self._every_seconds <= elapsed
+
+    def is_due_by_steps(self, step: int) -> bool:
+        """Return whether it is due whatever the clock says."""
+        return self._every_steps is not None and step - self._saved_step >= self._every_steps
 
     def try_save(self, name: str, content: CheckpointContent) -> None:
         """Write a checkpoint and remove older ones; if that fails, warn and let training continue.

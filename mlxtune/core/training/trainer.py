@@ -50,7 +50,8 @@ class InstructTrainer:
 
     `validation` replaces the split: its examples are evaluated and the whole corpus trains; if it
     is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop` is
-    called after each step and during validation; after step `stop_after`, it need not be.
+    called after each step and during validation; after step `stop_after`, it need not be. With
+    several ranks, `decide` takes whether this one would save, and returns if all stop, and save.
 
     Raises ValueError when the corpus is empty or too small to split.
     """
@@ -66,6 +67,7 @@ class InstructTrainer:
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         stop_after: int | None = None,
+        decide: Callable[[bool], tuple[bool, bool]] | None = None,
         profiler: StepProfiler | None = None,
     ) -> None:
         if not corpus:
@@ -99,6 +101,7 @@ class InstructTrainer:
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
         self._stop_after = stop_after
+        self._decide = decide or (lambda save: (should_stop(), save))
         self._profiler = profiler
         self._saver = CheckpointSaver(
             self._folder,
@@ -241,8 +244,9 @@ class InstructTrainer:
             if pending:
                 self._finish_step(pending)
             pending = started
-            stopping = self._should_stop() or step == self._stop_after
-            saving = self._saver.is_due(step)
+            due = self._saver.is_due_by_steps(step)
+            stopping, saving = self._decide(not due and self._saver.is_due(step))
+            stopping, saving = stopping or step == self._stop_after, saving or due
             if stopping or saving or self._profiler:
                 self._finish_step(pending)
                 pending = None
@@ -273,7 +277,7 @@ class InstructTrainer:
         try:
             result = taken.pending.result()
         except NonFiniteLossError as error:
-            rows = [self._place_of(i) for i in chosen]
+            rows = [self.train_rows.where(i) for i in chosen]
             self._skip(SkippedStep(step, epoch, rate, str(error), rows), error)
             return
         # It may have waited for the step before.
@@ -298,10 +302,6 @@ class InstructTrainer:
         self._observer.on_step(record)
         if self._profiler:
             self._profiler.measure_layers(taken.examples)
-
-    def _place_of(self, index: int) -> str:
-        path, row = self.train_rows.place(index)
-        return f"{path}:{row}" if path else f"row {row}"
 
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
         self._record(skipped)

@@ -151,7 +151,7 @@ def check_peak(
     predicted = predict(shapes, planned, load_of(group, step)).total
     if how.operations is MLX:
         # How far the device is behind differs from run to run; less with products that are slow.
-        assert 0.97 * measured <= predicted <= 1.3 * measured
+        assert 0.95 * measured <= predicted <= 1.3 * measured
     else:
         assert predicted == pytest.approx(measured, rel=0.15)
 
@@ -289,3 +289,14 @@ def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
     base = open_base(folder, "float32", quantize=quantize)
     config, step = InstructConfig(lora_rank=8, targets=("all",)), examples(4, 128)
     check_peak(base, config, EXECUTIONS[kernels], step)
+
+
+def test_predicted_peak_of_mlps_in_slices_is_near_the_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("backend.cpu.layers", "core.steps.execution"):
+        monkeypatch.setattr(f"mlxtune.{module}.SLICE", 256)
+    # Wide enough to matter beside the head.
+    changes = {"hidden_size": 64, "intermediate_size": 1024, "vocab_size": 512}
+    how = replace(EXECUTIONS[True], recompute=True)
+    check_architecture(tmp_path / "model", "qwen3", examples(1, 2048), changes, how)

@@ -16,6 +16,8 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.model.ranks import ALONE, Ranks
+from mlxtune.backend.model.split import split_base
 from mlxtune.backend.step import operations
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -87,14 +89,21 @@ def fresh(
     how: Execution = PLAIN,
     tokens: int = 1,
     fixed_cost: int = 0,
+    ranks: Ranks = ALONE,
+    quantized_compute: str | None = None,
     **config: Any,
 ) -> InstructPipeline:
     """Return a new pipeline over the model of a folder, with random LoRA matrices."""
     settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, "targets": ("all",), **config})
+    options = {"quantized_compute": quantized_compute} if quantized_compute else {}
+    base = load_base(folder, "float32", **options)
+    if ranks.split_model:
+        base = split_base(base, ranks.group)
     made = InstructPipeline(
-        load_base(folder, "float32").model,
+        base.model,
         settings,
         execution=replace(how, micro_batch_tokens=tokens, fixed_cost=fixed_cost),
+        ranks=ranks,
     )
     fill_lora_b(made)
     return made

@@ -281,3 +281,26 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
         # Two moments, the gradients and the new parameters.
         held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
     assert (held[1] - held[0]) / 6 < 1.5 * 4 * 512 * 128
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_mlps_in_slices_give_the_plain_gradients(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxtune.backend.cpu.layers.SLICE", 7)
+    sliced, run = [], KernelLayers.run_in_slices
+
+    def counted(self: KernelLayers, *args: Any) -> list[mx.array]:
+        sliced.append(args)
+        return run(self, *args)
+
+    monkeypatch.setattr(KernelLayers, "run_in_slices", counted)
+    folder, how = model_folder(model_type), replace(SPLIT, operations=CPU, recompute=True)
+    found = computed(fresh(folder, how, 64), fixed_step())
+    assert sliced
+    assert_same(found, computed(fresh(folder), fixed_step()))
+    # A token's dropout is keyed by its place among all.
+    sliced.clear()
+    found = computed(fresh(folder, how, 64, dropout=0.3), fixed_step())
+    assert not sliced
+    assert_same(found, computed(fresh(folder, dropout=0.3), fixed_step()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.lock import Held, Lock, holder_of
+from mlxtune.core.machine.lock import Held, Lock, NoLocks, holder_of
 from tests.holders import hold_elsewhere
 
 HOLDER = """
@@ -94,3 +96,55 @@ def test_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         Lock(tmp_path / ".lock")
     assert (tmp_path / "theirs").read_text() == "precious"
+
+
+def test_lock_is_refused_where_inode_numbers_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    before = len(list(Path("/dev/fd").iterdir()))
+    with pytest.raises(NoLocks, match="change their inode numbers"):
+        Lock(tmp_path / ".lock")
+    assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
+def test_lock_is_refused_where_the_file_system_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(NoLocks, match="no file locks"):
+        Lock(tmp_path / ".lock")
+    assert holder_of(tmp_path / ".lock") is None
+
+
+def test_readers_are_no_holders(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    path.touch()
+    with path.open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        assert holder_of(path) is None
+
+
+def test_reader_that_holds_the_lock_for_an_instant_does_not_keep_a_run_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".lock"
+    path.touch()
+    with path.open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(reader, fcntl.LOCK_UN))
+        Lock(path).release()
+
+
+def test_looking_for_a_holder_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    lock = Lock(path)
+    path.chmod(0o444)
+    before = path.stat()
+    assert (holder_of(path) or {})["pid"] == os.getpid()
+    assert path.stat() == before
+    lock.release()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from mlxtune.core.reports.plan_text import (
     larger_limit_line,
     micro_batches_line,
     peak_line,
     plan_lines,
 )
-from mlxtune.core.runs.run_plan import RunPlan
+from mlxtune.core.runs.run_plan import Longest, RunPlan
 from mlxtune.core.steps.execution import Execution, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.scaling import Scaling
 from mlxtune.core.training.speed import Speed
 from tests.core.steps.shapes import shapes
 
@@ -86,6 +89,39 @@ def test_time_is_given_once_a_speed_is_known() -> None:
     timed = replace(RUN, speed=Speed(37.5, "2026-03-04"))
     assert timed.seconds == 720.0
     assert "about 12m 00s at 38 tokens/s measured on 2026-03-04" in text(timed)
+
+
+def test_ranks_say_what_they_gain_and_what_it_takes() -> None:
+    # 4 ranks: 12.5 MB take 15.6 ms at 10 Gbit/s, with 6 messages.
+    scaling = Scaling(4, 10.0, 0.3, 12_500_000)
+    unknown = text(replace(RUN, scaling=scaling))
+    share = "one computes up to 30% of a step"
+    exchange = "adding 12.5 MB of gradients takes 15.6 ms at 10 Gbit/s"
+    assert f"Ranks: 4: {share}; {exchange}" in unknown
+    timed = replace(RUN, speed=Speed(37.5, "2026-03-04"), scaling=replace(scaling, step_s=12.0))
+    gain = 12 / (0.3 * 12 + 0.0156)
+    assert f"Ranks: 4, at most 3.3 times as fast as one: {share} of 12 s; {exchange}" in text(timed)
+    assert timed.seconds == pytest.approx(720 / gain)
+    assert timed.as_dict()["ranks"]["speedup"] == pytest.approx(gain)
+    slower = replace(RUN, scaling=replace(scaling, step_s=0.02))
+    assert "Ranks: 4, slower than one: only steps of over 22.3 ms gain" in text(slower)
+
+
+@pytest.mark.parametrize(
+    ("longest", "line"),
+    [
+        (Longest(0, 0, 4096), "not even one token fits: raise --memory-limit, or use --quantize 4"),
+        (Longest(0, 96, 4096), "no example; 96 with --grad-checkpoint on"),
+        (Longest(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad-check"),
+        (Longest(1500, 4096, 4096), "4,096 with --grad-checkpoint on, all that the model was made"),
+        (Longest(4096, 4096, 4096), "4,096 tokens with activations kept, all that the model was"),
+    ],
+)
+def test_longest_example_is_told_with_what_it_takes(longest: Longest, line: str) -> None:
+    found = text(replace(RUN, longest=longest))
+    assert line in found
+    assert RUN.as_dict()["longest"] is None
+    assert replace(RUN, longest=longest).as_dict()["longest"]["context"] == 4096
 
 
 def test_without_data_only_memory_is_planned() -> None:

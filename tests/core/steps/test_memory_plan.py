@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load, ModelShapes
-from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Work, choose, planned, why_not
+from mlxtune.core.steps.memory_plan import (
+    MARGIN,
+    MemoryPlan,
+    Work,
+    choose,
+    longest,
+    planned,
+    why_not,
+)
 from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
 
 AMPLE = 10**12
@@ -167,3 +175,20 @@ def test_quantised_base_is_advised_to_those_who_have_none() -> None:
     assert "still too much" in why_not(heavy, given, execution, 10**8, True)
     quantised = replace(heavy, stored_itemsize=0)
     assert "quantised" not in why_not(quantised, given, execution, 2 * 10**8, True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("limit", [10**6, 10**8, 10**9, 10**10])
+def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute: bool) -> None:
+    execution, most = Execution(KERNEL_OPERATIONS), 100_000
+    found = longest(shapes(), execution, limit, most, [recompute])
+
+    def fits(tokens: int) -> bool:
+        given = Work((), (Load.single(tokens, tokens),))
+        plan = choose(
+            shapes(), given, execution, limit=limit, checkpointing=[recompute], tolerance=0.0
+        )
+        return plan is not None and plan.peak.total * (1 + MARGIN) <= limit
+
+    assert found == 0 or fits(found)
+    assert found == most or not fits(found + 1)

@@ -19,6 +19,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.files import write_file, write_json
 from mlxtune.core.training.metrics import InstructBatchResult, InstructTrainResult, perplexity
 from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.own_runs import MARK
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 
@@ -204,7 +205,8 @@ def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    """Return what a folder holds, but for the mark of a run's folder."""
+    return {path.name for path in folder.iterdir()} - {MARK}
 
 
 def average(losses: Sequence[tuple[float, int]]) -> float:

@@ -15,7 +15,7 @@ import pytest
 
 import mlxtune
 from mlxtune.core.machine.files import write_file, write_json
-from mlxtune.core.training.checkpoint import find_checkpoints, write_checkpoint
+from mlxtune.core.training.checkpoint import find_checkpoints, prune, recover, write_checkpoint
 from mlxtune.errors import OutputError
 from tests.faults import FaultyDisk
 
@@ -54,6 +54,24 @@ def test_checkpoint_replaces_a_folder_of_its_name_as_a_whole(tmp_path: Path) -> 
         assert content_of(target) == whole(content)
         assert names_in(tmp_path) == ["best"]
         (target / "stray").write_text("")
+
+
+@pytest.mark.parametrize("strange", ["folder", "file", "link"])
+def test_what_something_else_wrote_is_not_replaced(tmp_path: Path, strange: str) -> None:
+    target, mine = tmp_path / "best", tmp_path / "mine" / "model.pt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    if strange == "folder":
+        mine.parent.rename(target)
+    elif strange == "file":
+        mine.rename(target)
+    else:
+        target.symlink_to(mine.parent)
+    before = names_in(tmp_path)
+    with pytest.raises(OutputError, match="best: holds files that mlxtune did not write"):
+        write_checkpoint(target, adapter("new"), {"content": "new"})
+    assert names_in(tmp_path) == before
+    assert "mine" in {path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_checkpoint_makes_the_folders_above_it(tmp_path: Path) -> None:
@@ -180,6 +198,7 @@ def test_checkpoint_killed_at_any_step_does_not_stop_the_next_run_from_writing_i
 
         write_checkpoint(target, adapter("newer"), {"content": "newer"})
         assert content_of(target) == whole("newer")
+        prune(target.parent, set())
         assert names_in(target.parent) == ["best"]
 
 
@@ -189,6 +208,9 @@ def test_checkpoint_that_had_stepped_aside_for_one_that_never_came_is_put_back(
     write_checkpoint(tmp_path / "best", adapter("old"), {"content": "old", "step": 3})
     # Killed between the two renames.
     (tmp_path / "best").rename(tmp_path / ".best.old")
+    # Those who only look change nothing.
+    assert find_checkpoints(tmp_path) == ([], {})
+    recover(tmp_path)
     good, bad = find_checkpoints(tmp_path)
     assert [each.folder for each in good] == [tmp_path / "best"]
     assert bad == {}

@@ -161,20 +161,21 @@ def test_file_that_could_not_be_written_is_complete_once_it_can(
     warnings: list[str] = []
     progress, file = Progress([step(1)]), MetricsFile(tmp_path, warnings.append)
     file.write(progress)
-    opened = Path.open
 
-    def fails(self: Path, mode: str = "r", **options: object) -> object:
-        stream = opened(self, mode, **options)  # type: ignore[call-overload]
-        if "a" in mode:
+    def fails(path: Path) -> object:
+        with path.open("ab") as stream:
             stream.write(b'{"kind": "st')
-        stream.close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(self: Path, *args: object, **options: object) -> object:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", fails)
+        patch.setattr("mlxtune.core.training.progress.open_to_append", fails)
         for number in (2, 3):
             progress.append(step(number))
             file.write(progress)
+            patch.setattr(Path, "open", full)
     assert len(warnings) == 1
     assert "metrics.jsonl: cannot be written" in warnings[0]
     progress.append(step(4))

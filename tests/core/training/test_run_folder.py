@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from mlxtune.core.training.checkpoint import write_checkpoint
-from mlxtune.core.training.run_folder import archive_previous_run, find_resume_point, reopen
+from mlxtune.core.machine.files import write_file
+from mlxtune.core.training.checkpoint import ADAPTER, write_checkpoint
+from mlxtune.core.training.run_folder import (
+    MARK,
+    archive_previous_run,
+    find_resume_point,
+    reopen,
+)
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != MARK)
+
+
+def checkpoint_in(folder: Path, text: str) -> None:
+    write_checkpoint(folder, lambda made: write_file(made / ADAPTER, [text.encode()]), {})
 
 
 def run_in(folder: Path, text: str) -> None:
     for name in ("epoch-1", "epoch-12", "best", "step-7"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "metadata.json").write_text(text)
+        checkpoint_in(folder / name, text)
+    (folder / MARK).write_text("")
     for name in FILES:
         (folder / name).write_text(text)
 
@@ -42,7 +53,7 @@ def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path)
 
     assert names_in(folder) == ["notes.txt", "previous"]
     assert names_in(folder / "previous") == RUN
-    assert (folder / "previous" / "best" / "metadata.json").read_text() == "first"
+    assert (folder / "previous" / "best" / ADAPTER).read_text() == "first"
 
 
 def test_only_the_latest_earlier_run_is_kept(tmp_path: Path) -> None:
@@ -65,13 +76,55 @@ def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -
     assert names_in(tmp_path / "previous") == RUN
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    "path",
+    ["best/model.pt", "step-3/model.pt", "epoch-1", "previous/notes.txt", ".previous.moving/a"],
+)
+def test_what_something_else_wrote_is_in_the_way(tmp_path: Path, path: str, marked: bool) -> None:
+    if marked:
+        run_in(tmp_path / "other", "first")
+        (tmp_path / MARK).write_text("")
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    name = path.partition("/")[0]
+    with pytest.raises(OutputError, match=f"holds {name}, not written by mlxtune: move it away"):
+        archive_previous_run(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", [*FILES, "tracking.json"])
+def test_files_with_a_runs_names_are_a_runs_where_the_folder_is_marked(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(OutputError, match=f"holds {name}, not written by mlxtune"):
+        archive_previous_run(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_links_in_place_of_folders_are_not_followed(tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    for name in ("best", "step-1", "previous", ".previous.moving"):
+        run_in(run, "first") if not run.exists() else None
+        shutil.rmtree(run / name, ignore_errors=True)
+        (run / name).symlink_to(mine)
+        with pytest.raises(OutputError, match=name):
+            archive_previous_run(run)
+        (run / name).unlink()
+    assert (mine / "notes.txt").read_text() == "mine"
+
+
 def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
     (tmp_path / "previous").write_text("mine")
 
     with pytest.raises(OutputError) as raised:
         archive_previous_run(tmp_path)
-    assert str(raised.value).startswith(f"{tmp_path / 'previous'}: ")
+    assert "holds previous, not written by mlxtune" in str(raised.value)
     assert (tmp_path / "previous").read_text() == "mine"
     assert names_in(tmp_path) == sorted([*RUN, "previous"])
 
@@ -93,6 +146,7 @@ def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / MARK).write_text("")
     if tracked:
         (tmp_path / "tracking.json").write_text("{}")
 
@@ -100,7 +154,7 @@ def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
 
     assert previous is not None
     ours = {"tensorboard", "wandb", "tracking.json"} if tracked else set()
-    assert {path.name for path in previous.iterdir()} == {"metrics.jsonl"} | ours
+    assert set(names_in(previous)) == {"metrics.jsonl"} | ours
     assert (tmp_path / "wandb").exists() is not tracked
 
 

@@ -115,11 +115,15 @@ def test_nothing_is_written_that_would_come_after_a_best_which_is_not_there(
 def test_recent_checkpoints_are_kept_and_others_removed_but_what_is_not_ours(
     tmp_path: Path,
 ) -> None:
-    for name in ("step-1", "epoch-1", ".step-0.tmp", ".best.tmp"):
+    left = (".step-0.old", ".step-5.old", ".best.0123456789abcdef.tmp")
+    for name in ("step-1", "epoch-1", *left):
         write_checkpoint(tmp_path / name, Disk(tmp_path).write, {"step": 1})
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step-2").symlink_to(tmp_path / "elsewhere")
+    for name in ("step-notes", "step-3", ".notes.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.pt").write_text("mine")
     disk = Disk(tmp_path, keep=3)
     disk.saver.resume([tmp_path / "epoch-1"], 1)
     disk.save_best(1)
@@ -127,4 +131,8 @@ def test_recent_checkpoints_are_kept_and_others_removed_but_what_is_not_ours(
         disk.save(step)
 
     kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {"best", "step-5", "step-6", "step-7", "notes.txt", "elsewhere"}
+    assert kept - {"best", "step-5", "step-6", "step-7"} == {
+        *("notes.txt", "elsewhere", "step-2", "step-notes", "step-3", ".notes.tmp"),
+        # Nothing has come in its place.
+        ".step-0.old",
+    }

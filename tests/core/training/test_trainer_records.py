@@ -12,6 +12,7 @@ import pytest
 
 from mlxtune.core.training.metrics import InstructBatchResult, InstructEpochMetrics, StepRecord
 from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.core.training.own_runs import MARK
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, log_of, options, rows, train
@@ -67,6 +68,7 @@ def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
 
 
 def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
+    (tmp_path / MARK).write_text("")
     (tmp_path / "run.json").write_text("of an earlier run")
     trainer = InstructTrainer(FakePipeline(), CORPUS, options(tmp_path))
     trainer.train({"run.json": {"a": 1}})

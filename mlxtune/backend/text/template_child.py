@@ -1,0 +1,73 @@
+"""Renders chat templates: the script of template_process.py, which imports nothing of mlxtune.
+
+core/machine's limited process runs it.
+"""
+
+import importlib.util
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+# Kinds of replies: the text, a template's refusal of the messages, a template that is none, and one
+# that asks for random numbers.
+TEXT, REFUSED, INVALID, RANDOM = "text", "refused", "invalid", "random"
+
+Reply = tuple[str, str]
+
+
+class _AtRandom(Exception):
+    """A template asked for a random number."""
+
+
+def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
+    raise _AtRandom
+
+
+def prepare() -> Callable[..., Any]:
+    """Return transformers' renderer."""
+    # Jinja's filter `random` and function `lipsum` call these; it imports some by name.
+    for name in ("choice", "choices", "randint", "random", "randrange", "sample", "shuffle"):
+        setattr(random, name, _refuse)
+    # Running the __init__ of these packages takes more than a second, to list all of the models.
+    for name in ("transformers", "transformers.utils"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
+def _replies(
+    render: Callable[..., Any], source: str, requests: Sequence[bytes], seconds: float
+) -> Iterator[Reply]:
+    for request in requests:
+        # After so much time on the CPU, the system ends this process by SIGPROF.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        kind = INVALID
+        try:
+            # Without conversations it only compiles the template, and keeps it.
+            render([], chat_template=source)
+            kind = REFUSED
+            yield TEXT, render(chat_template=source, **json.loads(request))[0][0]
+        except MemoryError:
+            raise
+        except _AtRandom:
+            yield RANDOM, ""
+        except Exception as error:  # noqa: BLE001  a template may fail in any way
+            line = getattr(error, "lineno", None) if kind == INVALID else None
+            message = str(error) or type(error).__name__
+            yield kind, message if line is None else f"line {line}: {message}"
+
+
+def serve(render: Callable[..., Any]) -> None:
+    """Render until stdin is closed."""
+    source = ""
+    for header in sys.stdin.buffer:
+        seconds, count, changed = json.loads(header)
+        requests = [sys.stdin.buffer.readline() for _ in range(count)]
+        source = source if changed is None else changed
+        print(json.dumps(list(_replies(render, source, requests, seconds))), flush=True)

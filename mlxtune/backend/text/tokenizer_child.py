@@ -1,0 +1,81 @@
+"""Tries a tokenizer file: the script of tokenizer_trial.py, which imports nothing of mlxtune.
+
+core/machine's limited process runs it. It writes one line: what is wrong, as JSON, or null.
+"""
+
+import json
+import math
+import os
+import signal
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# To load it and to try it, each.
+_SECONDS = 10.0
+# How many characters the normalizers of a tokenizer may make of one, in all.
+_MAX_GROWTH = 256
+_TRIED = [
+    "a",
+    string.printable,
+    "What is 17 + 25? Das weiß ich nicht. 我们 🦙 שלום",
+    *("a" * 4096, " " * 4096, "1" * 4096, "\n" * 4096, "a " * 2048, ".-" * 2048),
+]
+
+
+def prepare() -> Any:
+    """Return the library `tokenizers`."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import sentencepiece
+    import tokenizers
+
+    return tokenizers, sentencepiece
+
+
+def serve(libraries: Any, path: str) -> None:
+    """Load and try the tokenizer in a file."""
+    tokenizers, sentencepiece = libraries
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+    problem = None
+    try:
+        if path.endswith(".json"):
+            problem = _problem(json.loads(Path(path).read_bytes()).get("normalizer"))
+            if problem is None:
+                tokenizer = tokenizers.Tokenizer.from_file(path)
+                # As it is used, whatever the file enables.
+                tokenizer.no_truncation()
+                tokenizer.no_padding()
+                signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+                tokenizer.encode_batch(_TRIED, add_special_tokens=False)
+        else:
+            processor = sentencepiece.SentencePieceProcessor(model_file=path)
+            signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+            processor.encode(_TRIED)
+    except MemoryError:
+        raise
+    except BaseException:  # noqa: BLE001  what is broken surfaces, with its reason, on loading
+        problem = None
+    print(json.dumps(problem), flush=True)
+
+
+def _problem(normalizer: Any) -> str | None:
+    growth = math.prod(_growth(normalizer))
+    if growth > _MAX_GROWTH:
+        return f"its normalizer makes up to {growth:.3g} characters of one"
+    return None
+
+
+def _growth(normalizer: Any) -> Iterator[float]:
+    """Yield the most characters that each step of a normalizer makes of one."""
+    if not isinstance(normalizer, dict):
+        return
+    for step in normalizer.get("normalizers") or ():
+        yield from _growth(step)
+    content, pattern = normalizer.get("content"), normalizer.get("pattern")
+    if isinstance(content, str) and isinstance(pattern, dict):
+        text = pattern.get("String")
+        # A regular expression may match nothing, between any two characters.
+        yield max(1, len(content) / len(text)) if text else 1 + len(content)
+    if isinstance(prefix := normalizer.get("prepend"), str):
+        yield 1 + len(prefix)

@@ -1,0 +1,63 @@
+"""A stranger's tokenizer, loaded and tried in a process that the system ends at its limits."""
+
+import hashlib
+import importlib.metadata
+import json
+from contextlib import closing, suppress
+from pathlib import Path
+
+from mlxtune.backend.text import tokenizer_child
+from mlxtune.core.machine.files import file_hash
+from mlxtune.core.machine.limited_process import LimitedProcess, TooMuchMemory
+from mlxtune.errors import ModelError
+
+_MEMORY = 2**30
+_LONGEST = 2**16
+# The folder of a cache with a file for each tokenizer that passed.
+_TRIED = "tokenizers-tried"
+
+
+def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
+    """Raise ModelError if loading a folder's tokenizer, or a few words, takes all time or memory.
+
+    What is broken surfaces, with its reason, where it is loaded. With a cache, a file is tried
+    once: large ones take a second.
+    """
+    for name in ("tokenizer.json", "tokenizer.model"):
+        path = folder / name
+        if path.is_file():
+            tried = None if cache is None else cache / _TRIED / _key(path)
+            if tried is not None and tried.exists():
+                return
+            if problem := _problem(path):
+                raise ModelError(f"{path}: {problem}: use the tokenizer of the original model")
+            if tried is not None:
+                with suppress(OSError):  # a read-only cache
+                    tried.parent.mkdir(parents=True, exist_ok=True)
+                    tried.touch()
+            return
+
+
+def _key(path: Path) -> str:
+    """Return what decides how a trial ends: the file, the libraries and how it is tried."""
+    versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
+    parts = (file_hash(path), file_hash(Path(tokenizer_child.__file__)), *versions)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _problem(path: Path) -> str | None:
+    script = Path(tokenizer_child.__file__)
+    with closing(LimitedProcess(script, _MEMORY, str(path.absolute()))) as process:
+        try:
+            line = process.read_line(_LONGEST)
+        except TooMuchMemory:
+            return "takes more than 1 GB to load and try"
+        if line.endswith(b"\n"):
+            problem: str | None = json.loads(line)
+            return problem
+        ended = process.why_ended()
+    if ended == "time":
+        return "takes more than 10 s to load, or for a few words"
+    if ended == "memory":
+        return "takes more than 1 GB to load and try"
+    return f"ends the process that loads and tries it ({ended})"

@@ -1,0 +1,93 @@
+"""The standard streams of the command, which may be closed, full, or slow to be read."""
+
+import io
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+from mlxtune.errors import OutputError
+
+_STDIN, _STDOUT, _STDERR = range(3)
+
+
+def open_streams() -> None:
+    """Open what is closed on the null device, and make failed writes ours to report.
+
+    Otherwise the next file that is opened would take the stream's number, and get what other code
+    writes there.
+    """
+    for number in (_STDIN, _STDOUT, _STDERR):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It takes the lowest free number.
+            os.open(os.devnull, os.O_RDONLY if number == _STDIN else os.O_WRONLY)
+    if sys.stdin is None:
+        sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
+    # Otherwise they are a test's, or a program's that calls main().
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _text(_Results(_STDOUT, "w", closefd=False), sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _text(_Messages(_STDERR, "w", closefd=False), sys.stderr)
+
+
+def flush_results() -> None:
+    """Write what stdout has buffered. Raises OutputError or BrokenPipeError, and drops it then."""
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        drop_results()
+        raise
+
+
+def drop_results() -> None:
+    """Drop what stdout has buffered; Python would report its failure again at the exit."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        sys.stdout.flush()
+
+
+def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
+    # Characters that the encoding lacks must not end a command.
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding="utf-8" if before is None else before.encoding,
+        errors="backslashreplace",
+        line_buffering=raw.fileno() == _STDERR or raw.isatty(),
+    )
+
+
+class _Waiting(io.FileIO):
+    """A file that waits where a write would block: other programs set shared streams to that."""
+
+    def write(self, data: Any, /) -> int:
+        """Write some bytes and return how many."""
+        while (written := super().write(data)) is None:
+            select.select([], [self], [])
+        return written
+
+
+class _Results(_Waiting):
+    def write(self, data: Any, /) -> int:
+        """Write some bytes. Raises OutputError, or BrokenPipeError if nobody reads."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"stdout: cannot be written: {error.strerror}: redirect it elsewhere"
+            ) from error
+
+
+class _Messages(_Waiting):
+    def write(self, data: Any, /) -> int:
+        """Write some bytes if possible: no work ends because nobody reads its messages."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes

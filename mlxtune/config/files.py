@@ -1,0 +1,93 @@
+"""Config files: YAML or TOML whose reading takes no more than its size warrants."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlxtune.errors import ConfigError, one_line
+
+MAX_BYTES = 64 * 1024
+# tomllib takes time and memory that grow with the square of the parts of a key.
+_LONG_KEY = re.compile(
+    r"""(?<![\w-])(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+    r"""(?:[ \t]*+\.[ \t]*+(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')){16}"""
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes plain text for null, true, false or a decimal number, or else as it is.
+
+    Dates, sexagesimals, hexadecimals and numbers with too many digits stay text, so that the
+    option that gets one is named. `<<` is a key like any other: merging can double a mapping with
+    every line.
+    """
+
+    # Without those of SafeLoader.
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge nothing."""
+
+
+for _kind, _pattern, _first in (
+    ("null", r"(?:~|null|)\Z", ["~", "n", "N", ""]),
+    ("bool", r"(?:yes|no|true|false|on|off)\Z", list("yYnNtTfFoO")),
+    ("float", r"[-+]?[0-9]{0,30}\.[0-9]{1,30}(?:e[-+]?[0-9]{1,5})?\Z", list("-+.0123456789")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]{0,29})\Z", list("-+0123456789")),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(_pattern, re.IGNORECASE), _first
+    )
+
+
+def read_config_file(path: Path) -> Mapping[Any, Any]:
+    """Return the names and values in a YAML or TOML file. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError([f"--config {path} cannot be read: {error.strerror}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            [f"--config {path} has more than {MAX_BYTES // 1024} KB: keep only options in it"]
+        )
+    values = _parse_toml(path, text) if path.suffix.lower() == ".toml" else _parse_yaml(path, text)
+    if values is None:  # an empty file, or one of comments
+        return {}
+    if not isinstance(values, Mapping):
+        raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
+    return values
+
+
+def _parse_toml(path: Path, text: str) -> Any:
+    problem = f"--config {path} is not valid TOML"
+    if long := _LONG_KEY.search(text):
+        line = text.count("\n", 0, long.start()) + 1
+        raise ConfigError([f"{problem}: line {line}: a key has too many dots"])
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError([f"{problem}: {one_line(error)}"]) from error
+    except ValueError as error:  # int(), which takes at most some thousand digits
+        raise ConfigError([f"{problem}: a number has too many digits"]) from error
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    problem = f"--config {path} is not valid YAML"
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError([f"{problem}: {line}{one_line(str(error.problem))}"]) from error
+    # PyYAML raises some of Python's own: `!!bool maybe` is a KeyError.
+    except (yaml.YAMLError, ValueError, LookupError, ArithmeticError) as error:
+        raise ConfigError([problem]) from error
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError([problem]) from error

@@ -1,0 +1,69 @@
+"""How much a data file may unpack to: a file of a few kilobytes can hold gigabytes."""
+
+import gzip
+import os
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+from mlxtune.core.data.problems import BadRow
+from mlxtune.core.text import byte_size
+from mlxtune.errors import DataError
+
+# Bytes that any file may unpack to, and bytes for each of its own. Rows with one long system
+# prompt, the most repetitive that people train on, unpack to some 100 times their size.
+_ALWAYS, _PER_BYTE = 2**24, 200
+# No byte of gzip stands for more.
+_MOST_OF_GZIP = 1032
+_PIECE = 2**20
+# Values in one row. Short ones take some 20 times their text in memory, so only long text counts.
+_MAX_VALUES, _LONG = 4_000_000, 2**20
+
+
+def most_bytes(size: int) -> int:
+    """Return how many bytes a file of this size may unpack to."""
+    return _ALWAYS + _PER_BYTE * size
+
+
+def expands(path: Path, size: int) -> DataError:
+    """Return the error for a file that unpacks to more."""
+    return DataError(
+        f"{path}: its {byte_size(size)} unpack to more than {byte_size(most_bytes(size))}, which "
+        "no conversations do: if you trust it, unpack it to JSON lines first"
+    )
+
+
+def check_gzip(path: Path) -> None:
+    """Raise DataError for a gzip file that unpacks to too much. Damage surfaces on reading."""
+    size = path.stat().st_size
+    left = most_bytes(size)
+    if size * _MOST_OF_GZIP <= left:
+        return
+    with suppress(EOFError, zlib.error, gzip.BadGzipFile), gzip.open(path) as file:
+        while piece := file.read(_PIECE):
+            left -= len(piece)
+            if left < 0:
+                raise expands(path, size)
+
+
+def check_sparse(path: Path, info: os.stat_result) -> None:
+    """Raise DataError for a file that is nearly all holes, and takes no space on its disk."""
+    stored = info.st_blocks * 512
+    # Some network file systems count no blocks.
+    if stored and info.st_size > most_bytes(stored):
+        raise DataError(
+            f"{path}: its {byte_size(info.st_size)} take only {byte_size(stored)} on disk, as all "
+            "the rest is empty: download it again"
+        )
+
+
+def check_values(text: str | bytes) -> None:
+    """Raise BadRow for JSON of more values than a row needs, which takes far more memory."""
+    if len(text) < _LONG:
+        return
+    if isinstance(text, bytes):
+        values = text.count(b"[") + text.count(b"{") + text.count(b",")
+    else:
+        values = text.count("[") + text.count("{") + text.count(",")
+    if values > _MAX_VALUES:
+        raise BadRow(f"holds more than {_MAX_VALUES:,} values")

@@ -1,0 +1,130 @@
+"""Signs of life between the ranks of a run: collectives wait for ever for one that is gone."""
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# Seconds between two signs of life, and without one until a rank counts as lost.
+INTERVAL, PATIENCE = 2.0, 16.0
+_ALIVE, _BYE = b".", b"q"
+
+
+@dataclass
+class _Peer:
+    """A connection to another rank; `said_bye` once it has ended as it should."""
+
+    rank: int
+    connection: socket.socket
+    heard: float = field(default_factory=time.monotonic)
+    said_bye: bool = False
+
+
+class Heartbeat:
+    """A thread that sends signs of life, and calls `on_lost(rank)` where one stays out.
+
+    Rank 0 listens and hears all others; they hear rank 0, whose end is theirs. A rank whose
+    connection ends, or from which nothing comes for PATIENCE seconds, is lost.
+    """
+
+    def __init__(self, on_lost: Callable[[int], None]) -> None:
+        self._on_lost = on_lost
+        self._peers: list[_Peer] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        # The rank that is lost, if one is.
+        self.lost: int | None = None
+
+    @staticmethod
+    def listen() -> socket.socket:
+        """Return a socket on a free port, for rank 0."""
+        return socket.create_server(("", 0), backlog=256)
+
+    def accept(self, server: socket.socket, others: int) -> None:
+        """Take the connections of so many others, and start. Raises OSError."""
+        server.settimeout(PATIENCE)
+        with server:
+            for _ in range(others):
+                connection, _ = server.accept()
+                connection.settimeout(PATIENCE)
+                rank = int.from_bytes(_exactly(connection, 4), "big")
+                self._peers.append(_Peer(rank, connection))
+        self._thread.start()
+
+    def connect(self, host: str, port: int, rank: int) -> None:
+        """Connect to rank 0, and start. Raises OSError."""
+        connection = socket.create_connection((host, port), timeout=PATIENCE)
+        connection.sendall(rank.to_bytes(4, "big"))
+        self._peers.append(_Peer(0, connection))
+        self._thread.start()
+
+    def wait_for_loss(self, seconds: float) -> None:
+        """Wait until the rank that is lost is known, at most so long."""
+        self._thread.join(seconds)
+
+    def close(self) -> None:
+        """Say goodbye to all, and end."""
+        self._ended.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * INTERVAL)
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.connection.sendall(_BYE)
+            peer.connection.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for peer in self._peers:
+                peer.connection.setblocking(False)
+                selector.register(peer.connection, selectors.EVENT_READ, peer)
+            sent = woken = time.monotonic()
+            while not self._ended.is_set() and self.lost is None:
+                for key, _ in selector.select(INTERVAL / 4):
+                    self._hear(key.data, selector)
+                now = time.monotonic()
+                if now - woken > PATIENCE / 2:
+                    # This process itself was stopped, or the machine slept.
+                    for peer in self._peers:
+                        peer.heard = now
+                woken = now
+                if now - sent >= INTERVAL:
+                    sent = now
+                    self._send()
+                for peer in self._peers:
+                    if not peer.said_bye and now - peer.heard > PATIENCE:
+                        self.lost = peer.rank
+        if self.lost is not None and not self._ended.is_set():
+            self._on_lost(self.lost)
+
+    def _hear(self, peer: _Peer, selector: selectors.BaseSelector) -> None:
+        try:
+            said = peer.connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        peer.heard = time.monotonic()
+        peer.said_bye |= _BYE in said
+        if not said or peer.said_bye:
+            selector.unregister(peer.connection)
+            if not peer.said_bye:
+                self.lost = peer.rank
+
+    def _send(self) -> None:
+        for peer in self._peers:
+            # One that does not read is found out by its silence, one that is gone by its end.
+            with contextlib.suppress(OSError):
+                if not peer.said_bye:
+                    peer.connection.send(_ALIVE)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := connection.recv(size - len(data))):
+            raise ConnectionError("the connection ended")
+        data += more
+    return data

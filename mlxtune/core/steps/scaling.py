@@ -1,0 +1,67 @@
+"""What a step gains from several machines: the dearest share of it, and what they exchange."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxtune.core.steps.deal import deal
+
+# Seconds from one machine to the next over TCP, the system's part included.
+_LATENCY = 1e-4
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A step on `ranks` machines with links of so many Gbit/s.
+
+    One of them computes at most the share `dearest` of the step. In `exchanges`, `exchanged` bytes
+    are added over all: gradients or, where they share the model, what its parts give. `step_s` is
+    the time of a step on one machine, if known.
+    """
+
+    ranks: int
+    gbps: float
+    dearest: float
+    exchanged: int
+    step_s: float | None = None
+    exchanges: int = 1
+
+    @property
+    def exchange_s(self) -> float:
+        """The seconds that adding these takes, on a ring.
+
+        Each machine sends (n - 1) / n of the bytes twice, 2 (n - 1) messages each (Patarasu, Yuan,
+        "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        """
+        sent = 8 * self.exchanged / self.ranks / (self.gbps * 1e9)
+        return 2 * (self.ranks - 1) * (_LATENCY * self.exchanges + sent)
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as one machine, at most: smaller shares are less efficient."""
+        if self.step_s is None:
+            return None
+        return self.step_s / (self.dearest * self.step_s + self.exchange_s)
+
+    @property
+    def least_step_s(self) -> float:
+        """The time of a step on one machine from which on several are faster."""
+        return self.exchange_s / (1 - self.dearest) if self.dearest < 1 else float("inf")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self) | {"exchange_s": self.exchange_s, "speedup": self.speedup}
+
+
+def dearest_share(steps: Iterable[Sequence[float]], ranks: int) -> float:
+    """Return what share of all costs is that of each step's dearest rank; costs by example."""
+    dearest = total = 0.0
+    for costs in steps:
+        dearest += max(sum(costs[i] for i in items) for items in deal(costs, ranks))
+        total += sum(costs)
+    return dearest / total if total else 1.0
+
+
+def dearest_items(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return the items of the rank whose items cost most."""
+    return max(deal(costs, ranks), key=lambda items: sum(costs[i] for i in items))

@@ -1,0 +1,81 @@
+"""Run the command as an attacker would have it run, under the limits that it must keep to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.command import Outcome
+
+SECONDS, MEMORY = 10, 1.5e9
+# Other tests may run beside these; a hole takes minutes, or has no end.
+_PATIENCE = 6
+_KB = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended(Outcome):
+    """A command that ended by itself: what it took of the CPU in seconds, of memory in bytes."""
+
+    seconds: float
+    memory: int
+
+    @property
+    def within_limits(self) -> bool:
+        return self.seconds < SECONDS and self.memory < MEMORY
+
+
+def attack(*arguments: object, command: list[str] | None = None, **options: Any) -> Ended:
+    """Run a command to its end. `options` are those of Popen; what is redirected is not read."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        given = command or [sys.executable, "-m", "mlxtune"]
+        process = subprocess.Popen(
+            [*given, *(each if isinstance(each, bytes) else str(each) for each in arguments)],
+            **{**streams, "start_new_session": True, **options},
+        )
+        alarm = threading.Timer(SECONDS * _PATIENCE, lambda: os.killpg(process.pid, signal.SIGKILL))
+        alarm.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        finally:
+            alarm.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        seconds = usage.ru_utime + usage.ru_stime
+        return Ended(process.returncode, *texts, seconds, usage.ru_maxrss * _KB)
+
+
+def refused(outcome: Ended) -> str:
+    """Return the one line of a command that refused, having checked that it kept the limits."""
+    error = outcome.error
+    assert outcome.within_limits, f"{outcome.seconds:.1f} s, {outcome.memory / 1e9:.1f} GB"
+    return error
+
+
+def contents(folder: Path, *, folder_times: bool = True) -> dict[str, tuple[int, int, bytes | str]]:
+    """Return all that a folder holds: inode, time of change, and content or where a link leads.
+
+    Without `folder_times`, not the times at which something was last made or removed in folders.
+    """
+    found = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        status = path.lstat()
+        content: bytes | str = ""
+        if path.is_symlink():
+            content = str(path.readlink())
+        elif path.is_file():
+            content = path.read_bytes()
+        time = status.st_mtime_ns if folder_times or not path.is_dir() else 0
+        found[str(path.relative_to(folder))] = (status.st_ino, time, content)
+    return found

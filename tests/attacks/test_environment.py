@@ -1,0 +1,262 @@
+"""What a command may find around it: streams, folders, limits and names that are no good."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.machine.lock import NoLocks
+from mlxtune.core.training import run_folder
+from tests.attacks.attack import Ended, attack, refused
+from tests.command import Cli
+from tests.runs import EVALUATION, write_run
+from tests.slow import slow, slow_except
+
+# Standard streams. The shell applies what a person, cron or a daemon would.
+
+SHELL = ["sh", "-c"]
+FULL = "stdout: cannot be written: No space left on device: redirect it elsewhere"
+# What is done to the streams, the exit code, and what stderr has to say.
+REDIRECTED: dict[str, tuple[int, str]] = {
+    ">/dev/full": (1, FULL),
+    ">&-": (0, ""),
+    "2>/dev/full": (0, ""),
+    "2>&-": (0, ""),
+    "<&-": (0, ""),
+    ">/dev/full 2>/dev/full": (1, ""),
+    ">&- 2>&-": (0, ""),
+    "<&- >&-": (0, ""),
+    "<&- >&- 2>&-": (0, ""),
+    "<&- >/dev/full": (1, FULL),
+    "</dev/full": (0, ""),
+    "</dev/zero": (0, ""),
+}
+LOOKING = {
+    "runs": ["runs", "{run}"],
+    "runs --json": ["runs", "{run}", "--json"],
+    "report": ["report", "{run}"],
+    "report --json": ["report", "{run}", "--json"],
+    "--help": ["--help"],
+    "train --help": ["train", "--help"],
+    "--version": ["--version"],
+}
+
+
+def shell(line: str, *arguments: object, **options: object) -> Ended:
+    """Run the command in a line of shell, in which it is `"$0" "$@"`."""
+    command = [*SHELL, line, sys.executable, "-m", "mlxtune"]
+    return attack(*arguments, command=command, **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", evaluation=EVALUATION)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize("redirected", slow_except(REDIRECTED, ">/dev/full", "<&- >&- 2>&-"))
+@pytest.mark.parametrize("command", slow_except(LOOKING, "runs --json", "--help"))
+def test_streams_of_commands_that_look(run: Path, command: str, redirected: str) -> None:
+    arguments = [each.format(run=run) for each in LOOKING[command]]
+    code, error = REDIRECTED[redirected]
+    outcome = shell(f'exec "$0" "$@" {redirected}', *arguments, cwd=run)
+    assert outcome.within_limits
+    assert (outcome.code, outcome.err) == (code, error and f"mlxtune: error: {error}\n")
+    shown = ">" not in redirected.replace("2>", "")
+    assert bool(outcome.out) == shown
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize(
+    "redirected", [">/dev/full", *map(slow, (">&-", "<&- >&- 2>&-", ">&- 2>/dev/full"))]
+)
+@pytest.mark.parametrize("command", ["inspect", "generate", "verify", "train"])
+def test_streams_of_commands_that_work(
+    tmp_path: Path, model: Path, chat: Path, train: Cli, output: Path, command: str, redirected: str
+) -> None:
+    arguments: dict[str, list[object]] = {
+        "inspect": ["--data", chat, "--model-path", model],
+        "generate": ["--prompt", "hi", "--max-new-tokens", 4, "--model-path", model, "--quiet"],
+        "verify": [output.parent],
+        "train": ["--data", chat, "--model-path", model, "--output", output, "--max-steps", 2],
+    }
+    if command == "verify":
+        assert train("--max-steps", 2).code == 0
+    outcome = shell(f'exec "$0" "$@" {redirected}', command, *arguments[command], cwd=tmp_path)
+    assert outcome.within_limits
+    if ">/dev/full" in redirected.replace("2>", "") and command != "train":
+        assert outcome.error == FULL
+    else:
+        assert outcome.code == 0
+        assert "Traceback" not in outcome.err
+    if command == "train":
+        # Nothing that was printed took a file's place.
+        assert train("--resume", output.parent).code in (0, 1)
+        assert output.stat().st_size > 1000
+
+
+def test_stdout_that_would_block_is_waited_for(run: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    fcntl.fcntl(writing, getattr(fcntl, "F_SETPIPE_SZ", 1031), 4096)
+    pid = os.fork()
+    if not pid:
+        os.close(writing)
+        read = 0
+        while piece := os.read(reading, 1000):
+            read += len(piece)
+        os._exit(0 if read > 5000 else 1)
+    os.close(reading)
+    outcome = attack("report", run, "--json", stdout=writing)
+    os.close(writing)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("command", ["runs", "report", "--help"])
+def test_reader_that_has_enough_ends_the_command_in_silence(run: Path, command: str) -> None:
+    arguments = [command] if command == "--help" else [command, run, "--json"]
+    line = '{ "$0" "$@"; echo $? >&2; } | head -c 1'
+    outcome = shell(line, *arguments, cwd=run)
+    assert outcome.err.strip() in ("0", "1")
+
+
+@pytest.mark.parametrize("stdin", [slow("/dev/full"), "/dev/zero", slow("/dev/null")])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_prompts_from_what_is_no_text(
+    model: Path, tmp_path: Path, command: str, stdin: str
+) -> None:
+    options = ["--model-path", model, "--max-new-tokens", 2, "--quiet"]
+    with os.fdopen(os.open(stdin, os.O_RDONLY), "rb") as file:
+        outcome = attack(command, *options, stdin=file, cwd=tmp_path)
+    if command == "chat" and stdin == "/dev/null":
+        assert outcome.code == 0
+    else:
+        refused(outcome)
+
+
+# Folders and limits
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("TMPDIR", "missing"),
+        *(slow("TMPDIR", each) for each in ("file", "/dev/full", "/proc", "")),
+        *(slow(name, "missing") for name in ("TMP", "TEMPDIR")),
+    ],
+)
+def test_folder_for_temporary_files_that_is_none(
+    model: Path, tmp_path: Path, name: str, folder: str
+) -> None:
+    (tmp_path / "file").touch()
+    place = {"missing": str(tmp_path / "missing"), "file": str(tmp_path / "file")}
+    environment = {key: value for key, value in os.environ.items() if key != "TMPDIR"}
+    environment[name] = place.get(folder, folder)
+    options = ["--model-path", model, "--prompt", "hi", "--max-new-tokens", 2, "--quiet"]
+    outcome = attack("generate", *options, cwd=tmp_path, env=environment)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["runs"], ["report"], ["verify", "/x"], ["inspect", "--data", "x", "--model-path", "y"]),
+        *(["doctor"], ["train", "--data", "x", "--model-path", "y"], ["train", "--resume"]),
+        ["generate", "--model-path", "y", "--prompt", "hi"],
+    ],
+)
+def test_current_folder_that_was_deleted(tmp_path: Path, arguments: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    outcome = shell('rmdir "$PWD"; exec "$0" "$@"', *arguments, cwd=gone)
+    assert "the current folder cannot be read" in refused(outcome)
+    assert list(tmp_path.iterdir()) == []
+
+
+def limited(kind: int, value: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (value, value))
+
+
+@pytest.mark.parametrize("files", slow_except((20, 64, 256, 1024), 64))
+@pytest.mark.parametrize("command", ["train", "inspect", "generate"])
+def test_few_open_files(
+    tmp_path: Path, model: Path, chat: Path, output: Path, command: str, files: int
+) -> None:
+    options: dict[str, list[object]] = {
+        "train": ["--data", chat, "--output", output],
+        "inspect": ["--data", chat],
+        "generate": ["--prompt", "hi"],
+    }
+    preparation = limited(resource.RLIMIT_NOFILE, files)
+    arguments = [command, "--model-path", model, *options[command]]
+    outcome = attack(*arguments, cwd=tmp_path, preexec_fn=preparation)
+    assert f"only {files:,} files may be open" in refused(outcome)
+    assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("kilobytes", [1, 8])
+def test_files_that_may_not_be_large(
+    tmp_path: Path, model: Path, chat: Path, output: Path, kilobytes: int
+) -> None:
+    preparation = limited(resource.RLIMIT_FSIZE, kilobytes * 1024)
+    arguments = ["--model-path", model, "--data", chat, "--output", output, "--max-steps", 1]
+    outcome = attack(
+        *("train", *arguments, "--quiet", "--samples", 0), cwd=tmp_path, preexec_fn=preparation
+    )
+    lines = outcome.err.splitlines()
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err
+    assert lines[-1].startswith("mlxtune: error: ")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        slow({"LC_ALL": "C"}),
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        slow({"PYTHONIOENCODING": "ascii"}),
+        {"PYTHONIOENCODING": "ascii:strict"},
+        slow({"PYTHONIOENCODING": "latin-1:strict"}),
+        slow({"COLUMNS": "-5", "LINES": "x"}),
+        slow({"COLUMNS": "99999999999"}),
+        slow({"TERM": "none such"}),
+        {"TZ": "/dev/zero"},
+        slow({"HOME": "/none/such", "XDG_CACHE_HOME": ""}),
+        {"XDG_CACHE_HOME": "/dev/full"},
+        slow({"XDG_CACHE_HOME": "relative"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", [slow("runs"), "inspect"])
+def test_environment_that_is_odd(
+    tmp_path: Path, model: Path, chat: Path, run: Path, command: str, changes: dict[str, str]
+) -> None:
+    chat.write_text(chat.read_text() + chat.read_text().splitlines()[0].replace("0", "é→😀") + "\n")
+    arguments = {"runs": [run], "inspect": ["--model-path", model, "--data", chat, "--no-cache"]}
+    outcome = attack(command, *arguments[command], cwd=tmp_path, env=os.environ | changes)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.within_limits
+
+
+# Locks
+
+
+def test_folder_without_locks_is_named_with_what_helps(
+    train: Cli, monkeypatch: pytest.MonkeyPatch, output: Path
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise NoLocks(37, "its file system has no file locks")
+
+    monkeypatch.setattr(run_folder, "Lock", no_locks)
+    error = train("--max-steps", 1).error
+    assert "no file locks: choose a --checkpoint-dir on a local disk" in error
+    assert "free space" not in error

@@ -1,0 +1,231 @@
+"""Runs that somebody else made: they choose neither what is downloaded nor who learns of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.backend.model import model_folder
+from mlxtune.config import user_cache
+from mlxtune.core.training import checkpoint, own_runs
+from tests.command import Cli
+
+HUB = "evil/model"
+
+
+def change(run: Path, **options: Any) -> None:
+    """Change options in a run's checkpoints, as somebody who sends it might."""
+    for folder in checkpoint.checkpoint_folders(run):
+        metadata = json.loads((folder / "metadata.json").read_text())
+        metadata["config"] |= {"epochs": 5, "max_steps": None, **options}
+        (folder / "metadata.json").write_text(json.dumps(metadata))
+        (folder / "manifest.json").unlink()
+        checkpoint.write_json(folder / "manifest.json", checkpoint._manifest(folder))
+
+
+@pytest.fixture
+def run(train: Cli, output: Path) -> Path:
+    """A run that this user made."""
+    assert train("--max-steps", 2, "--save-steps", 1).code == 0
+    return output.parent / "checkpoints"
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that were asked for, none of which there is."""
+    asked: list[str] = []
+
+    def refuse(name: str, **_: object) -> str:
+        asked.append(name)
+        raise OSError("no such model")
+
+    monkeypatch.setattr(model_folder.mlx_lm_utils, "snapshot_download", refuse)
+    return asked
+
+
+def copied(run: Path) -> Path:
+    """As it comes from another person, or back from one."""
+    return Path(shutil.copytree(run.parent, run.parent.with_name("received"))) / run.name
+
+
+def without_mark(run: Path) -> Path:
+    (run / own_runs.MARK).unlink()
+    return run
+
+
+def with_old_mark(run: Path) -> Path:
+    (run / own_runs.MARK).write_text("")
+    return run
+
+
+def with_other_mark(run: Path) -> Path:
+    (run / own_runs.MARK).write_text("0" * 32 + "\n")
+    return run
+
+
+def with_long_mark(run: Path) -> Path:
+    (run / own_runs.MARK).write_text((run / own_runs.MARK).read_text() * 2)
+    return run
+
+
+def with_several_marks(run: Path) -> Path:
+    (run / own_runs.MARK).write_text((user_cache() / "runs").read_text())
+    return run
+
+
+def with_linked_mark(run: Path) -> Path:
+    (run / own_runs.MARK).rename(run.parent / "mark")
+    (run / own_runs.MARK).symlink_to(run.parent / "mark")
+    return run
+
+
+def with_folder_as_mark(run: Path) -> Path:
+    (without_mark(run) / own_runs.MARK).mkdir()
+    return run
+
+
+def with_binary_mark(run: Path) -> Path:
+    (run / own_runs.MARK).write_bytes(b"\xff" * 33)
+    return run
+
+
+STRANGERS: dict[str, Callable[[Path], Path]] = {
+    each.__name__: each
+    for each in (
+        *(copied, without_mark, with_old_mark, with_other_mark, with_long_mark),
+        *(with_several_marks, with_linked_mark, with_folder_as_mark, with_binary_mark),
+    )
+}
+
+
+@pytest.mark.parametrize("options", [{"model_path": HUB}, {"track": ["wandb"]}], ids=str)
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_strangers_run_names_neither_download_nor_tracker(
+    cli: Cli, run: Path, downloads: list[str], stranger: str, options: dict[str, Any]
+) -> None:
+    change(run, **options)
+    received = STRANGERS[stranger](run)
+    error = cli("train", "--resume", received).error
+    assert "was not made by you on this machine" in error
+    assert "--model-path evil/model" in error or "--track wandb (or --track '' for none)" in error
+    assert downloads == []
+
+
+@pytest.mark.parametrize("name", [HUB, "a/b", "evil/model.v1-2_x", "e/" + "m" * 90])
+@pytest.mark.parametrize("place", ["checkpoints", "adapters.safetensors", ".", "checkpoints/best"])
+def test_strangers_model_is_not_downloaded_however_the_run_is_named(
+    cli: Cli, run: Path, downloads: list[str], place: str, name: str
+) -> None:
+    change(run, model_path=name)
+    received = copied(run).parent / place
+    assert f"--model-path {name}" in cli("train", "--resume", received).error
+    outcome = cli("verify", received)
+    assert outcome.code == 1
+    assert "was not made by you" in outcome.out
+    assert downloads == []
+
+
+@pytest.mark.parametrize(
+    "track", [["wandb", "trackio"], "wandb", ["wandb"] * 1000, ["x; rm -rf ~"], [["wandb"]], 5]
+)
+def test_strangers_trackers_are_asked_for_in_one_bounded_line(
+    cli: Cli, run: Path, track: object
+) -> None:
+    change(run, track=track)
+    error = cli("train", "--resume", copied(run)).error
+    assert "was not made by you" in error
+    assert len(error) < 600
+    assert "--track x; rm" not in error
+
+
+def test_strangers_options_count_once_they_are_given_again(
+    cli: Cli, run: Path, model: Path, downloads: list[str]
+) -> None:
+    change(run, model_path=HUB, track=["wandb"])
+    received = copied(run)
+    assert "--track" in cli("train", "--resume", received, "--model-path", model).error
+    assert "--model-path" in cli("train", "--resume", received, "--track", "").error
+    again = ["--model-path", model, "--track", "", "--quiet", "--samples", 0]
+    assert cli("train", "--resume", received, *again).code == 0
+    assert downloads == []
+    assert json.loads((received / "run.json").read_text())["config"]["track"] == []
+
+
+def test_strangers_download_that_is_given_again_is_made(
+    cli: Cli, run: Path, downloads: list[str]
+) -> None:
+    change(run, model_path=HUB)
+    outcome = cli("train", "--resume", copied(run), "--model-path", HUB)
+    assert "downloading it failed" in outcome.error
+    assert downloads == [HUB]
+
+
+def test_own_run_resumes_with_its_own_model_and_trackers(
+    cli: Cli, run: Path, downloads: list[str]
+) -> None:
+    change(run, model_path=HUB)
+    assert "downloading it failed" in cli("train", "--resume", run).error
+    assert downloads == [HUB]
+
+
+def test_own_run_that_was_moved_stays_own(run: Path) -> None:
+    assert own_runs.is_own(run)
+    moved = run.parent.rename(run.parent.with_name("moved")) / run.name
+    assert own_runs.is_own(moved)
+    assert not own_runs.is_own(copied(moved))
+
+
+def test_own_run_that_was_replaced_stays_own(train: Cli, run: Path) -> None:
+    assert train("--max-steps", 1, "--overwrite").code == 0
+    assert own_runs.is_own(run)
+    assert own_runs.is_own(run / "previous")
+
+
+def test_strangers_run_that_was_replaced_stays_a_strangers(train: Cli, run: Path) -> None:
+    with_other_mark(run)
+    assert train("--max-steps", 1, "--overwrite").code == 0
+    assert own_runs.is_own(run)
+    assert not own_runs.is_own(run / "previous")
+
+
+def test_strangers_run_with_a_model_folder_resumes_unasked(
+    cli: Cli, run: Path, downloads: list[str]
+) -> None:
+    change(run)
+    assert cli("train", "--resume", copied(run), "--quiet", "--samples", 0).code == 0
+    assert downloads == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "folder", "binary", "unwritable"])
+def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: str) -> None:
+    cache = user_cache() / "runs"
+    before = cache.read_bytes()
+    cache.unlink()
+    if damage == "folder":
+        cache.mkdir()
+    elif damage == "binary":
+        cache.write_bytes(b"\xff\x00" * 1000)
+    elif damage == "unwritable":
+        cache.symlink_to("/dev/full")
+    try:
+        assert not own_runs.is_own(run)
+        assert train("--max-steps", 1, "--overwrite").code == 0
+        assert own_runs.is_own(run) == (damage in ("missing", "binary"))
+    finally:
+        checkpoint._remove(cache)
+        cache.write_bytes(before)
+
+
+def test_list_of_own_runs_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(own_runs, "_MAX_LINES", 10)
+    runs = [tmp_path / f"run{number}" for number in range(11)]
+    for run in runs:
+        run.mkdir()
+        own_runs.mark(run)
+    assert [own_runs.is_own(run) for run in runs] == [False] * 6 + [True] * 5

@@ -1,0 +1,132 @@
+"""Chat templates whose text does not follow from their messages: no training can be repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.backend.text import chat_template
+from mlxtune.backend.text.chat_template import ChatTemplate
+from mlxtune.errors import ModelError
+from tests.command import Cli
+from tests.models import CHATML
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "Two."},
+]
+RANDOM, OBJECT, DIFFERS = "chooses at random", "writes a Python object", "gives different text"
+ATTACKS = {
+    "random": ("{{ ['a', 'b'] | random }}", RANDOM),
+    "random of one": ("{{ ['a'] | random }}", RANDOM),
+    "random of a text": ("{{ messages[0].content | random }}", RANDOM),
+    "random by map": ("{{ [['a', 'b']] | map('random') | join }}", RANDOM),
+    "random by a name": ("{{ [['a', 'b']] | map('ran' ~ 'dom') | join }}", RANDOM),
+    "random in a condition": ("{% if range(9) | random %}a{% endif %}", RANDOM),
+    "random in a filter block": ("{% filter random %}abc{% endfilter %}", RANDOM),
+    "random in a macro": ("{% macro m() %}{{ 'ab' | random }}{% endmacro %}{{ m() }}", RANDOM),
+    "lipsum": ("{{ lipsum() }}", RANDOM),
+    "lipsum of one word": ("{{ lipsum(n=1, html=false, min=1, max=2) }}", RANDOM),
+    "length of lipsum": ("{{ lipsum() | length }}", RANDOM),
+    "a class": ("{{ namespace() }}{{ cycler('a') }}", OBJECT),
+    "a method": ("{{ messages[0].items }}", OBJECT),
+    "a method of a text": ("{{ messages[0].content.strip }}", OBJECT),
+    "a generator": ("{{ messages | map('length') }}", OBJECT),
+    "a function": ("{{ raise_exception }}", OBJECT),
+    "a function in a list": ("{{ [strftime_now] }}", OBJECT),
+    "a function as JSON text": ("{{ [strftime_now] | string | tojson }}", OBJECT),
+    "a joiner": ("{{ joiner() }}", OBJECT),
+    "a format": ("{{ '%s' % lipsum }}", OBJECT),
+    "a format's field": ("{{ '{}'.format(lipsum) }}", OBJECT),
+    "upper case": ("{{ (lipsum | string).upper() }}", DIFFERS),
+    "part of an address": ("{{ (lipsum | string)[-7:] }}", DIFFERS),
+    "an address apart": ("{{ (lipsum | string).split('0x') | last }}", DIFFERS),
+    "a sum of digits": ("{{ (lipsum | string).split('x')[-1][:-1] | int(base=16) }}", DIFFERS),
+    "the hour": ("{{ strftime_now('%H') }}", DIFFERS),
+    "the minute": ("{{ strftime_now('%d %b %Y, %H:%M') }}", DIFFERS),
+    "the second": ("{{ strftime_now('%S') }}", DIFFERS),
+    "the microsecond": ("{{ strftime_now('%f') }}", DIFFERS),
+    "the time": ("{{ strftime_now('%c') }}", DIFFERS),
+    "the time by a name": ("{{ strftime_now('%' ~ 'T') }}", DIFFERS),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_template_that_is_no_function_of_its_messages_is_refused(name: str) -> None:
+    source, problem = ATTACKS[name]
+    with pytest.raises(ModelError) as raised:
+        ChatTemplate({"default": source}, {})(MESSAGES)
+    said = str(raised.value)
+    assert said.startswith(f"the model's chat template (default) {problem}")
+    assert said.endswith("differ: fix it, or name a built-in --template")
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("source", ["{{ ['a', 'b'] | random }}", "{{ messages[0].items }}"])
+@pytest.mark.parametrize("rows", ["all", "one"])
+def test_row_behind_those_rendered_twice_is_found(
+    monkeypatch: pytest.MonkeyPatch, source: str, rows: str
+) -> None:
+    condition = {"all": "true", "one": "messages[0].content == '500'"}[rows]
+    render = ChatTemplate({"default": f"{{% if {condition} %}}{source}{{% endif %}}"}, {})
+    monkeypatch.setattr(chat_template, "_unlike", lambda *_: "")
+    calls = [
+        {
+            "messages": [{"role": "user", "content": str(i)}],
+            "tools": None,
+            "add_generation_prompt": False,
+            "enable_thinking": None,
+        }
+        for i in range(501)
+    ]
+    with pytest.raises(ModelError, match="differ: fix it"):
+        render.prefetch(calls)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ strftime_now('%d %b %Y') }}",
+        "{{ strftime_now('%Y-%m-%d') }}",
+        "{{ messages }}",
+        "{% macro m() %}{% endmacro %}{{ m }}",
+        "{{ messages[0].content ~ ' random lipsum' }}",
+        "{{ undefined.x }}",
+        "{{ raise_exception(lipsum | string) }}",
+    ],
+)
+@pytest.mark.parametrize("content", ["Hi", "<function f at 0x7f25a00f1620>"])
+def test_template_that_says_the_same_all_day_is_rendered(source: str, content: str) -> None:
+    messages = [{"role": "user", "content": content}]
+    render = ChatTemplate({"default": source}, {})
+    try:
+        assert render(messages) == render(messages)
+    except ValueError as refusal:
+        assert type(refusal).__name__ == "BadRow"
+
+
+@pytest.mark.parametrize("hour", range(24))
+def test_second_process_has_another_time_of_the_same_day(hour: int) -> None:
+    import time
+
+    now = time.struct_time((2026, 3, 4, hour, 50, 0, 2, 63, 0), {"tm_zone": "", "tm_gmtoff": 19800})
+    zone = chat_template._time_zone(now)
+    sign, (hours, minutes, seconds) = -1 if zone[3] == "-" else 1, zone[3:].strip("-").split(":")
+    offset = -sign * (int(hours) * 3600 + int(minutes) * 60 + int(seconds))
+    shift = offset - 19800
+    assert abs(shift) == 5831
+    assert 0 <= hour * 3600 + 3000 + shift < 86400
+
+
+@pytest.mark.parametrize("command", ["inspect", "train"])
+@pytest.mark.parametrize("name", ["random", "part of an address"])
+def test_command_refuses_it_before_any_training(
+    request: pytest.FixtureRequest, broken: Path, output: Path, command: str, name: str
+) -> None:
+    source, problem = ATTACKS[name]
+    (broken / "chat_template.jinja").write_text(CHATML + source)
+    run: Cli = request.getfixturevalue(command)
+    assert problem in run("--model-path", broken, "--no-cache").error
+    assert not output.parent.exists()

@@ -1,0 +1,132 @@
+"""What test_ranks.py runs on each of several ranks: everything beside the same on this one alone.
+
+python -m tests.backend.step.on_ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlxtune.backend.model.ranks import Ranks
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import DataConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.errors import RankError
+from mlxtune.setup.dataset import Reader, load_dataset
+from tests.backend.step.executions import (
+    WAYS,
+    assert_same,
+    computed,
+    fixed_step,
+    fresh,
+    gradients_of,
+    model_folder,
+)
+from tests.paths import SHARED
+
+# How the model runs, and options of the run.
+CASES = {
+    "in one line": ("in one line", None, {}),
+    "by the CPU's kernels": ("cpu kernels in one line", None, {}),
+    "with dropout, padded": ("split head", None, {"dropout": 0.3}),
+    "quantised, recomputed": ("in one line with recompute", 4, {}),
+}
+
+
+def check_step(
+    ranks: Ranks, how: str, folder: Path, step: Sequence[Example], **config: object
+) -> None:
+    """Compare loss, gradients, an update and an evaluation with those of one rank."""
+    together, alone = (
+        fresh(folder, WAYS[how], 64, ranks=each, **config) for each in (ranks, Ranks())
+    )
+    # All but one rank have nothing to do in a step of one example.
+    for examples in (step, step[1:2]):
+        assert_same(computed(together, examples), computed(alone, examples))
+    results = [each.train_batch(step, step=1) for each in (together, alone)]
+    assert results[0].total_tokens == results[1].total_tokens
+    assert results[0].run_tokens >= results[1].run_tokens > 0
+    np.testing.assert_allclose(results[0].grad_norm or 0, results[1].grad_norm or 0, rtol=1e-4)
+    losses = [each.evaluate(step).avg_loss for each in (together, alone)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    _check_equal_on_all(ranks, together)
+
+
+def _check_equal_on_all(ranks: Ranks, pipeline: InstructPipeline) -> None:
+    values = gradients_of(pipeline.model.trainable_parameters()).values()
+    texts = ranks.texts(str([value.tobytes().hex()[:64] for value in values]))
+    assert len(texts) == ranks.size
+    assert len(set(texts)) == 1
+
+
+def real_step(folder: Path) -> list[Example]:
+    """Return rows of real data for a real model."""
+    data = str(SHARED / "chat" / "wikisql_train.jsonl")
+    config = DataConfig(str(folder), (data,), no_cache=True)
+    corpus = load_dataset(config, Reader(config, folder)).corpus
+    return [example for i in range(4) for example in corpus.row(i)]
+
+
+def check_words(ranks: Ranks) -> None:
+    """Check what ranks tell each other, of unequal length."""
+    assert ranks.texts("é" * ranks.rank) == ["é" * rank for rank in range(ranks.size)]
+    values = np.zeros(5)
+    mine = ranks.share([1.0] * 5)
+    values[mine] = np.pi * np.array(mine) + 1e-12
+    np.testing.assert_array_equal(ranks.merge(values), np.pi * np.arange(5) + 1e-12)
+
+
+def check_decisions(ranks: Ranks) -> None:
+    """Check that all stop after the same step, whichever is interrupted."""
+    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, ranks=ranks)
+    last = ranks.size - 1
+    decided = []
+    for step in range(1, 6):
+        pipeline.train_batch(fixed_step(), step=step)
+        stop = step >= 2 and ranks.rank == last
+        decided.append(ranks.decide(lambda stop=stop: stop, step == 1 and ranks.rank == 0))
+    assert decided == [(False, False), (False, True), (True, False), (True, False), (True, False)]
+
+
+def check_unlike(ranks: Ranks) -> None:
+    """Check that an adapter that differs on one rank is found."""
+    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, ranks=ranks)
+    if ranks.rank == 1:
+        tree = pipeline.model.trainable_parameters()
+        pipeline.model.update(_changed(tree))
+    try:
+        pipeline.snapshot()
+    except RankError as error:
+        assert "the adapter of rank 1 differs" in str(error)
+    else:
+        raise AssertionError
+    pipeline.take_first()
+    pipeline.snapshot()
+
+
+def _changed(tree: object) -> object:
+    from mlx.utils import tree_map
+
+    return tree_map(lambda value: value * 1.0000002, tree)
+
+
+def main() -> None:
+    ranks = Ranks.launched()
+    assert ranks.size > 1
+    check_words(ranks)
+    for name, (how, quantize, config) in CASES.items():
+        check_step(ranks, how, model_folder("qwen3", quantize), fixed_step(), **config)
+        print(f"rank {ranks.rank}: {name}", flush=True)
+    if SHARED.is_dir():
+        folder = SHARED / "models" / "stories260k"
+        check_step(ranks, "in one line", folder, real_step(folder), dropout=0.1)
+    check_decisions(ranks)
+    check_unlike(ranks)
+    print(f"rank {ranks.rank}: done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What test_ranks.py runs on each of several ranks that share a model: steps equal one rank's.
+
+python -m tests.backend.step.on_split_ranks [ARCHITECTURE ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxtune.backend.model.ranks import Ranks
+from mlxtune.backend.model.split import ARCHITECTURES
+from mlxtune.core.data.encode import Example
+from tests.backend.step.executions import WAYS, assert_same, computed, fixed_step, fresh
+from tests.long.architectures import ARCHITECTURES as TINY
+from tests.models import write_model
+
+# Of which quantised groups make whole parts.
+SIZES = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# How the model runs, how it is quantised, and options of the run.
+CASES: list[tuple[str, int | None, dict[str, Any]]] = [
+    ("split head", None, {"targets": ATTENTION}),
+    ("in one line", None, {"targets": (*ATTENTION[:3], "up_proj", "down_proj"), "dropout": 0.3}),
+    ("in one line with recompute", 4, {"targets": ("q_proj", "o_proj")}),
+]
+# The head's logits are those of MLX's quantised products.
+PACKED_HEAD = ("in one line", 4, {"targets": ATTENTION, "quantized_compute": "quantized"})
+
+
+def check(ranks: Ranks, how: str, folder: Path, step: Sequence[Example], **config: Any) -> None:
+    """Compare loss, gradients, an update and an evaluation with those of one rank."""
+    together, alone = (
+        fresh(folder, WAYS[how], 64, ranks=each, **config) for each in (ranks, Ranks())
+    )
+    assert_same(computed(together, list(step)), computed(alone, list(step)))
+    results = [each.train_batch(step, step=1) for each in (together, alone)]
+    assert results[0].run_tokens == results[1].run_tokens > 0
+    np.testing.assert_allclose(results[0].grad_norm or 0, results[1].grad_norm or 0, rtol=1e-4)
+    losses = [each.evaluate(step).avg_loss for each in (together, alone)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    together.snapshot()
+
+
+def main() -> None:
+    """Check the architectures that are named, or all."""
+    ranks = Ranks.launched(tensor=True)
+    assert ranks.size > 1
+    names = sys.argv[1:] or ARCHITECTURES
+    for name in names:
+        for how, quantize, config in [*CASES, *([PACKED_HEAD] if name == names[0] else [])]:
+            has_experts = "moe" in name or name in ("gpt_oss", "minimax")
+            if has_experts and "dropout" in config:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                model = Path(folder) / name
+                options = TINY.get(name, {})
+                if "text_config" in options:
+                    options = {"text_config": {**options["text_config"], **SIZES}}
+                else:
+                    options = {**options, **SIZES}
+                write_model(model, name, quantize=quantize, **options)
+                check(ranks, how, model, fixed_step(), **config)
+            print(f"rank {ranks.rank}: {name}, {how}, {quantize}", flush=True)
+    print(f"rank {ranks.rank}: done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

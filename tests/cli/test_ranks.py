@@ -1,0 +1,249 @@
+"""`mlxtune train` on several ranks, as a person starts, stops and resumes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mlxtune import TrainConfig, train
+from tests.launch import free_ports, launched, needs_ring, pid_of, run, wait_until
+from tests.paths import DATA
+
+pytestmark = needs_ring
+OPTIONS = {"max_steps": 24, "save_steps": 6, "val_rows": 8, "samples": 0, "dropout": 0.1}
+
+
+def arguments(folder: Path, **changed: object) -> list[object]:
+    options = {
+        "model_path": DATA / "demo-qwen3",
+        "data": DATA / "bookings.jsonl",
+        "output": folder / "adapters.safetensors",
+        **OPTIONS,
+        **changed,
+    }
+    flags = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
+    return ["-m", "mlxtune", "train", *(part for flag in flags for part in flag)]
+
+
+def steps_in(folder: Path) -> int:
+    path = folder / "checkpoints" / "metrics.jsonl"
+    return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
+
+
+def adapter(folder: Path) -> bytes:
+    return (folder / "adapters.safetensors").read_bytes()
+
+
+def resumed(ranks: int, folder: Path) -> str:
+    command = ["-m", "mlxtune", "train", "--resume", folder / "checkpoints"]
+    return run(ranks, command, folder / "log")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(2, arguments(folder), folder / "log")
+    return folder
+
+
+def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
+    config = TrainConfig(
+        model_path=str(DATA / "demo-qwen3"),
+        data=(str(DATA / "bookings.jsonl"),),
+        output=str(tmp_path / "adapters.safetensors"),
+        quiet=True,
+        **OPTIONS,
+    )
+    train(config)
+    found, expected = (load_file(each / "adapters.safetensors") for each in (whole, tmp_path))
+    assert found.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
+    # One writes, the other keeps a log; the verdict is of all rows.
+    files = {path.name for path in (whole / "checkpoints").iterdir()}
+    assert {"best", "rank-1.log", "report.html", "result.json"} <= files
+    assert "Training" in (whole / "checkpoints" / "rank-1.log").read_text()
+    one, other = (
+        json.loads((each / "checkpoints" / "evaluation.json").read_text())
+        for each in (whole, tmp_path)
+    )
+    assert one["rows"] == other["rows"] == 8
+    assert one["adapted"]["loss"] == pytest.approx(other["adapted"]["loss"], rel=1e-5)
+    said = (whole / "log").read_text()
+    assert said.count("Verdict") == 1
+    assert "2 on 1 machine" in said
+
+
+def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
+    with launched(2, arguments(tmp_path), tmp_path / "log") as launch:
+        wait_until(lambda: steps_in(tmp_path) > 8)
+        first, second = pid_of(launch, 0), pid_of(launch, 1)
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: has_ended(first), 30)
+        launch.wait(30)
+    said = (tmp_path / "log").read_text()
+    (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
+    assert "rank 1 is gone after step" in line
+    assert f"resume with mlxtune train --resume {tmp_path / 'checkpoints'}" in line
+    # On a machine that has nothing of the run, rank 1 gets its checkpoint.
+    script = tmp_path / "resume.sh"
+    start, folder = f"{sys.executable} -m mlxtune train --resume", tmp_path / "checkpoints"
+    elsewhere = tmp_path / "elsewhere"
+    script.write_text(f'[ "$MLX_RANK" = 1 ] && exec {start} {elsewhere}; exec {start} {folder}\n')
+    run(2, ["bash", script], tmp_path / "log")
+    assert adapter(tmp_path) == adapter(whole)
+
+
+def test_ctrl_c_stops_all_after_one_step_and_saves_once(whole: Path, tmp_path: Path) -> None:
+    with launched(2, arguments(tmp_path, save_steps=100), tmp_path / "log") as launch:
+        wait_until(lambda: steps_in(tmp_path) > 4)
+        ranks = [pid_of(launch, rank) for rank in range(2)]
+        os.killpg(launch.pid, signal.SIGINT)
+        for process in ranks:
+            wait_until(lambda process=process: has_ended(process), 30)
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert len(saved) == 1
+    # On another number of ranks, it says what that means.
+    assert "goes on with 1 rank: its result is the same but for rounding" in resumed(1, tmp_path)
+    found, expected = (load_file(each / "adapters.safetensors") for each in (tmp_path, whole))
+    largest = max(np.abs(value).max() for value in expected.values())
+    assert max(np.abs(found[name] - expected[name]).max() for name in found) <= 1e-4 * largest
+
+
+@pytest.mark.parametrize(
+    "other, problem",
+    [
+        ("--seed 1", "was given other options (seed 1, on rank 0 42): start all ranks with one"),
+        ("--data {}", "--data: gives other examples than on rank 0: copy the files"),
+    ],
+    ids=["options", "data"],
+)
+def test_ranks_that_would_differ_end_before_the_first_step(
+    tmp_path: Path, other: str, problem: str
+) -> None:
+    rows = (DATA / "bookings.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(rows[:100]))
+    first = arguments(tmp_path / "run")
+    if other.startswith("--data"):
+        second = arguments(tmp_path / "run", data=tmp_path / "other.jsonl")
+    else:
+        second = [*first, *other.split()]
+    script = tmp_path / "start.sh"
+    lines = (" ".join(map(str, [sys.executable, *each])) for each in (second, first))
+    script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*lines))
+    said = run(2, ["bash", script], tmp_path / "log")
+    (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
+    assert line.startswith(f"mlxtune: error: rank 1 {problem}")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def patched(folder: Path, rank: int, patch: str) -> list[object]:
+    """Return the command of a run in which one rank runs some Python first."""
+    script = folder / "patched.py"
+    lines = [
+        "import errno, os, sys, importlib.metadata as metadata",
+        "from pathlib import Path",
+        f"if os.environ['MLX_RANK'] == '{rank}':",
+        *(f"    {line}" for line in patch.splitlines()),
+        "from mlxtune.cli import main",
+        "main()",
+    ]
+    script.write_text("\n".join(lines))
+    return [script, *arguments(folder)[2:]]
+
+
+def test_a_rank_of_another_version_ends_all_before_the_first_step(tmp_path: Path) -> None:
+    patch = """real = metadata.version
+metadata.version = lambda name: "0.0.9" if name == "mlxtune" else real(name)"""
+    said = run(2, patched(tmp_path, 1, patch), tmp_path / "log")
+    (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
+    own = version("mlxtune")
+    differs = f"rank 1 runs other versions (mlxtune 0.0.9, on rank 0 {own}): install the same on"
+    assert differs in line
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_full_disk_on_rank_0_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints" / "step-6"
+    patch = f"""real = os.fsync
+def fsync(file):
+    if Path({str(saved)!r}).exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    real(file)
+os.fsync = fsync"""
+    said = run(2, patched(tmp_path, 0, patch), tmp_path / "log")
+    lines = [line for line in said.splitlines() if "mlxtune: error" in line]
+    assert any("No space left on device" in line for line in lines), said
+    assert "Traceback" not in said
+    assert not (tmp_path / "adapters.safetensors").exists()
+    resumed(2, tmp_path)
+    assert adapter(tmp_path) == adapter(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_hangs_ends_all_within_half_a_minute(ranks: int, tmp_path: Path) -> None:
+    with launched(ranks, arguments(tmp_path), tmp_path / "log") as launch:
+        wait_until(lambda: steps_in(tmp_path) > 8)
+        processes = [pid_of(launch, rank) for rank in range(ranks)]
+        os.kill(processes[-1], signal.SIGSTOP)
+        for process in processes[:-1]:
+            wait_until(lambda process=process: has_ended(process), 30)
+        # The launcher waits for the last one.
+        gone = f"rank {ranks - 1} is gone after step"
+        wait_until(lambda: gone in (tmp_path / "log").read_text(), 10)
+
+
+def test_one_rank_of_the_launcher_is_a_plain_run(tmp_path: Path) -> None:
+    said = run(1, arguments(tmp_path, max_steps=2), tmp_path / "log")
+    assert "Verdict" in said
+    assert "Ranks" not in said
+
+
+def test_doctor_looks_at_all_ranks(tmp_path: Path) -> None:
+    model = DATA / "demo-qwen3"
+    options = ["--model-path", model, "--data", DATA / "bookings.jsonl", "--data", "none.jsonl"]
+    said = run(2, ["-m", "mlxtune", "doctor", *options], tmp_path / "log")
+    assert "ranks         2 on 1 machine" in said
+    assert f"{model} is the same on all ranks" in said
+    assert "none.jsonl cannot be read on rank 0, 1" in said
+    assert " Gbit/s, " in said
+    assert said.count("mlxtune cannot train here: 1 problem") == 1
+
+
+def test_ranks_that_never_come_are_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    ports = free_ports(2)
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    program = (
+        "from mlxtune.setup import launch, ranks\n"
+        "launch._JOIN_SECONDS = 1\n"
+        "print(launch.join(print).size)"
+    )
+    environment = {**os.environ, "MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=60, text=True
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == "waiting for the others, up to 1 s\n"
+    assert ended.stderr == ""

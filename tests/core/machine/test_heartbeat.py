@@ -1,0 +1,74 @@
+"""Signs of life between ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mlxtune.core.machine import heartbeat
+from mlxtune.core.machine.heartbeat import Heartbeat
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.1)
+    monkeypatch.setattr(heartbeat, "PATIENCE", 1.0)
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Callable[[], None]]]:
+    calls: list[Callable[[], None]] = []
+    yield calls
+    for call in calls:
+        call()
+
+
+def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
+    """Return rank 0's heartbeat, and the connection that rank 3 has to it."""
+    first = Heartbeat(lost.append)
+    server = Heartbeat.listen()
+    other = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
+    other.sendall((3).to_bytes(4, "big"))
+    first.accept(server, 1)
+    return first, other
+
+
+def test_a_rank_whose_connection_ends_is_lost(closing: list[Callable[[], None]]) -> None:
+    lost: list[int] = []
+    first, other = connected(lost)
+    closing.append(first.close)
+    other.close()
+    first.wait_for_loss(5)
+    assert (lost, first.lost) == ([3], 3)
+
+
+def test_a_rank_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> None:
+    lost: list[int] = []
+    first, other = connected(lost)
+    closing += [first.close, other.close]
+    started = time.monotonic()
+    first.wait_for_loss(5)
+    assert lost == [3]
+    assert time.monotonic() - started >= 0.9
+
+
+def test_ranks_that_run_hear_each_other_and_part_in_peace() -> None:
+    lost: list[int] = []
+    first, second = Heartbeat(lost.append), Heartbeat(lost.append)
+    server = Heartbeat.listen()
+    port = server.getsockname()[1]
+    joining = threading.Thread(target=second.connect, args=("127.0.0.1", port, 1))
+    joining.start()
+    first.accept(server, 1)
+    joining.join()
+    # Longer than without a sign of life.
+    time.sleep(1.5)
+    assert not lost
+    second.close()
+    time.sleep(0.5)
+    first.close()
+    assert not lost

@@ -1,0 +1,91 @@
+"""Runs of several ranks on this machine, as mlx.launch starts them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.paths import ROOT
+
+needs_ring = pytest.mark.skipif(
+    not mx.distributed.is_available("ring"), reason="this MLX has no ring"
+)
+
+
+@contextmanager
+def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command on so many ranks; what they write goes to a file. All are killed at the end.
+
+    The command is what stands behind `python`, or begins with `bash`.
+    """
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    # Below the ports that the system gives away.
+    port = random.SystemRandom().randrange(10_000, 32_000)
+    program = [] if command[0] == "bash" else [sys.executable]
+    options = [
+        *("-n", ranks, "--backend", "ring", "--starting-port", port),
+        *("--env", f"PYTHONPATH={ROOT}", "--env", "OMP_NUM_THREADS=1", "--"),
+    ]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*map(str, [launcher, *options, *program, *command])],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin
+            process.stdin.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nothing listens on now."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def run(ranks: int, command: Sequence[object], log: Path, timeout: float = 120) -> str:
+    """Run a command on so many ranks to its end; return what they wrote."""
+    with launched(ranks, command, log) as process:
+        process.wait(timeout)
+    return log.read_text()
+
+
+def pid_of(launch: subprocess.Popen[bytes], rank: int) -> int:
+    """Return the process of a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            of_launch = os.getsid(int(folder.name)) == launch.pid
+            if of_launch and f"MLX_RANK={rank}".encode() in environment:
+                return int(folder.name)
+    raise LookupError(rank)
+
+
+def wait_until(happens: Callable[[], bool], seconds: float = 60) -> float:
+    """Wait until something happens; return the seconds that it took."""
+    started = time.monotonic()
+    while not happens():
+        assert time.monotonic() - started < seconds
+        time.sleep(0.05)
+    return time.monotonic() - started
