@@ -176,6 +176,9 @@ SECTIONS: dict[str, dict[str, Option]] = {
         ),
         "export.output": Option("Folder to write.", COMMAND, required=True, metavar="DIR"),
         "dequantize": Option("Dequantise the base model's weights.", COMMAND),
+        "force": Option(
+            "Quantise the trained projections as the base does, whatever that loses.", COMMAND
+        ),
     },
     "LoRA": {
         "rank": Option("Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6),

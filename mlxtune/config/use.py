@@ -115,6 +115,7 @@ class FuseConfig(OutgoingConfig):
     """Options of `mlxtune fuse`. Raises ConfigError, with every problem at once."""
 
     dequantize: bool = option("dequantize", False)
+    force: bool = option("force", False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.model.quantize import NF4
 from mlxtune.config import FuseConfig
 from mlxtune.setup.proof import ExportResult, find_source, output_folder, print_result, prove
+from mlxtune.setup.retention import choose_storage
 from mlxtune.terminal.console import RunConsole
 
 
@@ -28,6 +29,9 @@ def fuse(config: FuseConfig) -> ExportResult:
         if source.quantization.get("quantize") == NF4 and not config.dequantize:
             options["dequantize"] = True
             console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
+        retention = None
+        if not options["dequantize"]:
+            options["storage"], retention = choose_storage(config, source, console)
         model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
         exact = not fusing.is_quantized(model, source.adapter)
         stored = fusing.stored_dtype(model)
@@ -46,6 +50,7 @@ def fuse(config: FuseConfig) -> ExportResult:
             everywhere=options["dequantize"],
             weights=fusing.check_fused(source.folder, folder, source.adapter, **options),
             exact=exact,
+            retention=retention,
         )
 
 

@@ -21,6 +21,7 @@ from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.machine.files import file_hash, read_json, write_json
 from mlxtune.core.machine.output_folder import new_folder
 from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check, hashes
+from mlxtune.core.runs.retention import Retention
 from mlxtune.core.training.checkpoint import ADAPTER, METADATA
 from mlxtune.errors import ModelError
 from mlxtune.setup.dataset import Reader
@@ -40,14 +41,16 @@ _PROMPTS = (
 class Source:
     """A trained adapter and its base model on disk.
 
-    `metadata` is the checkpoint's that holds the same adapter, or empty. `quantization` has the
-    keywords with which `load_base` makes the base that the adapter was trained on.
+    `metadata` is the checkpoint's that holds the same adapter, or empty; `run` is the folder of
+    that checkpoint's run. `quantization` has the keywords with which `load_base` makes the base
+    that the adapter was trained on.
     """
 
     folder: Path
     weights: Path
     adapter: Adapter
     metadata: Mapping[str, Any]
+    run: Path | None
     quantization: Mapping[str, Any]
 
 
@@ -62,11 +65,11 @@ class ExportResult:
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
     weights = find_adapter(config.adapter)
-    adapter, metadata = read_mlx_lm(weights), _metadata_of(weights)
+    adapter, (metadata, run) = read_mlx_lm(weights), _metadata_of(weights)
     relative_to = str(metadata.get("working_directory") or "")
     folder = find_base(config, adapter.model, relative_to, str(weights))
     quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
-    return Source(folder, weights, adapter, metadata, quantization)
+    return Source(folder, weights, adapter, metadata, run, quantization)
 
 
 def find_base(
@@ -93,8 +96,11 @@ def find_base(
     return folder
 
 
-def _metadata_of(weights: Path) -> Mapping[str, Any]:
-    """Return the metadata of the checkpoint with the same adapter: beside it, or of its run."""
+def _metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
+    """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
+
+    The checkpoint is the adapter's own folder, or one of the run that wrote it.
+    """
     for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
         try:
             same = folder / ADAPTER == weights or (
@@ -104,10 +110,10 @@ def _metadata_of(weights: Path) -> Mapping[str, Any]:
                 and file_hash(folder / ADAPTER) == file_hash(weights)
             )
             if same and (folder / METADATA).is_file():
-                return read_json(folder / METADATA)
+                return read_json(folder / METADATA), folder.parent
         except (OSError, ValueError):
             continue
-    return {}
+    return {}, None
 
 
 def output_folder(
@@ -143,6 +149,7 @@ def prove(
     everywhere: bool = False,
     weights: WeightCheck | None = None,
     exact: bool = True,
+    retention: Retention | None = None,
 ) -> ExportResult:
     """Compare the model that `load` returns with the trained one; write the folder's certificate.
 
@@ -151,7 +158,7 @@ def prove(
     loaded at once. Raises OutputError if rounding does not explain the difference.
     """
     console.say("Proving", "running the trained model, then what was written")
-    prompts = _prompts(config, source)
+    prompts = prompts_for(config, source)
     adapted = load_adapted(load_base(config, source), str(source.weights))
     reference = proof.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
@@ -167,13 +174,14 @@ def prove(
         files=hashes(folder),
         versions=versions(),
         weights=weights,
+        retention=retention,
     )
     check(certificate, config.output_path)
     write_json(folder / CERTIFICATE, certificate.as_dict())
     return ExportResult(config.output_path, certificate)
 
 
-def _prompts(config: OutgoingConfig, source: Source) -> list[list[int]]:
+def prompts_for(config: OutgoingConfig, source: Source) -> list[list[int]]:
     """Return the tokens of the prompts to compare on, as `generate` would make them."""
     data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=config.trust_remote_code)
     encoder = Reader(data, source.folder).encoder

@@ -17,11 +17,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import make_shards, save_config
 
 from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_fits
 from mlxtune.backend.adapters.proof import coarsest
+from mlxtune.backend.adapters.storage import (
+    AS_BASE,
+    PLAIN,
+    add_to_config,
+    layer_like,
+    quantized_among,
+    storages_for,
+)
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.model.layers import dequantized_weight
 from mlxtune.backend.model.loading import load_lazily
@@ -31,7 +38,6 @@ from mlxtune.core.machine.files import as_output_error
 from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 
-_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # A weight file is in memory while it is written; mlx-lm's are five times as large.
 _SHARD_GB = 1
 # The other files of a model folder.
@@ -80,12 +86,14 @@ def fused_model(
     dequantize: bool,
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
+    storage: str = AS_BASE,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a base model with the adapter in its weights, which are lazy, and its config.
 
     `quantization` has the keywords of `load_base` for a base that was quantised while loading.
     Weights have the base's dtype and, without `dequantize`, its quantisation, which must not be
-    nf4. Raises ModelError if the adapter does not fit.
+    nf4; those with an update are stored as `storage` says. Raises ModelError if the adapter does
+    not fit.
     """
     base = _open(folder, trust_remote_code, quantization)
     model, config = base.model, base.config
@@ -94,10 +102,11 @@ def fused_model(
         module = _projection(modules, name, folder)
         check_fits(module, update, name)
         weight = _updated(name, module, update, adapter.scale).astype(base.dtype_of(name, module))
-        fused.append((name, _layer_like(module, weight, dequantize)))
+        fused.append((name, module, layer_like(module, weight, PLAIN if dequantize else storage)))
     if not dequantize and quantization:
         config |= quantized_config(model, quantization["quantize"])
-    model.update_modules(tree_unflatten(fused))
+    model.update_modules(tree_unflatten([(name, made) for name, _, made in fused]))
+    add_to_config(config, fused, storage)
     if dequantize:
         _dequantize(base)
         config.pop("quantization", None)
@@ -110,7 +119,7 @@ def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
     for name, module in base.model.named_modules():
         if name not in kept and "scales" in module:
             weight = _weight(name, module).astype(base.dtype_of(name, module))
-            plain.append((name, _layer_like(module, weight, dequantize=True)))
+            plain.append((name, layer_like(module, weight, PLAIN)))
     base.model.update_modules(tree_unflatten(plain))
 
 
@@ -120,24 +129,6 @@ def _weight(name: str, module: nn.Module) -> mx.array:
             f"{name}: is quantised with a global scale, which mlxtune cannot dequantise"
         )
     return dequantized_weight(module)
-
-
-def _layer_like(module: nn.Module, weight: mx.array, dequantize: bool) -> nn.Module:
-    """Return a layer like another, with this weight; quantised alike unless `dequantize`."""
-    made: Any
-    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-        made = nn.Embedding(*weight.shape)
-    elif weight.ndim == 3:
-        count, rows, columns = weight.shape
-        made = SwitchLinear(columns, rows, count, bias=False)
-    else:
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = weight
-    if "bias" in module:
-        made.bias = module.bias
-    if isinstance(module, _QUANTIZED) and not dequantize:
-        return made.to_quantized(group_size=module.group_size, bits=module.bits, mode=module.mode)
-    return made
 
 
 def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
@@ -240,6 +231,7 @@ def check_fused(
     dequantize: bool,
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
+    storage: str = AS_BASE,
 ) -> WeightCheck:
     """Compare every tensor of a fused folder with its expected value, from base and adapter.
 
@@ -259,7 +251,8 @@ def check_fused(
         module = _projection(bases, name, base)
         wanted = _updated(name, module, update, adapter.scale)
         dtype = opened.dtype_of(name, module)
-        error, allowed = _errors(_projection(written, name, fused), wanted, dtype)
+        expected = layer_like(module, wanted.astype(dtype), PLAIN if dequantize else storage)
+        error, allowed = _errors(_projection(written, name, fused), expected, wanted)
         largest = max(largest, error)
         if not error <= allowed:
             problems.append(
@@ -275,12 +268,11 @@ def check_fused(
     return WeightCheck(unchanged, len(adapter.modules), largest, tuple(problems))
 
 
-def _errors(module: nn.Module, wanted: mx.array, dtype: mx.Dtype) -> tuple[float, float]:
+def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[float, float]:
     """Return a weight's error, and that of rounding alone, relative to its largest entry."""
-    rounded = _layer_like(module, wanted.astype(dtype), dequantize=False)
     off, rounding = (
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
-        for each in (module, rounded)
+        for each in (module, expected)
     )
     return float(off), float(rounding) * _SLACK + _FLOAT32_SLACK
 
@@ -313,5 +305,21 @@ def stored_dtype(model: nn.Module) -> str:
 
 def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
     """Return whether any weight with an update is quantised."""
+    return bool(quantized_among(_trained(model, adapter)))
+
+
+def storages(
+    folder: Path,
+    adapter: Adapter,
+    *,
+    trust_remote_code: bool,
+    quantization: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """Return the storages to try for the weights with an update, without reading any."""
+    model = _open(folder, trust_remote_code, quantization).model
+    return storages_for(_trained(model, adapter))
+
+
+def _trained(model: nn.Module, adapter: Adapter) -> list[nn.Module]:
     modules = dict(model.named_modules())
-    return any(isinstance(modules[name], _QUANTIZED) for name in adapter.modules)
+    return [modules[name] for name in adapter.modules if name in modules]

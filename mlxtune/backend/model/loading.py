@@ -124,6 +124,31 @@ def open_base(
             "or name the full-precision model"
         )
     model, config = load_lazily(folder, config)
+    return prepare(
+        model,
+        config,
+        folder,
+        dtype,
+        quantize=quantize,
+        double_quant=double_quant,
+        quantized_compute=quantized_compute,
+    )
+
+
+def prepare(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    folder: Path,
+    dtype: str,
+    *,
+    quantize: str | None = None,
+    double_quant: bool = False,
+    quantized_compute: str = "auto",
+) -> BaseModel:
+    """Return a model of mlx-lm's whose weights are not read yet as `open_base` does.
+
+    Raises ModelError.
+    """
     try:
         chosen = _choose_dtype(model, dtype)
         stored = config.get("quantization")

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.machine.files import file_hash
+from mlxtune.core.runs.retention import Retention
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError
 
@@ -89,7 +90,7 @@ class Certificate:
 
     `tolerance` is the largest logit difference that rounding explains; None if the weights were
     quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
-    the adapter, for scale.
+    the adapter, for scale. `retention` says what quantising again costs, where weights were.
     """
 
     format: str
@@ -100,6 +101,7 @@ class Certificate:
     files: Mapping[str, str]
     versions: Mapping[str, str]
     weights: WeightCheck | None = None
+    retention: Retention | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -136,6 +138,8 @@ class Certificate:
         if self.weights is not None:
             content["weights"] = asdict(self.weights)
             del content["weights"]["problems"]
+        if self.retention is not None:
+            content["retention"] = self.retention.as_dict()
         return content | {"files": dict(self.files), "versions": dict(self.versions)}
 
     def lines(self) -> list[str]:
@@ -159,6 +163,8 @@ class Certificate:
                 f"{self.weights.largest_error:.2g} of the largest weight; "
                 f"{self.weights.unchanged} identical to the base model's"
             )
+        if self.retention is not None:
+            lines.append(self.retention.line())
         return lines
 
 

@@ -1,0 +1,81 @@
+"""How the trained projections of a fused model are stored: as in the base, in more bits, or plain.
+
+All other weights stay as they are in the base. A layer whose format differs from the model's has an
+entry under its path in the config's `quantization`, as in the mixed plans of `mlx_lm.convert`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+AS_BASE, PLAIN = "as the base", "plain"
+# Bits by the name of a storage, in MLX's affine format.
+_BITS = {"in 6 bits": 6, "in 8 bits": 8}
+_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
+# The smallest group of the affine format; the 4-bit floats have smaller ones.
+_SMALLEST_GROUP = 32
+
+
+def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the quantised projections among some modules."""
+    return [module for module in modules if isinstance(module, _QUANTIZED)]
+
+
+def storages_for(modules: Iterable[nn.Module]) -> list[str]:
+    """Return the storages to try for the projections trained, the smallest first."""
+    fewest = min((module.bits for module in quantized_among(modules)), default=None)
+    if fewest is None:
+        return [AS_BASE]
+    return [AS_BASE, *(name for name, bits in _BITS.items() if bits > fewest), PLAIN]
+
+
+def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
+    """Return a layer like another, with this weight, stored in that way.
+
+    A layer that is plain, or already has as many bits as asked for, keeps its format.
+    """
+    made: Any
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        made = nn.Embedding(*weight.shape)
+    elif weight.ndim == 3:
+        count, rows, columns = weight.shape
+        made = SwitchLinear(columns, rows, count, bias=False)
+    else:
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = weight
+    if "bias" in module:
+        made.bias = module.bias
+    if isinstance(module, _QUANTIZED) and storage != PLAIN:
+        return made.to_quantized(**_format(module, storage))
+    return made
+
+
+def _format(module: nn.Module, storage: str) -> dict[str, Any]:
+    bits = _BITS.get(storage, 0)
+    if bits <= module.bits:
+        return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+    group = max(module.group_size, _SMALLEST_GROUP)
+    return {"group_size": group, "bits": bits, "mode": "affine"}
+
+
+def add_to_config(
+    config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
+) -> None:
+    """Add the layers that are stored in another way to a quantised model's config.
+
+    Each is a path, the base's module and the one that takes its place.
+    """
+    if storage == AS_BASE:
+        return
+    exceptions: dict[str, Any] = {}
+    for path, module, made in layers:
+        if isinstance(made, _QUANTIZED):
+            exceptions[path] = _format(made, AS_BASE)
+        elif isinstance(module, _QUANTIZED):
+            exceptions[path] = False
+    for key in ("quantization", "quantization_config"):
+        if isinstance(config.get(key), dict):
+            config[key] = config[key] | exceptions

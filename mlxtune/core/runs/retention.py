@@ -1,0 +1,86 @@
+"""How much of what an adapter gained is left once its weights are quantised again.
+
+A measure is a number that training lowered: the loss on validation rows, or the KL divergence
+from the trained model. With its values `base` without the adapter and `trained` with it, a model
+whose value is v has lost (v - trained) / (base - trained) of the gain.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# The largest share of the gain that may be lost without asking.
+MOST_LOST = 0.1
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A way to store the trained projections: its measure, and the share of the gain it loses."""
+
+    storage: str
+    value: float
+    lost: float
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What quantising again costs. `tried` ends with the storage in use; `unit` is of the values.
+
+    `base` and `trained` are the measure without and with the adapter.
+    """
+
+    measure: str
+    unit: str
+    base: float
+    trained: float
+    tried: tuple[Tried, ...]
+
+    @property
+    def chosen(self) -> Tried:
+        """The storage in use."""
+        return self.tried[-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry of certificate.json."""
+        return {**asdict(self), "tried": [asdict(each) for each in self.tried]}
+
+    def line(self) -> str:
+        """Return the retention as a line of text."""
+        first, chosen = self.tried[0], self.chosen
+        line = f"{self.measure}: {self._pair()}, {self._tried(chosen)}"
+        if first is not chosen:
+            line += f"; {self._tried(first)}"
+        return line
+
+    def _pair(self) -> str:
+        return f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
+
+    def _tried(self, tried: Tried) -> str:
+        return f"{tried.value:.4g} stored {tried.storage} ({tried.lost:.0%} of the gain lost)"
+
+
+def share_lost(base: float, trained: float, value: float) -> float:
+    """Return the share of the gain that is lost at a value; 1 if the value is not finite."""
+    gain = base - trained
+    if not math.isfinite(value) or not math.isfinite(gain):
+        return 1.0
+    return max(0.0, (value - trained) / gain) if gain > 0 else 0.0
+
+
+def try_in_order(
+    measure: str,
+    unit: str,
+    base: float,
+    trained: float,
+    storages: Sequence[str],
+    value_of: Callable[[str], float],
+) -> Retention:
+    """Measure storages in order until one loses no more than `MOST_LOST`, or none is left."""
+    tried: list[Tried] = []
+    for storage in storages:
+        value = value_of(storage)
+        tried.append(Tried(storage, value, share_lost(base, trained, value)))
+        if tried[-1].lost <= MOST_LOST:
+            break
+    return Retention(measure, unit, base, trained, tuple(tried))
