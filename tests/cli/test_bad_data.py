@@ -110,12 +110,12 @@ def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
 def test_line_without_an_end_is_refused_before_it_fills_the_memory(
     train: Cli, tmp_path: Path
 ) -> None:
-    # A megabyte on the disk, 300 in memory.
+    # Four megabytes on the disk, 300 in memory: less than what counts as a file that expands.
     file = tmp_path / "bomb.jsonl.gz"
     with gzip.open(file, "wb", compresslevel=1) as zipped:
         zipped.write(json.dumps({"messages": []}).encode() + b"\n{")
         for _ in range(300):
-            zipped.write(b" " * 2**20)
+            zipped.write(os.urandom(2**12).hex().encode() + b" " * (2**20 - 2**13))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     error = train("--data", file).error
     assert error == f"{file}:2: is longer than 67,108,864 bytes: write one JSON object per line"

@@ -144,6 +144,9 @@ def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
     real = {**_REAL, **vocabulary, **listed.real}
     if layers is not None:
         real["num_hidden_layers"] = layers
+        for lists in ("kda_layers", "full_attn_layers"):
+            if lists in real:
+                real[lists] = [number for number in real[lists] if number <= layers]
     return _enlarged({**SHAPE, **MODEL_TYPES.get(model_type, {}), **ARCHITECTURES[name]}, real)
 
 

@@ -59,7 +59,8 @@ def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: s
     assert {shape[0] for shape in shapes} == {4}
     ours = load_adapted(load_base(model, "float32"), str(output))
     theirs, _ = load(str(model), adapter_path=str(output.parent))
-    np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=0, atol=1e-6)
+    # Rounded otherwise by some CPUs' products.
+    np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=1e-5, atol=1e-5)
     plain = load_base(model, "float32")
     assert np.abs(logits(theirs) - logits(plain.model)).max() > 0.01
 
