@@ -176,6 +176,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
         ),
         "export.output": Option("Folder to write.", COMMAND, required=True, metavar="DIR"),
         "dequantize": Option("Dequantise the base model's weights.", COMMAND),
+        "gguf": Option("Also write model.gguf with llama.cpp's converter.", COMMAND),
         "force": Option(
             "Quantise the trained projections as the base does, whatever that loses.", COMMAND
         ),

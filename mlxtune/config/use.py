@@ -116,6 +116,7 @@ class FuseConfig(OutgoingConfig):
 
     dequantize: bool = option("dequantize", False)
     force: bool = option("force", False)
+    gguf: bool = option("gguf", False)
 
 
 @dataclasses.dataclass(frozen=True)

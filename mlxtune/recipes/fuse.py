@@ -1,13 +1,23 @@
 """The recipe of `mlxtune fuse`: a model folder with the adapter in its weights, proved equal."""
 
+from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.model.quantize import NF4
+from mlxtune.backend.model.model_folder import read_config
+from mlxtune.backend.model.quantize import NF4, is_quantized
 from mlxtune.config import FuseConfig
-from mlxtune.setup.proof import ExportResult, find_source, output_folder, print_result, prove
+from mlxtune.setup.proof import (
+    ExportResult,
+    Source,
+    find_source,
+    output_folder,
+    print_result,
+    prove,
+)
 from mlxtune.setup.retention import choose_storage
 from mlxtune.terminal.console import RunConsole
 
@@ -22,13 +32,10 @@ def fuse(config: FuseConfig) -> ExportResult:
     fusing.check_links(source.folder)
     with output_folder(config, source, console) as folder:
         options: dict[str, Any] = {
-            "dequantize": config.dequantize,
+            "dequantize": _dequantizes(config, source, console),
             "trust_remote_code": trust,
             "quantization": source.quantization,
         }
-        if source.quantization.get("quantize") == NF4 and not config.dequantize:
-            options["dequantize"] = True
-            console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         retention = None
         if not options["dequantize"]:
             options["storage"], retention = choose_storage(config, source, console)
@@ -39,6 +46,8 @@ def fuse(config: FuseConfig) -> ExportResult:
         fusing.write_model(model, model_config, source.folder, folder)
         del model
         memory.release()
+        if config.gguf:
+            _write_gguf(config, source, folder, stored, console)
         return prove(
             config,
             source,
@@ -52,6 +61,39 @@ def fuse(config: FuseConfig) -> ExportResult:
             exact=exact,
             retention=retention,
         )
+
+
+def _dequantizes(config: FuseConfig, source: Source, console: RunConsole) -> bool:
+    """Return whether plain weights are written, as asked or because of what reads them.
+
+    Raises ModelError if --gguf cannot be done for this model.
+    """
+    model = read_config(source.folder, trust_remote_code=config.trust_remote_code)
+    if config.gguf:
+        merged_gguf.check_convertible(model["model_type"])
+    quantized = is_quantized(model) or bool(source.quantization)
+    if config.dequantize or not quantized:
+        return config.dequantize
+    if source.quantization.get("quantize") == NF4:
+        console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
+        return True
+    if config.gguf:
+        console.say("", "llama.cpp reads plain weights: writing these, as with --dequantize")
+    return config.gguf
+
+
+def _write_gguf(
+    config: FuseConfig, source: Source, folder: Path, stored: str, console: RunConsole
+) -> None:
+    program = merged_gguf.converter()
+    if program is None:
+        console.warn(merged_gguf.advice(config.output_path, stored))
+        return
+    console.say("Converting", f"with {program}")
+    merged_gguf.convert(program, folder, stored)
+    trust = config.trust_remote_code
+    found = merged_gguf.check_merged(folder, source.adapter, trust_remote_code=trust)
+    console.say("GGUF", found)
 
 
 def show(config: FuseConfig) -> None:

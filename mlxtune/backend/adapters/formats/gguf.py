@@ -2,7 +2,7 @@
 
 Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
-`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`_orders`). For a
+`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`orders`). For a
 stack of experts, such as `blk.N.ffn_gate_exps`, both have a first axis, the expert.
 """
 
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -51,19 +52,12 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
 
     Raises ModelError for what llama.cpp cannot hold, and OutputError.
     """
-    if base.model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"--format gguf supports {', '.join(ARCHITECTURES)}, not {base.model_type}: "
-            "use --format peft and llama.cpp's convert_lora_to_gguf.py"
-        )
-    try:
-        import gguf
-    except ImportError as error:
-        raise ModelError(
-            "--format gguf needs the gguf package: pip install 'mlxtune[gguf]'"
-        ) from error
+    otherwise = "use --format peft and llama.cpp's convert_lora_to_gguf.py"
+    check_supported(base.model_type, "--format gguf", otherwise)
+    import gguf
+
     adapter.check_plain("GGUF", experts=True)
-    names = _gguf_names(adapter.modules, base)
+    names = gguf_names(adapter.modules, base)
     if unknown := adapter.modules.keys() - names.keys():
         raise ModelError(
             f"llama.cpp has no name for {join_few(sorted(unknown))} of {base.model_type} models"
@@ -78,13 +72,22 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
             update = adapter.modules[path]
             a, b = update.a, update.b
             if not update.of_experts:
-                columns, rows = _orders(path, update, base)
+                columns, rows = orders(path, update, base)
                 a, b = a[columns].T, b[:, rows].T
             writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
             writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+
+
+def check_supported(model_type: str, option: str, otherwise: str) -> None:
+    """Raise ModelError if a model has no names in GGUF here, or its package is missing."""
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{option} supports {known}, not {model_type}: {otherwise}")
+    if find_spec("gguf") is None:
+        raise ModelError(f"{option} needs the gguf package: pip install 'mlxtune[gguf]'")
 
 
 def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
@@ -94,17 +97,17 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
     reader = gguf.GGUFReader(folder / WEIGHTS)
     alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
     tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
-    updates = updates_in(folder / WEIGHTS, tensors, _gguf_names(modules, base))
+    updates = updates_in(folder / WEIGHTS, tensors, gguf_names(modules, base))
     for module, update in updates.items():
         if update.of_experts:
             continue
-        columns, rows = map(np.argsort, _orders(module, update, base))
+        columns, rows = map(np.argsort, orders(module, update, base))
         updates[module] = Update(update.a[columns], update.b[:, rows])
     adapter = Adapter(1.0, updates)
     return replace(adapter, scale=alpha / adapter.rank)
 
 
-def _orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
+def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
     """Return the order in which llama.cpp has the columns and the rows of a module's weight.
 
     The halves of each head of Llama are interleaved, as rotary embeddings pair neighbours there.
@@ -135,7 +138,7 @@ def _orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]
     return columns, rows
 
 
-def _gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
+def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     """Return llama.cpp's name for the weight of each module that has one there."""
     import gguf
 

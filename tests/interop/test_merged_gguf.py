@@ -1,0 +1,145 @@
+"""`mlxtune fuse --gguf`: what llama.cpp's converter writes is checked against the fused folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
+
+from mlxtune import TrainConfig, train  # noqa: E402
+from tests.command import Cli  # noqa: E402
+from tests.models import sums, write_chat, write_model  # noqa: E402
+from tests.paths import DATA, ROOT  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("short_proofs")
+# Writes a folder as the real converter does, or fails as named.
+CONVERTER = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import numpy as np
+from tests.interop import base_gguf
+folder, _, target, _, kind = sys.argv[1:]
+assert kind == "f32"
+if {fault!r} == "fails":
+    print("INFO: loading", file=sys.stderr)
+    sys.exit("NotImplementedError: Architecture 'X' not supported!")
+if {fault!r} == "cut":
+    Path(target).write_bytes(b"GGUF")
+    sys.exit()
+if {fault!r} == "other":
+    interleaved = base_gguf.interleaved
+    base_gguf.interleaved = lambda weight, heads: interleaved(weight, heads) * np.float32(1.001)
+base_gguf.write_base_gguf(Path(folder), Path({vocabulary!r}), Path(target))
+"""
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    return trained(folder, write_model(folder / "model", "llama"))
+
+
+def trained(folder: Path, model: Path) -> Path:
+    rows = write_chat(folder / "chat.jsonl", sums(8))
+    output = folder / "out" / "adapters.safetensors"
+    options = {"targets": ("all",), "lr": 1e-2, "max_steps": 2, "samples": 0, "quiet": True}
+    train(TrainConfig(str(model), (str(rows),), output=str(output), **options))
+    return output.parent
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def write(fault: str = "") -> None:
+        program = tmp_path / "bin" / "convert_hf_to_gguf.py"
+        program.parent.mkdir()
+        places = {"root": str(ROOT), "vocabulary": str(DATA / "demo-gemma3/tokenizer.model")}
+        program.write_text(CONVERTER.format(python=sys.executable, fault=fault, **places))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent))
+
+    return write
+
+
+def test_merged_file_has_the_weights_of_the_folder(
+    cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None]
+) -> None:
+    install()
+    output = tmp_path / "fused"
+    outcome = cli("fuse", "--adapter", adapter, "--output", output, "--gguf")
+    assert outcome.code == 0, outcome.err
+    assert "14 fused weights equal to the folder's" in outcome.err
+    tensors = {each.name: each.data for each in gguf.GGUFReader(output / "model.gguf").tensors}
+    weights = mx_load(output / "model.safetensors")
+    np.testing.assert_array_equal(
+        tensors["blk.1.ffn_up.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+    )
+    assert "model.gguf" in json.loads((output / "certificate.json").read_text())["files"]
+
+
+def mx_load(path: Path) -> dict[str, np.ndarray]:
+    import safetensors.numpy
+
+    return safetensors.numpy.load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (
+            "fails",
+            "failed (NotImplementedError: Architecture 'X' not supported!): leave out --gguf",
+        ),
+        ("cut", "the gguf package cannot read what llama.cpp's converter wrote"),
+        ("other", "model.gguf: blk.0.attn_k.weight differs from model.layers.0.self_attn.k_proj"),
+    ],
+)
+def test_conversion_that_fails_is_one_line_and_leaves_nothing(
+    cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None], fault: str, line: str
+) -> None:
+    install(fault)
+    options = ["--output", tmp_path / "fused", "--gguf", "--quiet"]
+    outcome = cli("fuse", "--adapter", adapter, *options)
+    assert line in outcome.error
+    assert [each.name for each in tmp_path.iterdir()] == ["bin"]
+
+
+def test_without_the_converter_its_command_is_printed(
+    cli: Cli, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    output = tmp_path / "fused"
+    outcome = cli("fuse", "--adapter", adapter, "--output", output, "--gguf")
+    assert outcome.code == 0, outcome.err
+    assert (
+        "llama.cpp's converter is not on the PATH: install llama.cpp, then run "
+        f"convert_hf_to_gguf.py {output} --outfile {output}/model.gguf --outtype f32"
+    ) in outcome.err
+    assert (output / "certificate.json").is_file()
+
+
+def test_quantised_base_is_written_plain(
+    cli: Cli, tmp_path: Path, install: Callable[..., None]
+) -> None:
+    install()
+    model = write_model(tmp_path / "model", "llama", quantize=4)
+    output = tmp_path / "fused"
+    outcome = cli("fuse", "--adapter", trained(tmp_path, model), "--output", output, "--gguf")
+    assert outcome.code == 0, outcome.err
+    assert "llama.cpp reads plain weights: writing these, as with --dequantize" in outcome.err
+    assert "quantization" not in json.loads((output / "config.json").read_text())
+    assert (output / "model.gguf").is_file()
+
+
+def test_model_that_gguf_has_no_names_for_is_refused_at_once(cli: Cli, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "olmo2")
+    adapter = trained(tmp_path, model)
+    outcome = cli("fuse", "--adapter", adapter, "--output", tmp_path / "fused", "--gguf")
+    assert outcome.error.startswith("--gguf supports llama, qwen2")
+    assert not (tmp_path / "fused").exists()
