@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--supervised", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=1)
     given = parser.parse_args()
+    given.supervised = min(given.supervised, given.tokens // 4)
     with tempfile.TemporaryDirectory(prefix="mlxtune-long-") as scratch:
         model, run = Path(scratch) / "model", Path(scratch) / "run"
         shape = bench_table.SHAPES["qwen3-0.6b"] | {"num_hidden_layers": given.layers}
