@@ -13,6 +13,7 @@ from click.shell_completion import shell_complete
 
 from mlxtune.cli.bench import bench
 from mlxtune.cli.chat import chat
+from mlxtune.cli.demo import demo
 from mlxtune.cli.doctor import doctor
 from mlxtune.cli.eval import evaluate
 from mlxtune.cli.export import export
@@ -45,6 +46,7 @@ _COMPLETE = "_MLXTUNE_COMPLETE"
 _INTERRUPTED = "mlxtune: interrupted"
 # In the order of --help.
 COMMANDS = (
+    demo,
     doctor,
     inspect,
     plan,

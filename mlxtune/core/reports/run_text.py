@@ -1,13 +1,14 @@
 """The output of `train` and `eval` as lines of text. Nothing here prints."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from mlxtune.config import DataConfig, RunConfig, StepConfig
+from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.text import byte_size, count, duration
 from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.core.training.evaluation import Sample
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
@@ -194,3 +195,33 @@ def usage_line(result: InstructTrainResult, run: RunConfig, model_path: str) -> 
         folder = run.checkpoint_path / "best"
     model, adapter = shlex.quote(model_path), shlex.quote(str(folder))
     return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
+
+
+def before_and_after(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+    """Yield the question of the first row, if any, and both models' answers, with their stages."""
+    for sample in samples[:1]:
+        yield "Question", _one_line(sample.prompt)
+        yield "Before", _one_line(sample.base)
+        yield "After", _one_line(sample.adapted or "")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def next_lines(run: TrainConfig) -> Iterator[str]:
+    """Yield what to type after the demo, for its model and for a model and data of one's own."""
+    model, adapter = shlex.quote(run.model_path), shlex.quote(str(run.output_path))
+    yield (
+        f"ask it: mlxtune generate --model-path {model} --adapter {adapter} "
+        "--prompt 'Ella Hartwell here. Friday, half past seven, party of four.'"
+    )
+    yield (
+        "your own model and data: mlxtune train --model-path mlx-community/Qwen3-0.6B-4bit "
+        "--data chat.jsonl --output out/adapters.safetensors"
+    )
+    yield (
+        'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '
+        '{"role": "assistant", "content": "4"}]}'
+    )
+    yield "after uvx or pipx run: pip install mlxtune first, or write that before mlxtune again"
