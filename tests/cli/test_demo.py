@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from mlxtune.core.reports.run_text import next_lines
 from mlxtune.core.training.evaluation import Sample
 from tests.command import Cli
 from tests.paths import DATA, ROOT
-from tests.runs import write_run
 
 
 def test_demo_is_the_first_command_of_the_readme() -> None:
@@ -61,15 +59,3 @@ def test_commands_named_next_can_be_typed() -> None:
         with command.make_context(name, words) as context:
             assert context.params["adapter" if name == "generate" else "data"]
     assert "'my demo/a.safetensors'" in lines[0]
-
-
-def test_demo_refuses_a_folder_with_an_unfinished_run(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "mlxtune-demo", finished=False)
-    (tmp_path / "mlxtune-demo" / "adapters.safetensors").unlink()
-    assert cli("demo").error == (
-        "mlxtune-demo/checkpoints: holds an unfinished run: resume it with mlxtune train --resume "
-        "mlxtune-demo/checkpoints, or start over with --overwrite"
-    )
