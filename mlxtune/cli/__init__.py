@@ -1,7 +1,6 @@
 """The `mlxtune` command: builds a config, calls a recipe, prints, and alone decides to exit."""
 
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -114,11 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(str(fault_error(fault, str(error))), FAILED)
     except TrainingInterrupted as interrupt:
-        saved = "nothing to save"
-        if interrupt.checkpoint:
-            run = shlex.quote(str(interrupt.checkpoint.parent))
-            saved = f"saved to {interrupt.checkpoint}; resume with mlxtune train --resume {run}"
-        _exit(f"mlxtune: {interrupt}; {saved}", 128 + interrupt.signal)
+        _exit(f"mlxtune: {interrupt}; {interrupt.saved}", 128 + interrupt.signal)
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, 130)
     except BrokenPipeError:

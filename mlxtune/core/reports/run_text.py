@@ -197,6 +197,14 @@ def usage_line(result: InstructTrainResult, run: RunConfig, model_path: str) -> 
     return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
 
 
+def python_usage(model_path: str, adapter: str) -> str:
+    """Return the code that asks a trained adapter something."""
+    return (
+        "from mlxtune import GenerateConfig, generate\n"
+        f"generate(GenerateConfig(model_path={model_path!r}, adapter={adapter!r}, prompt='…')).text"
+    )
+
+
 def before_and_after(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
     """Yield the question of the first row, if any, and both models' answers, with their stages."""
     for sample in samples[:1]:

@@ -18,10 +18,12 @@ from mlxtune.core.machine.files import as_output_error, make_folder, open_to_app
 from mlxtune.core.training.checkpoint import METRICS
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
+    InstructTrainResult,
     SkippedStep,
     StepHistory,
     StepRecord,
     ValidationRecord,
+    perplexity,
 )
 from mlxtune.errors import OutputError
 
@@ -131,6 +133,22 @@ class Progress:
         if self.step < total_steps and self.step % steps_per_epoch:
             while not isinstance(self._entries[-1], int | SkippedStep):
                 self._entries.pop()
+
+
+def progress_of(result: InstructTrainResult) -> Progress:
+    """Return the record of a run from its result, which lacks skipped steps."""
+    progress = Progress(result.steps)
+    ends = {step.epoch: step.step for step in result.steps}
+    losses = [(0, result.initial_val_loss)]
+    losses += [
+        (ends.get(each.epoch, progress.step), each.val_loss) for each in result.epoch_metrics
+    ]
+    for step, loss in losses:
+        if loss is not None:
+            progress.append(ValidationRecord(step, loss, perplexity(loss)))
+    for metrics in result.epoch_metrics:
+        progress.append(metrics)
+    return progress
 
 
 def record_values(record: Record) -> dict[str, Any]:
