@@ -1,5 +1,7 @@
 """`mlxtune demo`."""
 
+from pathlib import Path
+
 from mlxtune.cli.options import config_command
 from mlxtune.config import DemoConfig
 
@@ -17,8 +19,10 @@ def demo(config: DemoConfig) -> None:
     run = config.training()
     result = train(run)
     console = RunConsole(quiet=config.quiet)
-    if result.evaluation and result.evaluation.generated:
-        for stage, line in before_and_after(result.evaluation.generated.samples):
+    generated = result.evaluation and result.evaluation.generated
+    for sample in generated.samples[:1] if generated else ():
+        row = Path(sample.path).read_text(encoding="utf-8").splitlines()[sample.row - 1]
+        for stage, line in before_and_after(row, sample):
             console.say(stage, line)
     for number, line in enumerate(next_lines(run)):
         console.say("" if number else "Next", line, copyable=True)

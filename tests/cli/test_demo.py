@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from mlxtune.config import TrainConfig
 from mlxtune.core.reports.run_text import next_lines
 from mlxtune.core.training.evaluation import Sample
 from tests.command import Cli
+from tests.models import write_chat
 from tests.paths import DATA, ROOT
 
 
@@ -29,13 +31,16 @@ def test_demo_is_the_first_command_of_the_readme() -> None:
 
 
 def test_demo_shows_an_answer_before_and_after_and_what_is_next(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = []
+    turns = [("user", "Hello?"), ("assistant", "Hello!")]
+    turns = [turns, [*turns, ("user", "Friday?\nFour of us."), ("assistant", "{}")]]
+    rows = write_chat(tmp_path / "chat.jsonl", turns)
 
     def train(config: TrainConfig) -> SimpleNamespace:
         trained.append(config)
-        sample = Sample("a.jsonl", 1, "Friday?\nFour of us.", "{}", "Of course!", '{"people": 4}')
+        sample = Sample(str(rows), 2, "<|user|>", "{}", "Of course!", '{"people": 4}')
         samples = SimpleNamespace(generated=SimpleNamespace(samples=[sample] * 2))
         return SimpleNamespace(evaluation=samples)
 

@@ -1,7 +1,8 @@
 """The output of `train` and `eval` as lines of text. Nothing here prints."""
 
+import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
@@ -205,16 +206,15 @@ def python_usage(model_path: str, adapter: str) -> str:
     )
 
 
-def before_and_after(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
-    """Yield the question of the first row, if any, and both models' answers, with their stages."""
-    for sample in samples[:1]:
-        yield "Question", _one_line(sample.prompt)
-        yield "Before", _one_line(sample.base)
-        yield "After", _one_line(sample.adapted or "")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
+    """Yield the last message of a row of chat data and both models' answers, with their stages."""
+    asked = [each["content"] for each in json.loads(row)["messages"] if each["role"] == "user"]
+    for stage, text in (
+        ("Question", asked[-1]),
+        ("Before", sample.base),
+        ("After", sample.adapted or ""),
+    ):
+        yield stage, " ".join(text.split())
 
 
 def next_lines(run: TrainConfig) -> Iterator[str]:
@@ -232,4 +232,4 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
         'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '
         '{"role": "assistant", "content": "4"}]}'
     )
-    yield "after uvx or pipx run: pip install mlxtune first, or write that before mlxtune again"
+    yield "started by uvx or pipx run? pip install mlxtune, or type it before mlxtune here too"
