@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +13,15 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 Message = dict[str, Any]
+# Far more than a cell takes; a cell that never ends fails.
+_SECONDS = 120
 
 
 @dataclass
 class Shown:
     """What a cell has shown: text, the states of each display, its result, its error."""
 
+    cell: str
     text: str = ""
     displays: dict[str, list[Message]] = field(default_factory=dict)
     result: Message = field(default_factory=dict)
@@ -36,13 +40,15 @@ class Kernel:
 
     def run(self, code: str, until: Callable[[Shown], bool] = lambda _: False) -> Shown:
         """Run a cell, to its end or until it has shown something."""
-        self.client.execute(code)
-        return self.read(Shown(), until)
+        return self.read(Shown(self.client.execute(code)), until)
 
     def read(self, shown: Shown, until: Callable[[Shown], bool] = lambda _: False) -> Shown:
         """Read on from what a cell has shown."""
-        while True:
-            message = self.client.get_iopub_msg(timeout=60)
+        give_up = time.monotonic() + _SECONDS
+        while time.monotonic() < give_up:
+            message = self.client.get_iopub_msg(timeout=_SECONDS)
+            if message["parent_header"].get("msg_id") != shown.cell:
+                continue  # of the kernel's start
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 shown.text += content["text"]
@@ -56,6 +62,7 @@ class Kernel:
                 shown.error = content["traceback"]
             if until(shown) or (kind == "status" and content["execution_state"] == "idle"):
                 return shown
+        raise TimeoutError(f"the cell has shown only {shown}")
 
 
 @contextmanager
