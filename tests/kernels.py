@@ -33,11 +33,6 @@ class Kernel:
     manager: KernelManager
     client: BlockingKernelClient
 
-    @property
-    def pid(self) -> int:
-        provisioner: Any = self.manager.provisioner
-        return int(provisioner.pid)
-
     def run(self, code: str, until: Callable[[Shown], bool] = lambda _: False) -> Shown:
         """Run a cell, to its end or until it has shown something."""
         return self.read(Shown(self.client.execute(code)), until)
