@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import (
+    DemoConfig,
     EvalConfig,
     ExportConfig,
     FuseConfig,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "DataError",
+    "DemoConfig",
     "EvalConfig",
     "Evaluation",
     "Example",

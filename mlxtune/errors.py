@@ -14,6 +14,7 @@ Each message is one line that names the file, line or option and the remedy. Any
 is a bug and keeps its traceback.
 """
 
+import shlex
 from pathlib import Path
 
 
@@ -73,6 +74,21 @@ class TrainingInterrupted(KeyboardInterrupt):
         super().__init__(f"interrupted after step {step}")
         self.checkpoint = checkpoint
         self.step = step
+
+    @property
+    def saved(self) -> str:
+        """Where the state is saved, and the command that resumes the run."""
+        if self.checkpoint is None:
+            return "nothing to save"
+        run = shlex.quote(str(self.checkpoint.parent))
+        return f"saved to {self.checkpoint}; resume with mlxtune train --resume {run}"
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows in place of a traceback."""
+        line = f"{self}; {self.saved}"
+        if self.checkpoint is not None:
+            line += f", or here with mlxtune.resume({str(self.checkpoint.parent)!r})"
+        return [line]
 
 
 def printable(text: str) -> str:

@@ -67,6 +67,8 @@ def test_interrupt_is_no_mistake_and_no_plain_exception() -> None:
     assert not isinstance(interrupt, Exception)
     assert (interrupt.checkpoint, interrupt.step) == (Path("checkpoints/step-7"), 7)
     assert str(interrupt) == "interrupted after step 7"
+    assert interrupt.saved.endswith("resume with mlxtune train --resume checkpoints")
+    assert TrainingInterrupted(None, 0).saved == "nothing to save"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The `mlxtune` command: builds a config, calls a recipe, prints, and alone decides to exit."""
 
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from click.shell_completion import shell_complete
 
 from mlxtune.cli.bench import bench
 from mlxtune.cli.chat import chat
+from mlxtune.cli.demo import demo
 from mlxtune.cli.doctor import doctor
 from mlxtune.cli.eval import evaluate
 from mlxtune.cli.export import export
@@ -45,6 +45,7 @@ _COMPLETE = "_MLXTUNE_COMPLETE"
 _INTERRUPTED = "mlxtune: interrupted"
 # In the order of --help.
 COMMANDS = (
+    demo,
     doctor,
     inspect,
     plan,
@@ -112,11 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(str(fault_error(fault, str(error))), FAILED)
     except TrainingInterrupted as interrupt:
-        saved = "nothing to save"
-        if interrupt.checkpoint:
-            run = shlex.quote(str(interrupt.checkpoint.parent))
-            saved = f"saved to {interrupt.checkpoint}; resume with mlxtune train --resume {run}"
-        _exit(f"mlxtune: {interrupt}; {saved}", 128 + interrupt.signal)
+        _exit(f"mlxtune: {interrupt}; {interrupt.saved}", 128 + interrupt.signal)
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, 130)
     except BrokenPipeError:

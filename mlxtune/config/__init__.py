@@ -4,6 +4,7 @@ Each field takes its help, its effect and its bounds from mlxtune.config.options
 """
 
 from mlxtune.config.data import DataConfig, InspectConfig, user_cache
+from mlxtune.config.demo import DemoConfig, demo_file
 from mlxtune.config.fields import as_path
 from mlxtune.config.training import (
     BenchConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "BenchConfig",
     "ChatConfig",
     "DataConfig",
+    "DemoConfig",
     "EvalConfig",
     "ExportConfig",
     "FuseConfig",
@@ -44,5 +46,6 @@ __all__ = [
     "TrainConfig",
     "UseConfig",
     "as_path",
+    "demo_file",
     "user_cache",
 ]

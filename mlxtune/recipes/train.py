@@ -20,7 +20,9 @@ from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.machine.files import check_outputs, check_writable, write_json
 from mlxtune.core.machine.hashing import hash_in_background
 from mlxtune.core.reports import plan_text, run_text
+from mlxtune.core.reports.result_card import ResultCard
 from mlxtune.core.reports.run_page import write_page
+from mlxtune.core.runs.run import Run
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training import run_folder
 from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
@@ -28,6 +30,7 @@ from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.core.training.metrics import InstructTrainResult
 from mlxtune.core.training.observer import Observers
 from mlxtune.core.training.profile import StepProfiler
+from mlxtune.core.training.progress import progress_of
 from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
@@ -49,15 +52,14 @@ from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
 from mlxtune.terminal.console import RunConsole
 from mlxtune.tracking import check_trackers, trackers_of
 
-STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
-
 
 @dataclass(frozen=True)
 class TrainResult:
     """What a run gave. `adapter` is the file written; None, like `training`, after a dry run.
 
     `ledgers` account for the rows of each data file, those of validation files last. `evaluation`
-    says whether the adapter helped on the validation rows, if there are any.
+    says whether the adapter helped on the validation rows, if there are any. A notebook shows the
+    result as a page with the curve of the loss.
     """
 
     training: InstructTrainResult | None
@@ -66,6 +68,31 @@ class TrainResult:
     ledgers: list[Ledger]
     peak_memory_gb: float
     evaluation: Evaluation | None = None
+    model_path: str = ""
+
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows; it shows the text where this is None."""
+        card = self._card()
+        return None if card is None else card.html()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Write what IPython shows as text."""
+        card = self._card()
+        printer.text(repr(self) if card is None else card.text())
+
+    def _card(self) -> ResultCard | None:
+        """Return what to show of these values; the run's folder may hold another run by now."""
+        if self.training is None:
+            return None
+        run = Run(
+            self.checkpoint_dir,
+            about={"config": {"model_path": self.model_path}},
+            result={"stopped_early": self.training.stopped_early, "adapter": str(self.adapter)},
+            evaluation=self.evaluation,
+            ledgers=self.ledgers,
+            progress=progress_of(self.training),
+        )
+        return ResultCard(run, run_text.python_usage(self.model_path, str(self.adapter)))
 
 
 def train(
@@ -102,7 +129,7 @@ def _train(
             lock_folder(run, resume, held)
         setup = prepare(parts, folder, joint, None if dry_run else held, resume)
         dataset = setup.dataset
-        with stop_on_interrupt(lambda: console.warn(STOPPING)) as asked:
+        with stop_on_interrupt(lambda: console.warn(console.stopping)) as asked:
             trainer = make_trainer(parts, setup, joint, asked, stop_after)
             joint.step = lambda: trainer.progress.step
             print_plan(parts, setup, trainer, console)
@@ -138,6 +165,7 @@ def _train(
         ledgers=dataset.ledgers,
         peak_memory_gb=peak_gb,
         evaluation=evaluation,
+        model_path=parts.data.model_path,
     )
 
 

@@ -9,12 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config.demo import DATA, demo_file
 from mlxtune.core.machine.files import file_hash, read_json
 from mlxtune.setup.children import ChildError, Children, describe_end
 
 QWEN, GEMMA, BASE = "demo-qwen3", "demo-gemma3", "4-bit base"
-# Links to the repository's data, and copies of it where the package is installed.
-_DEMO = Path(__file__).resolve().parents[1] / "demo"
 # By default the newest GPUs round the factors of float32 products to 19 bits. Threads slow down
 # products as small as these.
 _EXACT = {"MLX_ENABLE_TF32": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -43,16 +42,16 @@ class Workbench:
     def model(self, name: str) -> Path:
         """Return a model's folder; the base in 4 bits is made when first asked for."""
         if name != BASE:
-            return _DEMO / name
+            return demo_file(name)
         folder = self.scratch / "base"
         if not folder.exists():
-            list(self.measure("base", _DEMO / QWEN, folder))
+            list(self.measure("base", demo_file(QWEN), folder))
         return folder
 
     @cached_property
     def rows(self) -> Path:
         """Rows to train on: the first of the demo's."""
-        lines = (_DEMO / "bookings.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = demo_file(DATA).read_text(encoding="utf-8").splitlines()
         return self._write("rows.jsonl", lines[:_ROWS])
 
     @cached_property

@@ -1,4 +1,7 @@
-"""A run's messages on stderr: with rich on a terminal, as plain lines when piped."""
+"""A run's messages: with rich on a terminal, as plain lines when piped, and in a notebook.
+
+They go to stderr, in a notebook to stdout, as it shows stderr like an error.
+"""
 
 import math
 import sys
@@ -21,6 +24,7 @@ from mlxtune.core.training.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.profile import StepProfile
 from mlxtune.errors import printable
+from mlxtune.terminal.notebook import LiveLine, in_notebook
 
 _STAGE_WIDTH = 12
 # The shown loss is the mean over so many steps.
@@ -62,19 +66,31 @@ class RunConsole(TrainingObserver):
         peak_gb: Callable[[], float] = lambda: 0.0,
         console: Console | None = None,
     ) -> None:
-        stream = cast(TextIO, Surviving(sys.stderr))
-        self._console = console or Console(file=stream, highlight=False)
-        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._notebook = console is None and in_notebook()
+        stream = cast(TextIO, Surviving(sys.stdout if self._notebook else sys.stderr))
+        self._console = console or Console(file=stream, highlight=False, force_jupyter=False)
+        terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        # The stream of a kernel calls itself a terminal.
+        self._live = terminal and not self._notebook
         self._quiet = quiet
         self._log_every = log_every
         self._peak_gb = peak_gb
         self._progress: Progress | None = None
         self._status: Status | None = None
+        # In a notebook, what a status and a progress bar are on a terminal.
+        self._activity: LiveLine | None = None
+        self._bar: LiveLine | None = None
         self._total_steps = 0
         self._epochs = self._steps_per_epoch = 0
         self._best = math.inf
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
         self._profile = profile_text.ProfileSummary()
+
+    @property
+    def stopping(self) -> str:
+        """What to print after a first interrupt."""
+        again = "interrupt the kernel again" if self._notebook else "press Ctrl-C again"
+        return f"stopping after this step; {again} to stop at once"
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
         """Print a line of a stage, in which nothing is read as markup.
@@ -95,6 +111,9 @@ class RunConsole(TrainingObserver):
 
     def show(self, text: str) -> None:
         """Show the current activity on a terminal, until the next line is printed."""
+        if self._notebook and not self._quiet:
+            self._activity = self._activity or LiveLine()
+            self._activity.update(printable(text))
         if self._quiet or not self._live:
             return
         if self._status is None:
@@ -107,6 +126,9 @@ class RunConsole(TrainingObserver):
         if self._status is not None:
             self._status.stop()
             self._status = None
+        if self._activity is not None:
+            self._activity.close()
+            self._activity = None
 
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
         self.close()
@@ -126,6 +148,8 @@ class RunConsole(TrainingObserver):
         self._steps_per_epoch = run.steps_per_epoch
         self._best = best.val_loss if (best := run.progress.best) else math.inf
         self._losses.extend(run.progress.steps.column("loss"))
+        if self._notebook and not self._quiet:
+            self._bar = LiveLine()
         if self._quiet or not self._live:
             return
         self._progress = Progress(
@@ -145,15 +169,18 @@ class RunConsole(TrainingObserver):
         """Move the bar, or print every `log_every` steps when piped."""
         self._losses.append(record.loss)
         average = fmean(self._losses)
+        place = f"epoch {record.epoch}/{self._epochs} step {record.step}/{self._total_steps}"
+        state = run_text.step_state(record, average, self._peak_gb())
         if self._progress is not None:
             self._progress.update(
                 self._progress.task_ids[0],
                 completed=record.step,
                 refresh=record.step == 1,
-                description=f"epoch {record.epoch}/{self._epochs} "
-                f"step {record.step}/{self._total_steps}",
-                state=run_text.step_state(record, average, self._peak_gb()),
+                description=place,
+                state=state,
             )
+        elif self._bar is not None:
+            self._bar.update(f"{place}  {state}", record.step / self._total_steps)
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
             line = run_text.step_line(record, self._total_steps, average, self._peak_gb())
             self.say("Training", line)
@@ -164,6 +191,8 @@ class RunConsole(TrainingObserver):
             self._progress.update(
                 self._progress.task_ids[0], description=f"validating {done}/{total}", state=""
             )
+        elif self._bar is not None:
+            self._bar.update(f"validating {done}/{total}")
 
     def on_validation(self, step: int, loss: float) -> None:
         """Print the loss before the first step or within an epoch; its last is in its line."""
@@ -193,5 +222,8 @@ class RunConsole(TrainingObserver):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
         for number, line in enumerate(profile_text.table(self._profile)):
             self.say("" if number else "Profile", line, copyable=True)

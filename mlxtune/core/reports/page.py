@@ -40,8 +40,8 @@ class PageType:
 
         Its content security policy allows its own script and style alone, by their hashes.
         """
-        style = "".join(map(_asset, ("page.css", *self.styles)))
-        script = _asset("page.js") + _asset(self.script)
+        style = "".join(map(asset, ("page.css", *self.styles)))
+        script = asset("page.js") + asset(self.script)
         page = render(
             template,
             page=self,
@@ -120,7 +120,8 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a style or script of `templates/`."""
     return resources.files(__package__).joinpath("templates", name).read_text("utf-8")
 
 

@@ -27,7 +27,7 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
     memory = _memory(run, size)
     predicted = summary.predicted_memory or 0
     return [
-        _loss_chart(run, summary),
+        loss_chart(run, summary),
         Chart(
             title="Learning rate",
             unit="",
@@ -63,7 +63,8 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
     ]
 
 
-def _loss_chart(run: Run, summary: RunSummary) -> Chart:
+def loss_chart(run: Run, summary: RunSummary) -> Chart:
+    """Return the chart of the training and validation loss."""
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]

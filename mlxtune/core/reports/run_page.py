@@ -37,7 +37,7 @@ from mlxtune.core.training.run_folder import REPORT
 
 PAGE = PageType(
     command="report",
-    styles=("run_page.css",),
+    styles=("chart.css", "run_page.css"),
     script="run_page.js",
 )
 # Answers on a page, and how many of them are not folded.
@@ -104,8 +104,8 @@ def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
         "run": run,
         "summary": summary,
         "header": _settings(run, summary),
-        "verdict": _verdict(run, summary),
-        "totals": _totals(summary),
+        "verdict": verdict(run, summary),
+        "totals": totals(summary),
         "epochs": run.progress.epochs[-_MOST_EPOCHS:],
         "skipped": [
             (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
@@ -155,14 +155,15 @@ def verdict_sentence(evaluation: Evaluation | None) -> Verdict | None:
     return Verdict(style, f"{sign} {line[0].upper()}{line[1:]}.")
 
 
-def _verdict(run: Run, summary: RunSummary) -> Verdict:
+def verdict(run: Run, summary: RunSummary) -> Verdict:
+    """Return what became of a run, in a sentence."""
     if summary.status == "running":
         return Verdict("warning", "! The run is still training: this page shows it so far.")
     if not summary.finished:
         resume = " Resume it with" if summary.resume else ""
         return Verdict("warning", f"! The run is unfinished.{resume}", summary.resume)
-    if (verdict := verdict_sentence(run.evaluation)) is not None:
-        return verdict
+    if (judged := verdict_sentence(run.evaluation)) is not None:
+        return judged
     before, best = summary.initial_val_loss, summary.best_val_loss
     ended = "stopped early" if summary.status == "stopped early" else "finished"
     if before is not None and best is not None and best >= before:
@@ -176,24 +177,25 @@ def _verdict(run: Run, summary: RunSummary) -> Verdict:
     return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", summary.adapter)
 
 
-def _totals(summary: RunSummary) -> dict[str, str]:
-    totals = {}
+def totals(summary: RunSummary) -> dict[str, str]:
+    """Return the numbers of a run, each by what it is."""
+    figures = {}
     if summary.best_val_loss is not None:
         before = summary.initial_val_loss
         improved = f", from {loss_text(before)} before training" if before is not None else ""
-        totals[f"best validation loss{improved}"] = loss_text(summary.best_val_loss)
+        figures[f"best validation loss{improved}"] = loss_text(summary.best_val_loss)
     if summary.train_loss is not None:
         period = "the last epoch" if summary.epoch else "the steps so far"
-        totals[f"training loss in {period}"] = loss_text(summary.train_loss)
+        figures[f"training loss in {period}"] = loss_text(summary.train_loss)
     if summary.seconds is not None:
         speed = summary.tokens_per_second
         at = f", {speed:,.0f} tokens a second" if speed else ""
-        totals[f"for {count(summary.step, 'step')}{at}"] = duration(summary.seconds)
+        figures[f"for {count(summary.step, 'step')}{at}"] = duration(summary.seconds)
     if summary.peak_memory is not None:
         predicted = summary.predicted_memory
         prediction = f", {byte_size(predicted)} predicted" if predicted else ""
-        totals[f"peak memory{prediction}"] = byte_size(summary.peak_memory)
-    return totals
+        figures[f"peak memory{prediction}"] = byte_size(summary.peak_memory)
+    return figures
 
 
 def _evaluation_context(run: Run) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The output of `train` and `eval` as lines of text. Nothing here prints."""
 
+import json
 import shlex
 from collections.abc import Iterator
 
-from mlxtune.config import DataConfig, RunConfig, StepConfig
+from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.text import byte_size, count, duration
 from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.core.training.evaluation import Sample
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
@@ -210,3 +212,40 @@ def usage_line(result: InstructTrainResult, run: RunConfig, model_path: str) -> 
         folder = run.checkpoint_path / "best"
     model, adapter = shlex.quote(model_path), shlex.quote(str(folder))
     return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
+
+
+def python_usage(model_path: str, adapter: str) -> str:
+    """Return the code that asks a trained adapter something."""
+    return (
+        "from mlxtune import GenerateConfig, generate\n"
+        f"generate(GenerateConfig(model_path={model_path!r}, adapter={adapter!r}, prompt='…')).text"
+    )
+
+
+def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
+    """Yield the last message of a row of chat data and both models' answers, with their stages."""
+    asked = [each["content"] for each in json.loads(row)["messages"] if each["role"] == "user"]
+    for stage, text in (
+        ("Question", asked[-1]),
+        ("Before", sample.base),
+        ("After", sample.adapted or ""),
+    ):
+        yield stage, " ".join(text.split())
+
+
+def next_lines(run: TrainConfig) -> Iterator[str]:
+    """Yield what to type after the demo, for its model and for a model and data of one's own."""
+    model, adapter = shlex.quote(run.model_path), shlex.quote(str(run.output_path))
+    yield (
+        f"ask it: mlxtune generate --model-path {model} --adapter {adapter} "
+        "--prompt 'Ella Hartwell here. Friday, half past seven, party of four.'"
+    )
+    yield (
+        "your own model and data: mlxtune train --model-path mlx-community/Qwen3-0.6B-4bit "
+        "--data chat.jsonl --output out/adapters.safetensors"
+    )
+    yield (
+        'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '
+        '{"role": "assistant", "content": "4"}]}'
+    )
+    yield "started by uvx or pipx run? pip install mlxtune, or type it before mlxtune here too"

@@ -185,6 +185,22 @@ class Progress:
                 self._entries.pop()
 
 
+def progress_of(result: InstructTrainResult) -> Progress:
+    """Return the record of a run from its result, which lacks skipped steps."""
+    progress = Progress(result.steps)
+    ends = {step.epoch: step.step for step in result.steps}
+    losses = [(0, result.initial_val_loss)]
+    losses += [
+        (ends.get(each.epoch, progress.step), each.val_loss) for each in result.epoch_metrics
+    ]
+    for step, loss in losses:
+        if loss is not None:
+            progress.append(ValidationRecord(step, loss, perplexity(loss)))
+    for metrics in result.epoch_metrics:
+        progress.append(metrics)
+    return progress
+
+
 def record_values(record: Record) -> dict[str, Any]:
     """Return what a line of metrics.jsonl holds."""
     return {"kind": _KIND_OF[type(record)], **asdict(record)}

@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.training.metrics import SkippedStep, StepRecord, ValidationRecord
-from mlxtune.core.training.progress import MetricsFile, Progress, Record, same_except_measurements
+from mlxtune.core.training.metrics import (
+    InstructTrainResult,
+    SkippedStep,
+    StepRecord,
+    ValidationRecord,
+)
+from mlxtune.core.training.progress import (
+    MetricsFile,
+    Progress,
+    Record,
+    progress_of,
+    same_except_measurements,
+)
 from tests.core.training.records import epoch_metrics, step_record
 
 
@@ -214,3 +225,15 @@ def test_each_new_failure_is_a_warning_that_names_the_file(tmp_path: Path) -> No
     (tmp_path / "file" / "run").write_text("")
     file.write(progress)
     assert len(warnings) == 2
+
+
+def test_progress_of_a_result_has_its_steps_epochs_and_validations() -> None:
+    steps = [step_record(step, epoch=(step + 1) // 2) for step in range(1, 5)]
+    epochs = [epoch_metrics(1, val_loss=2.0), epoch_metrics(2, val_loss=1.0)]
+    result = InstructTrainResult(epochs, 2, 1.0, False, 1000, 4.0, steps)
+
+    progress = progress_of(result)
+
+    assert list(progress.steps) == steps
+    assert progress.epochs == epochs
+    assert [(each.step, each.val_loss) for each in progress.validations] == [(0, 4), (2, 2), (4, 1)]

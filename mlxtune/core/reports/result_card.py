@@ -1,0 +1,45 @@
+"""What a notebook shows of a run that has ended: its result in words, and its loss curve."""
+
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from mlxtune.core.reports.charts import draw
+from mlxtune.core.reports.page import asset, render
+from mlxtune.core.reports.run_charts import loss_chart
+from mlxtune.core.reports.run_page import totals, verdict
+from mlxtune.core.runs.run import Run
+from mlxtune.core.runs.summary import summarize
+
+
+@dataclass(frozen=True)
+class ResultCard:
+    """Shows a run; `code` is what to type next."""
+
+    run: Run
+    code: str
+
+    def html(self) -> str:
+        """Return the card as HTML that needs no script and no network."""
+        summary = summarize(self.run)
+        picture, _ = draw(loss_chart(self.run, summary), 0)
+        return str(
+            render(
+                "result_card.html",
+                headline=summary.headline,
+                verdict=verdict(self.run, summary),
+                totals=totals(summary),
+                chart=picture,
+                style=Markup(asset("result_card.css") + asset("chart.css")),
+                next=self.code,
+            )
+        )
+
+    def text(self) -> str:
+        """Return the card without its picture."""
+        summary = summarize(self.run)
+        found = verdict(self.run, summary)
+        numbers = (f"{value}  {name}" for name, value in totals(summary).items())
+        return "\n".join(
+            [f"{summary.headline}.", f"{found.text} {found.code}".strip(), *numbers, self.code]
+        )

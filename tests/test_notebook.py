@@ -1,0 +1,159 @@
+"""Runs in a notebook: what it shows, an interrupted kernel, a kernel that dies, and our own one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from mlxtune import TrainConfig, train
+from tests.command import Cli
+from tests.kernels import Kernel, Shown, kernel
+from tests.launch import wait_until
+from tests.models import sums, write_chat
+from tests.paths import DOCS, ROOT
+from tests.slow import slow
+
+NOTEBOOK = DOCS / "notebook.ipynb"
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with kernel(cwd=str(tmp_path_factory.mktemp("notebook")), env=environment) as started:
+        yield started
+
+
+def options(model: Path, chat: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    own = {"model_path": str(model), "data": str(chat), "patience": 100_000}
+    output = {"output": str(folder / "adapters.safetensors"), "samples": 0}
+    return own | output | changes
+
+
+def training(**changes: Any) -> str:
+    return f"import mlxtune\nresult = mlxtune.train(mlxtune.TrainConfig(**{changes!r}))"
+
+
+def has_taken(shown: Shown, step: int) -> bool:
+    """Return whether a live line has shown this step, or one after it."""
+    texts = [state["text/plain"] for states in shown.displays.values() for state in states[-1:]]
+    found = [re.match(r"epoch \d+/\d+ step (\d+)/", text) for text in texts]
+    return any(match and int(match[1]) >= step for match in found)
+
+
+def test_run_has_a_live_line_and_a_result_with_its_curve(
+    opened: Kernel, model: Path, tmp_path: Path
+) -> None:
+    chat = write_chat(tmp_path / "chat.jsonl", sums(20))
+    shown = opened.run(training(**options(model, chat, tmp_path, epochs=2)))
+    assert not shown.error
+    assert "Validation" in shown.text
+    assert "Traceback" not in shown.text
+    assert "Warning" not in shown.text
+    assert "step 1/" not in shown.text
+    lines = [state["text/plain"] for states in shown.displays.values() for state in states]
+    assert any(re.match(r"validating|epoch 1/2 step \d+/8  loss ", line) for line in lines)
+    # Nothing stays of what was live.
+    assert all(states[-1]["text/html"] == "" for states in shown.displays.values())
+
+    result = opened.run("result").result
+    assert "<svg" in result["text/html"]
+    assert "validation loss" in result["text/plain"]
+    assert f"adapter={str(tmp_path / 'adapters.safetensors')!r}" in result["text/plain"]
+    assert len(result["text/plain"]) < 1500
+
+
+def test_interrupt_of_the_kernel_saves_and_says_how_to_resume(
+    opened: Kernel, model: Path, tmp_path: Path
+) -> None:
+    chat = write_chat(tmp_path / "chat.jsonl", sums(20))
+    code = training(**options(model, chat, tmp_path, epochs=100_000, save_every=100_000))
+    shown = opened.run(code, until=lambda shown: has_taken(shown, 3))
+    opened.manager.interrupt_kernel()
+    opened.read(shown)
+    assert "stopping after this step; interrupt the kernel again to stop at once" in shown.text
+    (line,) = shown.error
+    said = re.fullmatch(
+        r"interrupted after step (\d+); saved to (.+); resume with mlxtune train --resume (.+), "
+        r"or here with mlxtune.resume\('(.+)'\)",
+        line,
+    )
+    assert said, line
+    assert int(said[1]) >= 3
+    assert said[2] == str(tmp_path / "checkpoints" / f"step-{said[1]}")
+    assert (Path(said[2]) / "manifest.json").is_file()
+    assert said[3] == said[4] == str(tmp_path / "checkpoints")
+    # The kernel goes on, and so does the run in it.
+    again = opened.run(f"mlxtune.resume({said[4]!r}, samples=0)", lambda shown: has_taken(shown, 5))
+    assert not again.error
+    opened.manager.interrupt_kernel()
+    opened.read(again)
+    (line,) = again.error
+    assert int(line.split()[3].strip(";")) > int(said[1])
+
+
+KILLED = """
+import os, signal
+from mlxtune.backend.step.pipeline import InstructPipeline
+whole = InstructPipeline.start_batch
+def killed(self, *arguments, step, **options):
+    if step == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self, *arguments, step=step, **options)
+InstructPipeline.start_batch = killed
+"""
+
+
+def test_run_whose_kernel_is_killed_resumes_from_the_command_line(
+    model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    chat = write_chat(tmp_path / "chat.jsonl", sums(20))
+    changes = {"epochs": 4, "val_split": 0, "save_steps": 5}
+    own = options(model, chat, tmp_path / "killed", **changes)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with kernel(cwd=str(tmp_path), env=environment) as started:
+        started.client.execute(KILLED + training(**own))
+        wait_until(lambda: not started.manager.is_alive())
+    names = [path.name for path in (tmp_path / "killed" / "checkpoints").glob("*-*")]
+    assert sorted(names) == ["epoch-2", "step-10"]
+    outcome = cli("train", "--resume", tmp_path / "killed")
+    assert outcome.code == 0, outcome.err
+    whole = options(model, chat, tmp_path / "whole", **changes)
+    adapter = train(TrainConfig(**whole, quiet=True)).adapter
+    assert adapter
+    assert (tmp_path / "killed" / adapter.name).read_bytes() == adapter.read_bytes()
+
+
+# docs/notebook.ipynb
+
+
+def test_notebook_is_stored_without_outputs() -> None:
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.parametrize("short", [True, slow(False)])
+def test_notebook_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    if short:
+        first, run = notebook.cells[1], "result = train(config)"
+        assert run in first.source
+        less = "dataclasses.replace(config, max_steps=1, val_rows=4, samples=0)"
+        first.source = first.source.replace(run, f"import dataclasses\nresult = train({less})")
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    assert "<svg" in outputs["result"][0].data["text/html"]
+    answers = "".join(output.text for output in outputs["generate"])
+    assert answers.startswith("without: ")
+    if not short:
+        assert '"people": 4' in answers.partition("with the adapter:")[2]

@@ -1,0 +1,99 @@
+"""The wheel: its files, and that the demo runs from it where nothing else of the project is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.paths import DATA, ROOT
+
+CARRIED = {
+    "bookings.jsonl": 1,
+    "demo-qwen3": 5,
+    "demo-gemma3": 5,
+}
+
+
+def build(source: Path, target: str, folder: Path) -> Path:
+    """Build the project's `sdist` or `wheel`; return the file."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as `pip` and `uv build` make it: from the source distribution."""
+    folder = tmp_path_factory.mktemp("built")
+    with tarfile.open(build(ROOT, "sdist", folder / "sdist")) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.glob("mlxtune-*")
+    return build(source, "wheel", folder / "wheel")
+
+
+def test_wheel_holds_the_package_and_what_the_demo_needs_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        contents = {name: archive.read(name) for name in found if "/demo/" in name}
+    package = ROOT / "mlxtune"
+    own = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    demo = {
+        f"mlxtune/demo/{path.relative_to(DATA)}": path
+        for name in CARRIED
+        for path in ([DATA / name] if (DATA / name).is_file() else (DATA / name).iterdir())
+    }
+    assert len(demo) == sum(CARRIED.values())
+    assert found == {str(path.relative_to(ROOT)) for path in own} | demo.keys()
+    assert contents == {name: path.read_bytes() for name, path in demo.items()}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of the wheel in a new environment, which sees this one's other packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    found = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True)
+    # Packages found through a .pth file bring none of their own: an editable mlxtune stays out.
+    below = Path(found.stdout.strip()) / "below.pth"
+    below.write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", wheel], check=True)
+    return folder / "bin" / "mlxtune"
+
+
+def without_the_clone() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_installed_package_finds_the_demo_that_it_carries(installed: Path, tmp_path: Path) -> None:
+    script = "from mlxtune import DemoConfig as D; run = D().training(); print(run.model_path)"
+    command = [installed.with_name("python"), "-c", f"{script}; print(*run.data)"]
+    found = subprocess.run(
+        command, cwd=tmp_path, env=without_the_clone(), check=True, capture_output=True, text=True
+    )
+    model, data = map(Path, found.stdout.splitlines())
+    assert (model / "config.json").is_file()
+    assert data.is_file()
+    assert model.is_relative_to(installed.parents[1])
+
+
+@pytest.mark.slow
+def test_demo_runs_from_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    process = subprocess.run(
+        [installed, "demo"], cwd=tmp_path, env=without_the_clone(), capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "mlxtune-demo" / "adapters.safetensors").is_file()
+    assert str(installed.parents[1]) in process.stderr, "the model of the wheel"
+    assert "Verdict     the adapter helped" in process.stderr
+    assert '"people":' in process.stderr.partition("\nAfter")[2]
