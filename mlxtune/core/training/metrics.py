@@ -198,6 +198,7 @@ class InstructTrainResult:
 
     `best_val_loss` is the lowest validation loss, after `best_step` in `best_epoch`;
     `initial_val_loss` is the loss before the first step. All four are None without validation.
+    `validations` are all of them, that before the first step included.
     """
 
     epoch_metrics: list[InstructEpochMetrics]
@@ -208,3 +209,4 @@ class InstructTrainResult:
     total_time_ms: int
     initial_val_loss: float | None
     steps: list[StepRecord]
+    validations: list[ValidationRecord] = field(default_factory=list)

@@ -172,6 +172,7 @@ class Progress:
             total_time_ms=time_ms,
             initial_val_loss=self.initial_val_loss,
             steps=list(self.steps),
+            validations=self.validations,
         )
 
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
@@ -188,16 +189,8 @@ class Progress:
 def progress_of(result: InstructTrainResult) -> Progress:
     """Return the record of a run from its result, which lacks skipped steps."""
     progress = Progress(result.steps)
-    ends = {step.epoch: step.step for step in result.steps}
-    losses = [(0, result.initial_val_loss)]
-    losses += [
-        (ends.get(each.epoch, progress.step), each.val_loss) for each in result.epoch_metrics
-    ]
-    for step, loss in losses:
-        if loss is not None:
-            progress.append(ValidationRecord(step, loss, perplexity(loss)))
-    for metrics in result.epoch_metrics:
-        progress.append(metrics)
+    for record in (*result.validations, *result.epoch_metrics):
+        progress.append(record)
     return progress
 
 

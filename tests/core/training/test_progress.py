@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -230,10 +231,12 @@ def test_each_new_failure_is_a_warning_that_names_the_file(tmp_path: Path) -> No
 def test_progress_of_a_result_has_its_steps_epochs_and_validations() -> None:
     steps = [step_record(step, epoch=(step + 1) // 2) for step in range(1, 5)]
     epochs = [epoch_metrics(1, val_loss=2.0), epoch_metrics(2, val_loss=1.0)]
-    result = InstructTrainResult(epochs, 2, 1.0, False, 1000, 4.0, steps)
+    losses = [(0, 4.0), (1, 3.0), (2, 2.0), (4, 1.0)]
+    validations = [ValidationRecord(step, loss, math.exp(loss)) for step, loss in losses]
+    result = InstructTrainResult(epochs, 2, 4, 1.0, False, 1000, 4.0, steps, validations)
 
     progress = progress_of(result)
 
     assert list(progress.steps) == steps
     assert progress.epochs == epochs
-    assert [(each.step, each.val_loss) for each in progress.validations] == [(0, 4), (2, 2), (4, 1)]
+    assert progress.validations == validations
