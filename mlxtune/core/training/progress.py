@@ -189,7 +189,8 @@ class Progress:
 def progress_of(result: InstructTrainResult) -> Progress:
     """Return the record of a run from its result, which lacks skipped steps."""
     progress = Progress(result.steps)
-    for record in (*result.validations, *result.epoch_metrics):
+    records: list[Record] = [*result.validations, *result.epoch_metrics]
+    for record in records:
         progress.append(record)
     return progress
 
