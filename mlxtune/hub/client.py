@@ -1,5 +1,7 @@
 """The hub's own client: what it sends and shows, and its errors in one line."""
 
+import importlib.metadata
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,8 +30,11 @@ def asking(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        huggingface_hub.get_session().timeout = SILENCE
-        yield huggingface_hub.HfApi(library_name="mlxtune")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            huggingface_hub.get_session().timeout = SILENCE
+            version = importlib.metadata.version("mlxtune")
+            yield huggingface_hub.HfApi(library_name="mlxtune", library_version=version)
     except MlxTuneError:
         raise
     except Exception as problem:
@@ -59,11 +64,11 @@ def _reason(error: Exception, kind: str) -> str:
         return f"is no name that the hub could have: {one_line(error)}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}"
-    if isinstance(error, TypeError | ValueError | LookupError | AttributeError | AssertionError):
-        return f"the answer of {constants.ENDPOINT} is not that of a hub: check HF_ENDPOINT"
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(cause, errors.HfHubHTTPError):
         return _refusal(cause, kind)
+    if isinstance(error, TypeError | ValueError | LookupError | AttributeError | AssertionError):
+        return f"the answer of {constants.ENDPOINT} is not that of a hub: check HF_ENDPOINT"
     return (
         f"the connection to {constants.ENDPOINT} failed ({one_line(cause)}): check the network, "
         "and try again"
