@@ -22,7 +22,7 @@ def asking(
 ) -> Iterator[huggingface_hub.HfApi]:
     """Yield the client, and raise `error` in one line about `name` for whatever goes wrong.
 
-    `kind` is what `name` is: a data set or a repository. The client's own warnings, such as those
+    `kind` is what the hub may lack under that name. The client's own warnings, such as those
     of each further try, are not shown.
     """
     if quiet:
@@ -48,10 +48,13 @@ def _reason(error: Exception, kind: str) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return "is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub: unset it"
+        return (
+            "HF_HUB_OFFLINE forbids to ask the hub: unset it, or name a commit (@…) whose files "
+            "are here"
+        )
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"is gated: ask for access on its page at {constants.ENDPOINT}, and {_LOG_IN} as the "
+            f"is gated: ask for access on its page at {constants.ENDPOINT}, then {_LOG_IN}, as the "
             "account that has it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
@@ -83,12 +86,12 @@ def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
         return f"the hub refuses the token: {_LOG_IN} with a valid one"
     if isinstance(error, errors.RepositoryNotFoundError):
         readers = "one that this token may not read" if known else f"a private one: {_LOG_IN}"
-        return f"no such file or folder here, and no such {kind} on the hub, or {readers}"
+        return f"no such {kind} on the hub, or {readers}"
     said = one_line(error.server_message or "")
     if code in (401, 403):
         return f"the hub does not allow it ({said}): {_LOG_IN} with a token that may"
     if code == 404:
-        return f"the hub lacks a file of this {kind}: try again, or name another revision"
+        return "the hub lacks a file that it lists: try again, or name another revision"
     if code == 429:
         return "the hub has had too many requests from here: wait some minutes, and try again"
     if code >= 500:

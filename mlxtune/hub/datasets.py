@@ -19,6 +19,8 @@ from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.
 _CONVERTED = "refs/convert/parquet"
+# What there is not where a name is neither; most are paths with a slip.
+_MISSING = "file or folder here, and no such dataset"
 # Seconds for an answer that is not a file.
 _TIMEOUT = 20.0
 _LONGEST_LICENSE = 100
@@ -66,6 +68,7 @@ class HubData:
     def about(self) -> dict[str, Any]:
         """Return what a run records about its data."""
         return {
+            "name": str(self.name),
             "repository": self.name.repository,
             "config": self.name.config,
             "titles": self.titles,
@@ -93,7 +96,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
     Raises DataError.
     """
-    with asking(str(name), "dataset", DataError, quiet=quiet) as hub:
+    with asking(str(name), _MISSING, DataError, quiet=quiet) as hub:
         listing = (_recorded(name) if not held_out else None) or _listing(hub, name, held_out)
         commit = listing.name.revision
         files = {
