@@ -1,6 +1,7 @@
 """The hub's own client: what it sends and shows, and its errors in one line."""
 
 import importlib.metadata
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ def asking(
     `kind` is what the hub may lack under that name. The client's own warnings, such as those
     of each further try, are not shown.
     """
-    if quiet:
+    # Those of uploads would be drawn into a pipe, too.
+    if quiet or not sys.stderr.isatty():
         disable_progress_bars()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
