@@ -98,6 +98,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "HF_TOKEN_PATH": str(tmp_path / "token"),
             "HF_HUB_DISABLE_TELEMETRY": True,
             "HF_HUB_DISABLE_XET": True,
+            "DOWNLOAD_CHUNK_SIZE": 4000,
             "HF_HUB_DOWNLOAD_TIMEOUT": 1,
             "HF_HUB_ETAG_TIMEOUT": 1,
         }.items():

@@ -72,7 +72,8 @@ def _reason(error: Exception, kind: str) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(cause, errors.HfHubHTTPError):
         return _refusal(cause, kind)
-    if isinstance(error, TypeError | ValueError | LookupError | AttributeError | AssertionError):
+    nonsense = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
+    if isinstance(error, (*nonsense, errors.FileMetadataError)):
         return f"the answer of {constants.ENDPOINT} is not that of a hub: check HF_ENDPOINT"
     return (
         f"the connection to {constants.ENDPOINT} failed ({one_line(cause)}): check the network, "

@@ -16,7 +16,10 @@ from mlxtune.hub.names import DatasetName, dataset_name
         ("org/gsm8k:train", DatasetName("org/gsm8k", split="train")),
         ("org/gsm8k/main", DatasetName("org/gsm8k", "main")),
         ("org/gsm8k@v1.0:test", DatasetName("org/gsm8k", None, "v1.0", "test")),
-        ("org/a.b-c_d/en-US@refs/pr/1:x.y", DatasetName("org/a.b-c_d", "en-US", "refs/pr/1", "x.y")),
+        (
+            "org/a.b-c_d/en-US@refs/pr/1:x.y",
+            DatasetName("org/a.b-c_d", "en-US", "refs/pr/1", "x.y"),
+        ),
     ],
 )
 def test_name_has_its_parts_and_is_written_as_it_is_read(text: str, name: DatasetName) -> None:
