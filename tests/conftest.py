@@ -85,7 +85,6 @@ def shared() -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub on this machine, which the real client asks, without a token and with no patience."""
-    import huggingface_hub
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http
 
@@ -109,9 +108,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             monkeypatch.delenv(name, raising=False)
         # Where what the hub said is kept.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        huggingface_hub.close_session()
         yield hub
-        huggingface_hub.close_session()
 
 
 # The command
