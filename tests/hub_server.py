@@ -96,6 +96,8 @@ class Hub:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Each answer is two packets, the second of which would wait for 40 ms.
+    disable_nagle_algorithm = True
     hub: Hub
 
     def log_message(self, format: str, *args: object) -> None:
