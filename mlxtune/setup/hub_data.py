@@ -37,11 +37,7 @@ def _pinned(
     name = dataset_name(value)
     if name is None:
         return value
-    console.show(f"fetching {name}")
-    try:
-        data = fetch(name, held_out=held_out, quiet=config.quiet)
-    finally:
-        console.close()
+    data = fetch(name, held_out=held_out, quiet=config.quiet)
     files = count(sum(map(len, data.files.values())), "file")
     console.say(
         "Hub",
