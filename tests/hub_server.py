@@ -77,6 +77,16 @@ class Hub:
         self.requests: list[Request] = []
         self.faults: list[Callable[[Handler, str, str], bool]] = []
         self.endpoint = ""
+        # Whether the client closed each connection on which nothing was answered.
+        self.gave_up: list[bool] = []
+
+    def given_up(self) -> bool:
+        """Whether the client closed every connection on which nothing was answered."""
+        for _ in range(500):
+            if self.gave_up:
+                return all(self.gave_up)
+            time.sleep(0.01)  # its end may be seen a little later here
+        return False
 
     def asked(self, part: str = "") -> list[str]:
         return [f"{each.method} {each.path}" for each in self.requests if part in each.path]
@@ -149,6 +159,16 @@ class Handler(BaseHTTPRequestHandler):
         """What the token may do; answers for itself where the hub does not know it."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         return TOKENS.get(token, "unknown" if token else None)
+
+    def fall_silent(self) -> None:
+        """Answer nothing until the client gives up, or a minute is over."""
+        self.connection.settimeout(60)
+        try:
+            # Empty once the client has closed the connection.
+            self.hub.gave_up.append(self.connection.recv(1) == b"")
+        except OSError:
+            self.hub.gave_up.append(False)
+        self.close_connection = True
 
     # Data sets
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -290,13 +289,13 @@ def test_hub_that_never_answers_is_given_up(
 
     def fault(handler: Handler, method: str, path: str) -> bool:
         if part in path:
-            time.sleep(0.5)
-            handler.drop()
+            handler.fall_silent()
         return part in path
 
     hub.faults.append(fault)
     assert "the connection to" in refusal("org/sums")
     assert kept() == []
+    assert hub.given_up()
 
 
 # A connection that breaks in the middle

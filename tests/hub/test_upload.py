@@ -186,11 +186,7 @@ def test_hub_that_falls_silent_is_given_up(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlxtune.hub.client.SILENCE", 0.2)
-
-    def wait(handler: Handler) -> None:
-        time.sleep(0.5)
-        handler.drop()
-
-    hub.faults.append(failing("commit/main", wait))
+    hub.faults.append(failing("commit/main", Handler.fall_silent))
     assert "the connection to" in refusal(folder)
     assert hub.models == {}
+    assert hub.given_up()
