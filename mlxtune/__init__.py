@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from mlxtune.recipes.import_adapter import import_adapter
     from mlxtune.recipes.inspect import inspect
     from mlxtune.recipes.prove import prove
+    from mlxtune.recipes.push import push
     from mlxtune.recipes.report import report
     from mlxtune.recipes.runs import runs
     from mlxtune.recipes.train import TrainResult, resume, train
@@ -100,6 +101,7 @@ __all__ = [
     "import_adapter",
     "inspect",
     "prove",
+    "push",
     "report",
     "resume",
     "runs",
@@ -109,7 +111,7 @@ __all__ = [
 
 _RECIPES = (
     *("doctor", "evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
-    *("prove", "report", "runs", "train", "verify"),
+    *("prove", "push", "report", "runs", "train", "verify"),
 )
 _LAZY = {
     "Evaluation": "mlxtune.core.training.evaluation",

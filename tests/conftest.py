@@ -12,6 +12,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeli
 
 from mlxtune.cli import main  # noqa: E402
 from tests.command import ROWS, Cli, Outcome  # noqa: E402
+from tests.hub_server import Hub, serving  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 
 
@@ -75,6 +77,38 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the real material in ../shared, which is not part of the project")
     return SHARED
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine, which the real client asks, without a token and with no patience."""
+    from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import _http
+
+    with serving(Hub()) as hub:
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": hub.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_DISABLE_TELEMETRY": True,
+            "HF_HUB_DISABLE_XET": True,
+            "DOWNLOAD_CHUNK_SIZE": 4000,
+            "HF_HUB_DOWNLOAD_TIMEOUT": 1,
+            "HF_HUB_ETAG_TIMEOUT": 1,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        for module in (file_download, _http):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+            monkeypatch.delenv(name, raising=False)
+        # Where what the hub said is kept.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield hub
 
 
 # The command

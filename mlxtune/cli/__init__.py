@@ -21,6 +21,7 @@ from mlxtune.cli.generate import generate
 from mlxtune.cli.import_ import import_
 from mlxtune.cli.inspect import inspect
 from mlxtune.cli.plan import plan
+from mlxtune.cli.push import push
 from mlxtune.cli.report import report
 from mlxtune.cli.runs import runs
 from mlxtune.cli.streams import drop_results, flush_results, open_streams
@@ -59,6 +60,7 @@ COMMANDS = (
     fuse,
     export,
     import_,
+    push,
     bench,
 )
 

@@ -21,8 +21,9 @@ SECTIONS: dict[str, dict[str, Option]] = {
             required=True,
         ),
         "data": Option(
-            "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, or a folder with "
-            "train.jsonl and valid.jsonl; may be repeated.",
+            "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, a folder with train.jsonl and "
+            "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be "
+            "repeated.",
             INPUT,
             path=True,
             required=True,
@@ -51,7 +52,11 @@ SECTIONS: dict[str, dict[str, Option]] = {
             at_least=0,
             at_most=0.5,
         ),
-        "val_data": Option("Validation file, used instead of --val-split.", INPUT, path=True),
+        "val_data": Option(
+            "Validation file, or owner/name:split on Hugging Face, used instead of --val-split.",
+            INPUT,
+            path=True,
+        ),
         "val_rows": Option("Most rows to hold out; the others train.", RESULT, at_least=1),
         "max_seq_len": Option(
             "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9

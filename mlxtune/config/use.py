@@ -45,8 +45,8 @@ class EvalConfig(RowsConfig, UseConfig):
     data: tuple[str, ...] = option(
         "data",
         (),
-        "Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, or a folder with test.jsonl or "
-        "valid.jsonl; may be repeated.",
+        "Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, a folder with test.jsonl or "
+        "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
     )
     turns: str = option("turns", "all", "Assistant turns to score.")
     generate: bool = option("generate", False)

@@ -23,6 +23,7 @@ from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.bench_worker import OURS, Job
 from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, report_findings
+from mlxtune.setup.hub_data import with_hub_data
 from mlxtune.setup.memory import choose_plan, first_epoch, planned_work
 from mlxtune.setup.model import open_model
 from mlxtune.setup.run_metadata import versions
@@ -41,6 +42,7 @@ def bench(config: BenchConfig) -> Benchmark:
     when our own process is killed.
     """
     folder = model_folder.find_folder(config.model_path)
+    config = with_hub_data(config, RunConsole(quiet=config.quiet))
     if config.json_path is not None:
         read = [*data_files(config).all, *folder.iterdir()]
         files.check_outputs([config.json_path], read, "--json")

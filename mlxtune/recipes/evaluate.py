@@ -15,6 +15,7 @@ from mlxtune.core.reports.evaluation_text import evaluation_lines
 from mlxtune.core.training.checkpoint import BEST
 from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.setup.dataset import Reader, load_dataset, report_findings
+from mlxtune.setup.hub_data import with_hub_data
 from mlxtune.setup.judge import answer_rows, compare_losses
 from mlxtune.setup.model import find_model, load_model
 from mlxtune.terminal.console import RunConsole
@@ -27,6 +28,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
     folder = find_model(config)
+    config = with_hub_data(config, RunConsole(quiet=config.quiet))
     reading = config.reading(data=_data_files(config))
     operations.load_ahead(folder)
     with closing(RunConsole(quiet=config.quiet)) as console:

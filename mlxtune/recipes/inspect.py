@@ -13,6 +13,7 @@ from mlxtune.core.reports.inspect_page import PAGE, render_page
 from mlxtune.core.steps import order
 from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset
+from mlxtune.setup.hub_data import with_hub_data
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.inspect_console import show_inspection
 from mlxtune.terminal.output import print_json
@@ -30,6 +31,7 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
     Raises DataError, ModelError or OutputError.
     """
     folder = model_folder.find_folder(config.model_path, weights=False)
+    config = with_hub_data(config, RunConsole(quiet=config.quiet))
     html = None if config.html is None else as_path(config.html)
     dump = None if config.dump is None else as_path(config.dump)
     written = [path for path in (html, dump) if path is not None]

@@ -17,6 +17,7 @@ from mlxtune.core.runs.run_plan import RunPlan
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.speed import read_speed
 from mlxtune.setup.dataset import Dataset, Reader, load_dataset, report_findings
+from mlxtune.setup.hub_data import with_hub_data
 from mlxtune.setup.memory import (
     choose_plan,
     first_steps,
@@ -38,6 +39,7 @@ def plan(config: PlanConfig) -> RunPlan:
     """
     folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
+    config = with_hub_data(config, console)
     dataset = None
     if config.data:
         data = config.part(DataConfig)

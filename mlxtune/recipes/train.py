@@ -35,6 +35,7 @@ from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, report_findings
+from mlxtune.setup.hub_data import with_hub_data
 from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.judge import judge
 from mlxtune.setup.memory import (
@@ -113,6 +114,7 @@ def train(
     """
     check_trackers(config.track)
     with joined(config) as joint:
+        joint.config = with_hub_data(joint.config, joint.console)
         return _train(joint, dry_run=dry_run, resume=resume, stop_after=stop_after)
 
 

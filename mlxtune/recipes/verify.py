@@ -37,7 +37,9 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
         return found
     try:
         given = {"model_path": model_path} if model_path else {}
-        check_asked_again(folder, good[0], given, ["model_path"])
+        # Only a replay reads the data.
+        names = ["model_path", *(["data", "val_data"] if replay else [])]
+        check_asked_again(folder, good[0], given, names)
         config = options_of(folder, good[0], given)
         _verify_model(found, config, good)
         if replay:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 from mlxtune.backend.model.model_folder import read_config, vocab_size
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
@@ -29,6 +30,8 @@ from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
 from mlxtune.core.machine.files import file_hash
 from mlxtune.core.reports import run_text
 from mlxtune.errors import DataError, ModelError
+from mlxtune.hub.datasets import HubData, fetch
+from mlxtune.hub.names import dataset_name
 from mlxtune.terminal.console import RunConsole
 
 # Folders whose code decides what an encoded file holds.
@@ -40,7 +43,8 @@ class Dataset:
     """What a run trains on and validates with, and where every row of the files went.
 
     `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
-    and `ledgers` are those of the training data, then those of the validation data.
+    and `ledgers` are those of the training data, then those of the validation data. `hub` is what
+    a run records about the data sets of the hub among them.
     """
 
     template: str
@@ -49,6 +53,7 @@ class Dataset:
     files: list[EncodedFile]
     ledgers: list[Ledger]
     findings: list[Finding]
+    hub: list[dict[str, Any]]
 
     def hold_out(self, rows: Iterable[int]) -> None:
         """Count rows of the corpus, by their index, as held out in the ledgers."""
@@ -207,10 +212,26 @@ def data_files(config: DataConfig) -> DataFiles:
 
     Raises DataError if there is no training file, or a file cannot be read.
     """
-    files = find_data_files([as_path(path) for path in config.data])
-    if config.val_data is None:
-        return files
-    return DataFiles(files.train, find_data_files([as_path(config.val_data)], "--val-data").train)
+    return _find_data(config)[0]
+
+
+def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData]]:
+    """Return the training and validation files, and the data sets of the hub among them."""
+    found: list[HubData] = []
+
+    def files_of(value: str) -> list[Path]:
+        if (name := dataset_name(value)) is None:
+            return [as_path(value)]
+        found.append(fetch(name, quiet=config.quiet))
+        return found[-1].train
+
+    train = [path for value in config.data for path in files_of(value)]
+    validation = [path for data in found for path in data.validation]
+    files = find_data_files(train, validation_files=validation)
+    if config.val_data is not None:
+        named = find_data_files(files_of(config.val_data), "--val-data").train
+        files = DataFiles(files.train, named)
+    return files, found
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
@@ -220,11 +241,13 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
     model.
     """
-    paths = data_files(config)
+    paths, hub = _find_data(config)
+    titles = {path: title for data in hub for path, title in data.title_of_files().items()}
     files, ledgers = [], []
     for path in paths.all:
         file = reader.encode(path)
         ledger = file.account(config.max_seq_len)
+        ledger.path = titles.get(path, ledger.path)
         _check_usable(file, ledger, config)
         files.append(file)
         ledgers.append(ledger)
@@ -246,6 +269,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
             *findings.row_findings(files, corpus, validation),
             *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         ],
+        hub=[data.about() for data in hub],
     )
 
 

@@ -28,11 +28,12 @@ from mlxtune.errors import (
     OutputError,
     shorten,
 )
+from mlxtune.hub.names import dataset_name
 from mlxtune.setup.launch import from_rank_0
 from mlxtune.terminal.console import RunConsole
 
 # Options of a run that choose what is downloaded, and who learns of it.
-_ASKED_AGAIN = ("model_path", "track")
+_ASKED_AGAIN = ("model_path", "data", "val_data", "track")
 # What a resumed run must have in common with its checkpoint, and the error if it has not.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
@@ -103,9 +104,11 @@ def check_asked_again(
         value = own.get(name)
         if not value or name in given:
             continue
-        if name == "model_path" and (not isinstance(value, str) or _is_here(value, found)):
-            continue
         values = value if isinstance(value, list) else [value]
+        if name != "track":
+            values = [
+                each for each in values if isinstance(each, str) and _is_remote(name, each, found)
+            ]
         # Any text: it is quoted, so that it can be copied into a shell.
         asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
     if asked and not is_own(run):
@@ -118,10 +121,10 @@ def check_asked_again(
         )
 
 
-def _is_here(model_path: str, found: Checkpoint) -> bool:
-    """Return whether a run's model is a folder, and not a name to download."""
-    there = _from(str(found.metadata.get("working_directory", "")), model_path, "model_path")
-    return is_local(there)
+def _is_remote(option: str, value: str, found: Checkpoint) -> bool:
+    """Return whether a run's model or data is a name to download, and not a path."""
+    there = _from(str(found.metadata.get("working_directory", "")), value, option)
+    return not is_local(there) if option == "model_path" else dataset_name(there) is not None
 
 
 def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
@@ -206,11 +209,14 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
-    """Return a path as seen from here; the name of a model to download stays."""
+    """Return a path as seen from here; names of what is to be downloaded stay."""
     if path.startswith(("~", "/")):
         return path
     there = Path(working_directory, path)
-    return path if name == "model_path" and not there.exists() else str(there)
+    is_name = name == "model_path" or (
+        name in ("data", "val_data") and dataset_name(path) is not None
+    )
+    return path if is_name and not there.exists() else str(there)
 
 
 def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:

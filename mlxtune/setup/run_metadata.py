@@ -72,6 +72,7 @@ def about_run(
         "lengths": _lengths([dataset.corpus, dataset.validation]),
         "data_hash": trainer.data_hash(),
         "validation_hash": trainer.validation_hash(),
+        "hub": dataset.hub,
         "versions": versions(),
         "config": parts.options,
     }

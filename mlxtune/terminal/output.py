@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-from mlxtune.errors import printable
+from mlxtune.errors import ConfigError, printable
 
 
 def print_json(value: Any) -> None:
@@ -25,3 +25,11 @@ def print_answer(text: str) -> None:
 
     sys.stdout.write(escape_controls(text))
     sys.stdout.flush()
+
+
+def ask(question: str) -> bool:
+    """Ask on a terminal for yes or no, which is the default. Raises ConfigError without one."""
+    if not sys.stdin.isatty():
+        raise ConfigError([f"{question} There is no terminal to ask on: add --yes"])
+    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -14,6 +14,7 @@ from mlxtune.backend.model import model_folder
 from mlxtune.config import user_cache
 from mlxtune.core.training import checkpoint, own_runs
 from tests.command import Cli
+from tests.hub_server import Hub
 
 HUB = "evil/model"
 
@@ -114,6 +115,19 @@ def test_strangers_run_names_neither_download_nor_tracker(
     assert "was not made by you on this machine" in error
     assert "--model-path evil/model" in error or "--track wandb (or --track '' for none)" in error
     assert downloads == []
+
+
+@pytest.mark.parametrize("options", [{"data": [f"{HUB}:train"]}, {"val_data": HUB}], ids=str)
+def test_strangers_run_names_no_data_to_download(
+    cli: Cli, hub: Hub, run: Path, options: dict[str, Any]
+) -> None:
+    change(run, **options)
+    received = copied(run)
+    error = cli("train", "--resume", received).error
+    assert "was not made by you on this machine" in error
+    assert error.endswith(("--data evil/model:train", "--val-data evil/model"))
+    assert "was not made by you" in cli("verify", received, "--replay").out
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("name", [HUB, "a/b", "evil/model.v1-2_x", "e/" + "m" * 90])

@@ -20,7 +20,7 @@ from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import DataError, one_line
 
 # File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
-_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _UTF8_BOM = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD_BYTES = 8192
@@ -44,21 +44,25 @@ class DataFiles:
         return (*self.train, *self.validation)
 
 
-def find_data_files(paths: Sequence[Path], option: str = "--data") -> DataFiles:
+def find_data_files(
+    paths: Sequence[Path], option: str = "--data", *, validation_files: Sequence[Path] = ()
+) -> DataFiles:
     """Return the files that `option` names: a folder stands for its `train` and `valid` files.
+
+    `validation_files` are those that it names besides.
 
     Raises DataError when a path is missing, when a folder has no `train` file or `option` takes no
     folder, and when a file is named twice.
     """
     train: list[Path] = []
-    validation: list[Path] = []
+    validation = [*validation_files]
     for path in paths:
         if not stat.S_ISDIR(_stat(path, option).st_mode):
             train.append(path)
         elif option != "--data":
             raise DataError(f"{path}: is a folder: name a file in it")
         elif not (files := _file_named("train", path)):
-            names = ", ".join(f"train{ending}" for ending in _ENDINGS)
+            names = ", ".join(f"train{ending}" for ending in ENDINGS)
             raise DataError(
                 f"{path}: has no file to train on: name a file in it, or rename one to any of "
                 f"{names}"
@@ -139,7 +143,7 @@ def _stat(path: Path, option: str) -> os.stat_result:
 def _file_named(stem: str, folder: Path) -> list[Path]:
     with _reading(folder):
         present = {path.name for path in folder.iterdir()}
-    matches = [name for ending in _ENDINGS if (name := stem + ending) in present]
+    matches = [name for ending in ENDINGS if (name := stem + ending) in present]
     if len(matches) > 1:
         raise DataError(
             f"{folder}: holds {' and '.join(matches)}: keep one, or name the files to train on"

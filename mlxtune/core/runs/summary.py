@@ -6,7 +6,7 @@ import operator
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import PurePath
@@ -15,7 +15,7 @@ from typing import Any
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.runs.run import CHECKPOINTS, Run, number, text, whole
+from mlxtune.core.runs.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.text import count, loss_text
 
 _CURVE_POINTS = 12
@@ -113,7 +113,7 @@ def summarize(run: Run) -> RunSummary:
         status=status,
         started=_started(run),
         model=PurePath(text(run.config, "model_path")).name,
-        data=tuple(PurePath(ledger.path).name for ledger in run.ledgers),
+        data=tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers)),
         step=progress.step,
         total_steps=whole(run.about, "plan", "steps"),
         epoch=len(progress.epochs),
@@ -136,6 +136,17 @@ def summarize(run: Run) -> RunSummary:
             bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
         ),
     )
+
+
+def data_name(run: Run, path: str) -> str:
+    """Return a file of a ledger as people name it: its name, or that of its split on the hub."""
+    about = run.about.get("hub")
+    for data in about if isinstance(about, list) else []:
+        titles = mapping(data, "titles") if isinstance(data, Mapping) else {}
+        for title in map(str, titles.values()):
+            if path == title or path.startswith(f"{title}/"):
+                return title
+    return PurePath(path).name
 
 
 def bucket_means(values: Sequence[float], most: int) -> list[float]:

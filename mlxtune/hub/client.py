@@ -1,0 +1,102 @@
+"""The hub's own client: what it sends and shows, and its errors in one line."""
+
+import importlib.metadata
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import disable_progress_bars, logging
+
+from mlxtune.errors import MlxTuneError, one_line
+
+# Seconds that the hub may be silent. The client itself would wait for ever.
+SILENCE = 60.0
+_LOG_IN = "log in with hf auth login, or set HF_TOKEN"
+
+
+@contextmanager
+def asking(
+    name: str, kind: str, error: type[MlxTuneError], *, quiet: bool = False
+) -> Iterator[huggingface_hub.HfApi]:
+    """Yield the client, and raise `error` in one line about `name` for whatever goes wrong.
+
+    `kind` is what the hub may lack under that name. The client's own warnings, such as those
+    of each further try, are not shown.
+    """
+    # Those of uploads would be drawn into a pipe, too.
+    if quiet or not sys.stderr.isatty():
+        disable_progress_bars()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            huggingface_hub.get_session().timeout = SILENCE
+            version = importlib.metadata.version("mlxtune")
+            yield huggingface_hub.HfApi(library_name="mlxtune", library_version=version)
+    except MlxTuneError:
+        raise
+    except Exception as problem:
+        raise error(f"{name}: {_reason(problem, kind)}") from problem
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _reason(error: Exception, kind: str) -> str:
+    """Return what went wrong, and the remedy."""
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return (
+            "HF_HUB_OFFLINE forbids to ask the hub: unset it, or name a commit (@…) whose files "
+            "are here"
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"is gated: ask for access on its page at {constants.ENDPOINT}, then {_LOG_IN}, as the "
+            "account that has it"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "has no such revision on the hub: check what stands after @"
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refusal(error, kind)
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return f"needs a token of the hub: {_LOG_IN}"
+    if isinstance(error, errors.HFValidationError):
+        return f"is no name that the hub could have: {one_line(error)}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}"
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(cause, errors.HfHubHTTPError):
+        return _refusal(cause, kind)
+    nonsense = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
+    if isinstance(error, (*nonsense, errors.FileMetadataError)):
+        return f"the answer of {constants.ENDPOINT} is not that of a hub: check HF_ENDPOINT"
+    return (
+        f"the connection to {constants.ENDPOINT} failed ({one_line(cause)}): check the network, "
+        "and try again"
+    )
+
+
+def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
+    """Return why the hub answered with an error."""
+    code = error.response.status_code
+    known = huggingface_hub.get_token() is not None
+    if code == 401 and known and not isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub refuses the token: {_LOG_IN} with a valid one"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        readers = "one that this token may not read" if known else f"a private one: {_LOG_IN}"
+        return f"no such {kind} on the hub, or {readers}"
+    said = one_line(error.server_message or "")
+    if code in (401, 403):
+        return f"the hub does not allow it ({said}): {_LOG_IN} with a token that may"
+    if code == 404:
+        return "the hub lacks a file that it lists: try again, or name another revision"
+    if code == 429:
+        return "the hub has had too many requests from here: wait some minutes, and try again"
+    if code >= 500:
+        return f"the hub is out of order ({code}): try again later"
+    return f"the hub answers with error {code} ({said})"

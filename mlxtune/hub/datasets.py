@@ -1,0 +1,184 @@
+"""Data sets on the hub as files here, of one commit, in the hub's own cache."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import RevisionNotFoundError
+
+from mlxtune.config import user_cache
+from mlxtune.core.data.cache import key_of
+from mlxtune.core.machine.files import make_folder, read_json, write_json
+from mlxtune.errors import DataError, OutputError, one_line
+from mlxtune.hub.client import asking
+from mlxtune.hub.names import DatasetName, is_commit
+from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
+
+# The branch with the hub's own conversion to parquet.
+_CONVERTED = "refs/convert/parquet"
+# What there is not where a name is neither; most are paths with a slip.
+_MISSING = "file or folder here, and no such dataset"
+# Seconds for an answer that is not a file.
+_TIMEOUT = 20.0
+_LONGEST_LICENSE = 100
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set of the hub: its name, with configuration and commit, and its files by split.
+
+    `license` is empty if its card names none; `public` is whether anybody may read it.
+    """
+
+    name: DatasetName
+    license: str
+    public: bool
+    files: Mapping[str, Sequence[Path]]
+
+    @property
+    def train(self) -> list[Path]:
+        """The files to train on."""
+        return [path for files in list(self.files.values())[:1] for path in files]
+
+    @property
+    def validation(self) -> list[Path]:
+        """The validation files, if the name has no split."""
+        return [path for files in list(self.files.values())[1:] for path in files]
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What people read for each split."""
+        config = None if self.name.config == DEFAULT else self.name.config
+        return {
+            split: str(DatasetName(self.name.repository, config, split=split))
+            for split in self.files
+        }
+
+    def title_of_files(self) -> dict[Path, str]:
+        """Return what people read instead of each file's path in the cache."""
+        return {
+            path: self.titles[split] + (f"/{path.name}" if len(paths) > 1 else "")
+            for split, paths in self.files.items()
+            for path in paths
+        }
+
+    def about(self) -> dict[str, Any]:
+        """Return what a run records about its data."""
+        return {
+            "name": str(self.name),
+            "repository": self.name.repository,
+            "config": self.name.config,
+            "titles": self.titles,
+            "commit": self.name.revision,
+            "license": self.license,
+            "public": self.public,
+        }
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """What the hub says about a data set: as HubData, with names of files in the repository."""
+
+    name: DatasetName
+    license: str
+    public: bool
+    files: Mapping[str, Sequence[str]]
+
+
+def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> HubData:
+    """Return a data set's files, downloaded unless they are here.
+
+    Without a split, these are the training data and, if there is some, the validation data; with
+    `held_out` the data to evaluate on. The files of a pinned name that are here need no network.
+
+    Raises DataError.
+    """
+    with asking(str(name), _MISSING, DataError, quiet=quiet) as hub:
+        listing = (_recorded(name) if not held_out else None) or _listing(hub, name, held_out)
+        commit = listing.name.revision
+        files = {
+            split: [
+                Path(
+                    hub.hf_hub_download(name.repository, file, repo_type="dataset", revision=commit)
+                )
+                for file in files
+            ]
+            for split, files in listing.files.items()
+        }
+    return HubData(listing.name, listing.license, listing.public, files)
+
+
+def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> _Listing:
+    """Ask the hub which files a name stands for."""
+    about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
+    info, splits = about, None
+    if name.revision is None:
+        with suppress(RevisionNotFoundError):
+            info = hub.dataset_info(name.repository, revision=_CONVERTED, timeout=_TIMEOUT)
+            splits = converted_splits(_names(info))
+        info = info if splits else about
+    else:
+        info = hub.dataset_info(name.repository, revision=name.revision, timeout=_TIMEOUT)
+    if not splits:
+        splits = own_splits(_names(info), (info.card_data or {}).get("configs"))
+    if not is_commit(info.sha):
+        raise ValueError(f"no commit: {info.sha!r}")
+    config, files = choose(name, splits, held_out=held_out)
+    split = next(iter(files)) if held_out else name.split
+    listing = _Listing(
+        name=DatasetName(name.repository, config, info.sha, split),
+        license=_license(about),
+        public=about.private is False and not about.gated,
+        files=files,
+    )
+    _record(listing)
+    return listing
+
+
+def _names(info: huggingface_hub.DatasetInfo) -> list[str]:
+    return [each.rfilename for each in info.siblings or []]
+
+
+def _license(info: huggingface_hub.DatasetInfo) -> str:
+    card = info.card_data or {}
+    license = card.get("license")
+    if license == "other":
+        license = card.get("license_name") or license
+    if not license:
+        tags = (str(tag) for tag in info.tags or [])
+        license = [tag.partition(":")[2] for tag in tags if tag.startswith("license:")]
+    text = ", ".join(map(str, license)) if isinstance(license, list) else str(license)
+    return one_line(text)[:_LONGEST_LICENSE] if text else ""
+
+
+# What the hub said about a commit, which never changes: a run resumes without asking again.
+
+
+def _place(name: DatasetName) -> Path:
+    return user_cache() / "hub" / f"{key_of(str(name))}.json"
+
+
+def _record(listing: _Listing) -> None:
+    place = _place(listing.name)
+    values = {
+        "license": listing.license,
+        "public": listing.public,
+        "files": {split: list(files) for split, files in listing.files.items()},
+    }
+    with suppress(OutputError):
+        make_folder(place.parent)
+        write_json(place, values)
+
+
+def _recorded(name: DatasetName) -> _Listing | None:
+    if not name.is_pinned or name.config is None:
+        return None
+    try:
+        values = read_json(_place(name))
+        files = {str(split): [*map(str, each)] for split, each in values["files"].items()}
+        return _Listing(name, str(values["license"]), values["public"] is True, files)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,52 @@
+"""Names of data sets on the hub, as --data takes them: owner/name[/config][@revision][:split]."""
+
+import dataclasses
+import os
+import re
+
+from mlxtune.config import as_path
+from mlxtune.core.data.datafiles import ENDINGS
+
+_PART = r"[A-Za-z0-9_][\w.-]*"
+REPOSITORY = re.compile(f"{_PART}/{_PART}", re.ASCII)
+_NAME = re.compile(
+    rf"(?P<repository>{_PART}/{_PART})(?:/(?P<config>[^/@:]+))?"
+    r"(?:@(?P<revision>[^:\s]+))?(?::(?P<split>[\w.-]+))?",
+    re.ASCII,
+)
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetName:
+    """A data set on the hub; None stands for what it has by default."""
+
+    repository: str
+    config: str | None = None
+    revision: str | None = None
+    split: str | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it names one commit, whose files never change."""
+        return self.revision is not None and is_commit(self.revision)
+
+    def __str__(self) -> str:
+        parts = [("/", self.config), ("@", self.revision), (":", self.split)]
+        return self.repository + "".join(mark + each for mark, each in parts if each)
+
+
+def is_commit(revision: object) -> bool:
+    """Return whether a revision is a commit's full hash."""
+    return isinstance(revision, str) and bool(_COMMIT.fullmatch(revision))
+
+
+def dataset_name(text: str) -> DatasetName | None:
+    """Return the data set that a value of --data names, or None if it is a path.
+
+    Whatever exists here is a path, and so is a name that ends like a data file.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None or text.endswith(ENDINGS) or os.path.lexists(as_path(text)):
+        return None
+    return DatasetName(**match.groupdict())

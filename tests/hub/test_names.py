@@ -1,0 +1,55 @@
+"""What --data takes for a data set of the hub, and what for a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtune.hub.names import DatasetName, dataset_name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("org/gsm8k", DatasetName("org/gsm8k")),
+        ("org/gsm8k:train", DatasetName("org/gsm8k", split="train")),
+        ("org/gsm8k/main", DatasetName("org/gsm8k", "main")),
+        ("org/gsm8k@v1.0:test", DatasetName("org/gsm8k", None, "v1.0", "test")),
+        (
+            "org/a.b-c_d/en-US@refs/pr/1:x.y",
+            DatasetName("org/a.b-c_d", "en-US", "refs/pr/1", "x.y"),
+        ),
+    ],
+)
+def test_name_has_its_parts_and_is_written_as_it_is_read(text: str, name: DatasetName) -> None:
+    assert dataset_name(text) == name
+    assert str(name) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("chat.jsonl", "/org/gsm8k", "./org/gsm8k", "~/org/gsm8k", "gsm8k", "org/", "org//gsm8k"),
+        *("org/rows.jsonl", "org/sub/rows.parquet", "org/rows.json.gz", "org/gsm8k: train"),
+        *("org/gsm8k:", "org/gsm8k@", "org/a/b/c", "örg/gsm8k", "org/gsm8k\n", ""),
+    ],
+)
+def test_anything_else_is_a_path(text: str) -> None:
+    assert dataset_name(text) is None
+
+
+def test_whatever_is_here_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    assert dataset_name("org/gsm8k") is not None
+    (tmp_path / "org" / "gsm8k").symlink_to("nowhere")
+    assert dataset_name("org/gsm8k") is None
+    (tmp_path / "org" / "gsm8k:train").touch()
+    assert dataset_name("org/gsm8k:train") is None
+
+
+def test_only_a_whole_hash_is_a_commit() -> None:
+    assert DatasetName("a/b", revision="0123456789" * 4).is_pinned
+    assert not DatasetName("a/b", revision="0123456").is_pinned
+    assert not DatasetName("a/b", revision="main").is_pinned
