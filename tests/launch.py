@@ -22,6 +22,9 @@ needs_ring = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no ring"
 )
 
+# More than the pipes to the launcher and from it to a rank hold.
+_FULL = 1 << 18
+
 
 @contextmanager
 def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -44,14 +47,18 @@ def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subpr
             stdout=file,
             stderr=file,
             start_new_session=True,
+            bufsize=0,
         )
+        assert process.stdin
         try:
+            # While the ranks could read more of their input, mlx.launch 0.32 keeps a core busy.
+            with suppress(BrokenPipeError):
+                process.stdin.write(bytes(_FULL))
             yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            assert process.stdin
             process.stdin.close()
 
 

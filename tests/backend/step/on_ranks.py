@@ -5,7 +5,9 @@ python -m tests.backend.step.on_ranks
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -64,10 +66,14 @@ def _check_equal_on_all(ranks: Ranks, pipeline: InstructPipeline) -> None:
 
 def real_step(folder: Path) -> list[Example]:
     """Return rows of real data for a real model."""
-    data = str(SHARED / "chat" / "wikisql_train.jsonl")
-    config = DataConfig(str(folder), (data,), no_cache=True)
-    corpus = load_dataset(config, Reader(config, folder)).corpus
-    return [example for i in range(4) for example in corpus.row(i)]
+    with (SHARED / "chat" / "wikisql_train.jsonl").open("rb") as lines:
+        rows = list(islice(lines, 4))
+    with tempfile.TemporaryDirectory() as scratch:
+        data = Path(scratch) / "chat.jsonl"
+        data.write_bytes(b"".join(rows))
+        config = DataConfig(str(folder), (str(data),), no_cache=True)
+        corpus = load_dataset(config, Reader(config, folder)).corpus
+    return [example for i in range(len(rows)) for example in corpus.row(i)]
 
 
 def check_words(ranks: Ranks) -> None:
