@@ -178,10 +178,13 @@ class Progress:
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
         """Drop the end of an epoch that was cut short, if more steps may follow.
 
-        Its validation stays if a run that goes on has it too (`validated`).
+        Its validation stays if a run that goes on has it too (`validated`), or if it was better
+        than an earlier one, whose adapter in `best/` it has replaced.
         """
         if self.step < total_steps and self.step % steps_per_epoch:
-            kept = (int, SkippedStep, *[ValidationRecord] * validated)
+            earlier = any(0 < each.step < self.step for each in self.validations)
+            replaced = earlier and self.best is not None and self.best.step == self.step
+            kept = (int, SkippedStep, *[ValidationRecord] * (validated or replaced))
             while not isinstance(self._entries[-1], kept):
                 self._entries.pop()
 

@@ -204,10 +204,29 @@ def test_run_with_more_steps_takes_back_the_end_of_the_epoch_that_was_cut_short(
     whole, grown = tmp_path / "whole", tmp_path / "grown"
     steady = {"schedule": "constant", "epochs": 2}
     expected = what_counts(*run(whole, **steady), whole)
-    run(grown, max_steps=5, **steady)
+    run(grown, max_steps=2, **steady)
     assert log_of(grown)[-1]["kind"] == "epoch"
     found = what_counts(*run(grown, resume=True, **steady), grown)
     assert found == expected
+
+
+def test_validation_at_a_cut_counts_if_its_adapter_has_replaced_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `best/` would hold an adapter that the record does not have."""
+    losses = {0: 4.0, 3: 3.0, 5: 1.0, 6: 2.0, 9: 2.0}
+
+    def pipeline() -> FakePipeline:
+        made = FakePipeline()
+        made._val_loss = lambda v: losses[len(made.batches)]
+        return made
+
+    monkeypatch.setitem(globals(), "pipeline", pipeline)
+    steady = {"schedule": "constant", "epochs": 3}
+    run(tmp_path, max_steps=5, **steady)
+    result, _ = run(tmp_path, resume=True, **steady)
+    assert result.best_step == metadata(tmp_path / "best")["step"] == 5
+    assert [each.step for each in result.validations] == [0, 3, 5, 6, 9]
 
 
 def test_finished_run_resumed_is_finished(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
