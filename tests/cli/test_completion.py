@@ -45,7 +45,7 @@ def test_each_shell_is_given_the_choices_that_begin_so(shell: str, dtypes: list[
 
 def test_commands_and_options_are_completed() -> None:
     assert "plain,train" in completed("bash", last="tr")
-    assert completed("bash", "train", last="--val-s") == ["plain,--val-split"]
+    assert completed("bash", "train", last="--val-sp") == ["plain,--val-split"]
     assert completed("bash", "runs", "--sort", last="tr") == ["plain,train"]
 
 

@@ -68,6 +68,7 @@ def test_ranks_that_share_a_model_write_the_adapter_that_one_does(
 
 
 @needs_ring
+@pytest.mark.slow
 def test_a_killed_rank_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_path: Path) -> None:
     with launched(2, arguments(tmp_path, **OPTIONS), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 3)

@@ -10,7 +10,9 @@ from tests.launch import needs_ring, run
 
 
 @needs_ring
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))]
+)
 def test_several_ranks_compute_what_one_does(ranks: int, tmp_path: Path) -> None:
     said = run(ranks, ["-m", "tests.backend.step.on_ranks"], tmp_path / "log")
     for rank in range(ranks):
