@@ -256,8 +256,9 @@ _OF_PEFT: dict[str, Callable[[Random], Any]] = {
 def mutate_peft(rng: Random, folder: Path) -> None:
     """Damage an adapter in PEFT's layout, or have it say what is not so."""
     _mutate_folder(rng, folder, "adapter_model.safetensors", _OF_PEFT)
-    if rng.random() < 0.05:
-        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    weights = folder / "adapter_model.safetensors"
+    if rng.random() < 0.05 and weights.exists():
+        weights.rename(folder / "adapter_model.bin")
 
 
 def mutate_run(rng: Random, run: Path, *, everything: bool = False) -> None:
