@@ -243,8 +243,17 @@ SECTIONS: dict[str, dict[str, Option]] = {
             at_least=0,
             at_most=1000,
         ),
+        "val_steps": Option(
+            "Also validate and save every N optimizer steps within an epoch; default: only at its "
+            "end.",
+            RESULT,
+            at_least=1,
+            metavar="N",
+        ),
         "patience": Option(
-            "Stop after this many epochs without a better validation loss.", RESULT, at_least=1
+            "Stop after this many validations, of epochs and --val-steps, without a better loss.",
+            RESULT,
+            at_least=1,
         ),
     },
     "Run": {

@@ -78,6 +78,7 @@ class _LoopConfig(Checked):
     lr_min: float = option("lr_min", 1e-6)
     max_steps: int | None = option("max_steps", None)
     order: str = option("order", "shuffle")
+    val_steps: int | None = option("val_steps", None)
     save_every: int = option("save_every", 1)
     save_steps: int | None = option("save_steps", None)
     save_minutes: float = option("save_minutes", 10.0)

@@ -30,7 +30,7 @@ from mlxtune.core.training.observer import Observers
 from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import OutputError
+from mlxtune.errors import ConfigError, OutputError
 from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, report_findings
 from mlxtune.setup.interrupt import stop_on_interrupt
 from mlxtune.setup.judge import judge
@@ -219,6 +219,10 @@ def prepare(
     with closing(console), joint.in_turn():
         dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
     report_findings(dataset, console)
+    if parts.training.val_steps and dataset.validation is not None and not dataset.validation:
+        raise ConfigError(
+            ["--val-steps: no rows validate: leave it out, or set --val-split above 0"]
+        )
 
     # Then the memory: a run that does not fit ends before its weights are read.
     base = open_model(step, folder, console, joint.ranks)

@@ -111,6 +111,7 @@ def about_result(
         "train_loss": last.train_loss,
         "initial_val_loss": result.initial_val_loss,
         "best_epoch": result.best_epoch,
+        "best_step": result.best_step,
         "best_val_loss": result.best_val_loss,
         "total_time_ms": result.total_time_ms,
         "peak_memory": memory.peak_bytes(),

@@ -1,5 +1,6 @@
 """A run's messages on stderr: with rich on a terminal, as plain lines when piped."""
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -70,7 +71,8 @@ class RunConsole(TrainingObserver):
         self._progress: Progress | None = None
         self._status: Status | None = None
         self._total_steps = 0
-        self._epochs = 0
+        self._epochs = self._steps_per_epoch = 0
+        self._best = math.inf
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
         self._profile = profile_text.ProfileSummary()
 
@@ -121,6 +123,8 @@ class RunConsole(TrainingObserver):
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._total_steps, self._epochs = run.total_steps, run.epochs
+        self._steps_per_epoch = run.steps_per_epoch
+        self._best = best.val_loss if (best := run.progress.best) else math.inf
         self._losses.extend(run.progress.steps.column("loss"))
         if self._quiet or not self._live:
             return
@@ -162,9 +166,14 @@ class RunConsole(TrainingObserver):
             )
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Print the loss before the first step; later ones are in the epoch's line."""
+        """Print the loss before the first step or within an epoch; its last is in its line."""
         if step == 0:
             self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
+            return
+        is_best, self._best = loss < self._best, min(loss, self._best)
+        if step % self._steps_per_epoch and step < self._total_steps:
+            epochs = step / self._steps_per_epoch
+            self.say("Validation", run_text.validation_line(step, epochs, loss, is_best))
 
     def on_profile(self, profile: StepProfile) -> None:
         """Print the times of a profiled step, and keep them for the table at the end."""

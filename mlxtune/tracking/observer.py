@@ -137,6 +137,7 @@ class TrackingObserver(TrainingObserver):
             "initial_val_loss": result.initial_val_loss,
             "best_val_loss": result.best_val_loss,
             "best_epoch": result.best_epoch,
+            "best_step": result.best_step,
             "stopped_early": result.stopped_early,
             "steps": len(result.steps),
         }

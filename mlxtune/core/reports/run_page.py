@@ -32,6 +32,7 @@ from mlxtune.core.text import (
     signed_loss,
 )
 from mlxtune.core.training.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
+from mlxtune.core.training.metrics import best_place
 from mlxtune.core.training.run_folder import REPORT
 
 PAGE = PageType(
@@ -167,7 +168,10 @@ def _verdict(run: Run, summary: RunSummary) -> Verdict:
     if before is not None and best is not None and best >= before:
         worse = "No epoch was better than the base model on the validation rows"
         return Verdict("warning", f"! The run {ended}. {worse}: lower --lr, or add data.")
-    chosen = f" Epoch {summary.best_epoch} was the best." if summary.best_epoch else ""
+    chosen = ""
+    if best is not None and summary.best_step and summary.best_epoch:
+        place = best_place(summary.best_step, summary.best_epoch, best, run.progress.epochs)
+        chosen = f" {place.capitalize()} was the best."
     adapter = " Its adapter:" if summary.adapter else ""
     return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", summary.adapter)
 

@@ -12,6 +12,7 @@ from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
+    best_place,
     perplexity,
 )
 from mlxtune.core.training.trainer import InstructTrainer
@@ -104,10 +105,18 @@ def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
     )
 
 
+def validation_line(step: int, epochs: float, loss: float, best: bool) -> str:
+    """Return a validation within an epoch; `epochs` may have a fraction."""
+    so_far = ", best so far" if best else ""
+    return f"step {step} (epoch {epochs:.2f}): {loss_and_perplexity(loss)}{so_far}"
+
+
 def plan_line(trainer: InstructTrainer) -> str:
     """Return the steps, epochs, rows, learning rate and seed of a run."""
     config = trainer.config
     validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
+    if trainer.val_rows and config.val_steps:
+        validation += f" every {count(config.val_steps, 'step')}"
     return (
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
         f"{count(config.epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
@@ -136,9 +145,9 @@ def summary_lines(
     yield f"training loss {loss_and_perplexity(train_loss)} in the last epoch"
     yield from _validation_lines(result)
     if result.stopped_early:
-        yield f"stopped early after epoch {result.epoch_metrics[-1].epoch}"
-    chosen = "last epoch" if result.best_epoch is None else f"best epoch, {result.best_epoch}"
-    yield f"adapter of the {chosen}: {run.output_path}"
+        yield f"stopped early after step {result.steps[-1].step}"
+    best = _best_place(result)
+    yield f"adapter of {f'{best}, the best' if best else 'the last epoch'}: {run.output_path}"
     yield f"checkpoints, metrics and ledger: {run.checkpoint_path}"
 
 
@@ -149,13 +158,20 @@ def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
         return
     yield (
         f"validation loss {loss_and_perplexity(before)} before, {loss_and_perplexity(last)} at the "
-        f"end, {loss_and_perplexity(best)} at best, in epoch {result.best_epoch}"
+        f"end, {loss_and_perplexity(best)} at best, after {_best_place(result)}"
     )
     if best >= before:
         yield (
             "no epoch was better than the base model on the validation rows: "
             "lower --lr, or add data"
         )
+
+
+def _best_place(result: InstructTrainResult) -> str:
+    step, epoch, loss = result.best_step, result.best_epoch, result.best_val_loss
+    if step is None or epoch is None or loss is None:
+        return ""
+    return best_place(step, epoch, loss, result.epoch_metrics)
 
 
 def quantized_base_lines(step: StepConfig) -> Iterator[str]:

@@ -8,7 +8,8 @@ _CHECKPOINT = "checkpoints/{best,epoch-N,step-N}"
 RUN_FILES: dict[str, str] = {
     "checkpoints/.mlxtune": "marks the folder as a run's, whose files the next run may move",
     "checkpoints/run.json": "the run's options, model, plan and data",
-    "adapters.safetensors": "the adapter in mlx-lm's format: of the best epoch by validation loss, "
+    "adapters.safetensors": "the adapter in mlx-lm's format: of the step with the lowest "
+    "validation loss, "
     "or of the last step without validation; --output sets its name",
     "adapter_config.json": "what mlx-lm needs to load the adapter: rank, scale, dropout and layers",
     "checkpoints/metrics.jsonl": "a JSON line for every step, skipped step, validation and epoch "

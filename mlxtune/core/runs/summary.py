@@ -45,6 +45,7 @@ class RunSummary:
     initial_val_loss: float | None
     best_val_loss: float | None
     best_epoch: int | None
+    best_step: int | None
     tokens_per_second: float | None
     peak_memory: int | None
     predicted_memory: int | None
@@ -120,7 +121,8 @@ def summarize(run: Run) -> RunSummary:
         train_loss=_train_loss(run),
         initial_val_loss=progress.initial_val_loss,
         best_val_loss=best.val_loss if best else None,
-        best_epoch=best.epoch if best else None,
+        best_epoch=progress.best_epoch,
+        best_step=best.step if best else None,
         tokens_per_second=sum(run.column("tokens")) / seconds if seconds > 0 else None,
         peak_memory=max([*map(int, run.column("memory")), whole(run.result, "peak_memory") or 0])
         or None,

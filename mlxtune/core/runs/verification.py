@@ -12,7 +12,7 @@ from mlxtune.core.runs.run import read_ledgers
 from mlxtune.core.text import count
 from mlxtune.core.training.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
 from mlxtune.core.training.evaluation import VERDICTS
-from mlxtune.core.training.metrics import InstructEpochMetrics
+from mlxtune.core.training.metrics import ValidationRecord
 from mlxtune.core.training.progress import Progress
 from mlxtune.core.training.run_folder import EVALUATION, LEDGER, RESULT
 
@@ -74,7 +74,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     else:
         found.attempt(METRICS, partial(_check_metrics, progress, found.step))
         if progress.best is not None:
-            found.attempt("best epoch", partial(_check_best, progress.best, good))
+            found.attempt("best step", partial(_check_best, progress.best, good))
     found.attempt(LEDGER, partial(_check_ledger, run))
     _verify_result(found, run, progress)
     if (run / EVALUATION).exists():  # a run without validation has none
@@ -107,13 +107,13 @@ def _check_metrics(progress: Progress, newest: int) -> str:
     return f"{taken}, none missing or duplicated"
 
 
-def _check_best(best: InstructEpochMetrics, good: list[Checkpoint]) -> str:
-    saved = next((each.metadata.get("epoch") for each in good if each.folder.name == BEST), None)
+def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:
+    saved = next((each.step for each in good if each.folder.name == BEST), None)
     if saved is None:
-        raise ValueError(f"it has no checkpoint, though epoch {best.epoch} is the best")
-    if saved != best.epoch:
-        raise ValueError(f"the checkpoint is of epoch {saved}, not {best.epoch}")
-    return f"epoch {best.epoch}, validation loss {best.val_loss:.4f}"
+        raise ValueError(f"it has no checkpoint, though step {best.step} is the best")
+    if saved != best.step:
+        raise ValueError(f"the checkpoint is of step {saved}, not {best.step}")
+    return f"step {best.step}, validation loss {best.val_loss:.4f}"
 
 
 def _check_ledger(run: Path) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_type_hints, overload
 
@@ -155,6 +155,14 @@ class InstructEpochMetrics:
     samples_per_sec: float
 
 
+def best_place(
+    step: int, epoch: int, val_loss: float, epochs: Iterable[InstructEpochMetrics]
+) -> str:
+    """Return where the best validation stands: `epoch 2`, or `step 40 (epoch 2)` within it."""
+    at_end = any((each.epoch, each.val_loss) == (epoch, val_loss) for each in epochs)
+    return f"epoch {epoch}" if at_end else f"step {step:,} (epoch {epoch})"
+
+
 @dataclass(frozen=True)
 class TrainingMetrics:
     """A view of the steps taken so far, in a run of `max_steps`."""
@@ -188,12 +196,13 @@ class TrainingMetrics:
 class InstructTrainResult:
     """A run as a whole. Epochs count from 1.
 
-    `best_epoch` has the lowest validation loss, `best_val_loss`; `initial_val_loss` is the loss
-    before the first step. All three are None without validation.
+    `best_val_loss` is the lowest validation loss, after `best_step` in `best_epoch`;
+    `initial_val_loss` is the loss before the first step. All four are None without validation.
     """
 
     epoch_metrics: list[InstructEpochMetrics]
     best_epoch: int | None
+    best_step: int | None
     best_val_loss: float | None
     stopped_early: bool
     total_time_ms: int

@@ -15,6 +15,7 @@ class RunStart:
     """The size of a run, and its progress so far, which a resumed run reads from its checkpoint."""
 
     total_steps: int
+    steps_per_epoch: int
     epochs: int
     train_rows: int
     val_rows: int

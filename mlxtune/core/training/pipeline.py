@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.metrics import InstructBatchResult
+from mlxtune.core.training.metrics import InstructBatchResult, StepRecord
 from mlxtune.core.training.saving import Snapshot
 
 
@@ -33,6 +33,25 @@ class StartedStep:
     examples: Sequence[Example]
     started: float
     pending: PendingStep
+
+    def record(self, result: InstructBatchResult, seconds: float) -> StepRecord:
+        """Return the record of this step, which took so long."""
+        return StepRecord(
+            step=self.step,
+            epoch=self.epoch,
+            loss=result.avg_loss,
+            learning_rate=self.learning_rate,
+            grad_norm=result.grad_norm or 0.0,
+            perplexity=result.perplexity,
+            tokens=result.total_tokens,
+            supervised_tokens=result.total_response_tokens,
+            rows=len(self.rows),
+            seconds=seconds,
+            memory=result.memory,
+            micro_batches=result.micro_batches,
+            run_tokens=result.run_tokens,
+            padding=result.padding,
+        )
 
 
 class Pipeline(Protocol):

@@ -18,10 +18,13 @@ from mlxtune.core.machine.files import as_output_error, make_folder, open_to_app
 from mlxtune.core.training.checkpoint import METRICS
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
+    InstructTrainResult,
     SkippedStep,
     StepHistory,
     StepRecord,
+    TrainingMetrics,
     ValidationRecord,
+    perplexity,
 )
 from mlxtune.errors import OutputError
 
@@ -75,10 +78,23 @@ class Progress:
         return [entry for entry in self._entries if isinstance(entry, InstructEpochMetrics)]
 
     @property
-    def best(self) -> InstructEpochMetrics | None:
-        """The first epoch with the lowest validation loss; None without validation."""
-        validated = (epoch for epoch in self.epochs if epoch.val_loss is not None)
-        return min(validated, key=attrgetter("val_loss"), default=None)
+    def best(self) -> ValidationRecord | None:
+        """The first validation with the lowest loss, but for that before the first step."""
+        after = (each for each in self.validations if each.step)
+        return min(after, key=attrgetter("val_loss"), default=None)
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch of the best validation."""
+        best = self.best
+        steps = (r for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
+        return next((each.epoch for each in steps if best and each.step <= best.step), None)
+
+    @property
+    def validations_since_best(self) -> int:
+        """How many validations came after the best one."""
+        best = self.best
+        return sum(best is not None and each.step > best.step for each in self.validations)
 
     @property
     def validations(self) -> list[ValidationRecord]:
@@ -126,10 +142,46 @@ class Progress:
             progress.append(record)
         return progress
 
-    def reopen_epoch(self, steps_per_epoch: int, total_steps: int) -> None:
-        """Drop the end of an epoch that a step limit cut short, if more steps are to follow."""
+    def epoch_metrics(
+        self, epoch: int, val_loss: float | None, learning_rate: float, time_ms: int
+    ) -> InstructEpochMetrics:
+        """Return the metrics of an epoch, or of its steps so far."""
+        steps = [record for record in self.steps if record.epoch == epoch]
+        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
+        seconds = sum(record.seconds for record in steps)
+        return InstructEpochMetrics(
+            epoch=epoch,
+            train_loss=train_loss,
+            train_perplexity=perplexity(train_loss),
+            val_loss=val_loss,
+            val_perplexity=None if val_loss is None else perplexity(val_loss),
+            learning_rate=learning_rate,
+            epoch_time_ms=time_ms,
+            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
+        )
+
+    def result(self, stopped_early: bool, time_ms: int) -> InstructTrainResult:
+        """Return the run as a whole, once it has ended."""
+        best = self.best
+        return InstructTrainResult(
+            epoch_metrics=self.epochs,
+            best_epoch=self.best_epoch,
+            best_step=best.step if best else None,
+            best_val_loss=best.val_loss if best else None,
+            stopped_early=stopped_early,
+            total_time_ms=time_ms,
+            initial_val_loss=self.initial_val_loss,
+            steps=list(self.steps),
+        )
+
+    def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
+        """Drop the end of an epoch that was cut short, if more steps may follow.
+
+        Its validation stays if a run that goes on has it too (`validated`).
+        """
         if self.step < total_steps and self.step % steps_per_epoch:
-            while not isinstance(self._entries[-1], int | SkippedStep):
+            kept = (int, SkippedStep, *[ValidationRecord] * validated)
+            while not isinstance(self._entries[-1], kept):
                 self._entries.pop()
 
 

@@ -62,7 +62,7 @@ class ResumePoint:
 def find_resume_point(run: Path) -> ResumePoint | None:
     """Return the newest checkpoint to resume from; None if the folder has none.
 
-    It must be valid, and so must `best/` if an earlier epoch is the best so far.
+    It must be valid, and so must `best/` if an earlier validation was the best so far.
 
     Raises OutputError when there are checkpoints but none is usable.
     """
@@ -77,7 +77,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
             if progress.step != checkpoint.step:
                 raise ValueError(f"its metrics end at step {progress.step}, not {checkpoint.step}")
             if not _has_best(progress, good):
-                raise ValueError(f"{BEST}/, of an earlier epoch, is missing or damaged")
+                raise ValueError(f"{BEST}/, of an earlier step, is missing or damaged")
         except (OSError, ValueError) as problem:
             skipped[checkpoint.folder] = str(problem)
         else:
@@ -95,12 +95,10 @@ def find_resume_point(run: Path) -> ResumePoint | None:
 
 def _has_best(progress: Progress, good: list[Checkpoint]) -> bool:
     best = progress.best
-    if best is None or progress[-1] == best:
+    if best is None or best.step == progress.step:
         return True
     saved = (each.metadata for each in good if each.folder.name == BEST)
-    return any(
-        (each.get("epoch"), each.get("val_loss")) == (best.epoch, best.val_loss) for each in saved
-    )
+    return any((each["step"], each.get("val_loss")) == (best.step, best.val_loss) for each in saved)
 
 
 def is_unfinished(run: Path) -> bool:

@@ -25,6 +25,11 @@ class CheckpointContent:
     metrics: Callable[[], Iterable[bytes]]
 
 
+def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
+    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a shorter run."""
+    return epochs <= save_every or epoch % save_every == 0
+
+
 class CheckpointSaver:
     """Writes the checkpoints of a run.
 
@@ -54,7 +59,7 @@ class CheckpointSaver:
         self._kept: list[Path] = []
         self._failing = False
         self._saved_at, self._saved_step = clock(), 0
-        # The best epoch's snapshot, until it can be written.
+        # The best snapshot, until it can be written.
         self._pending_best: CheckpointContent | None = None
 
     def resume(self, kept: Sequence[Path], step: int) -> None:
@@ -83,7 +88,7 @@ class CheckpointSaver:
     def save(self, name: str, content: CheckpointContent) -> Path:
         """Write a checkpoint and remove older ones. Raises OutputError."""
         self._saved_step, self._saved_at = content.metadata["step"], self._clock()
-        # A checkpoint after the best epoch cannot be resumed without `best/`.
+        # A checkpoint after the best one cannot be resumed without `best/`.
         self._save_pending_best()
         target = self._write(name, content)
         self._kept = [*(path for path in self._kept if path != target), target][-self._keep :]

@@ -21,7 +21,6 @@ from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     SkippedStep,
-    StepRecord,
     TrainingMetrics,
     ValidationRecord,
     perplexity,
@@ -31,7 +30,7 @@ from mlxtune.core.training.pipeline import Pipeline, StartedStep
 from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.progress import MetricsFile, Progress, Record
 from mlxtune.core.training.run_folder import ResumePoint
-from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
+from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver, saves_epoch
 from mlxtune.core.training.schedule import make_schedule
 from mlxtune.errors import (
     GpuError,
@@ -132,7 +131,7 @@ class InstructTrainer:
 
     @property
     def best_folder(self) -> Path:
-        """The checkpoint of the best epoch."""
+        """The checkpoint of the best validation loss."""
         return self._folder / BEST
 
     def train(
@@ -157,6 +156,7 @@ class InstructTrainer:
         self._start(resume)
         start = RunStart(
             total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
             epochs=self.config.epochs,
             train_rows=len(self.train_rows),
             val_rows=len(self.val_rows),
@@ -168,12 +168,11 @@ class InstructTrainer:
                 self._validate()
             elif self.progress.epochs and self._at_epoch_boundary():
                 # The run may have ended between the checkpoints of this epoch: write both.
-                last = self.progress.epochs[-1]
-                self._save_epoch(last, last is self.progress.best)
+                self._save_epoch(self.progress.epochs[-1])
             stopped_early = self._run_epochs()
             self._saver.finish()
             self._metrics_file.write(self.progress)
-            result = self._result(stopped_early)
+            result = self.progress.result(stopped_early, _milliseconds_since(self._started))
             self._observer.on_result(result)
         except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:
             saved = self._saver.latest
@@ -193,22 +192,11 @@ class InstructTrainer:
             self.pipeline.restore(checkpoint.folder)
             run_folder.reopen(self._folder)
             self.progress = resume.progress
-            self.progress.reopen_epoch(self.steps_per_epoch, self.total_steps)
+            validated = self._validates_within(self.progress.step)
+            self.progress.reopen_epoch(self.steps_per_epoch, self.total_steps, validated)
             self._saver.resume(resume.kept, self.progress.step)
             self._started -= checkpoint.seconds("total_time_ms")
             self._epoch_started -= checkpoint.seconds("epoch_time_ms")
-
-    def _result(self, stopped_early: bool) -> InstructTrainResult:
-        best = self.progress.best
-        return InstructTrainResult(
-            epoch_metrics=self.progress.epochs,
-            best_epoch=best.epoch if best else None,
-            best_val_loss=best.val_loss if best else None,
-            stopped_early=stopped_early,
-            total_time_ms=_milliseconds_since(self._started),
-            initial_val_loss=self.progress.initial_val_loss,
-            steps=list(self.progress.steps),
-        )
 
     def _at_epoch_boundary(self) -> bool:
         return len(self.progress.epochs) == math.ceil(self.progress.step / self.steps_per_epoch)
@@ -216,18 +204,29 @@ class InstructTrainer:
     def _run_epochs(self) -> bool:
         """Run the remaining epochs; return whether training stopped early."""
         while True:
-            epochs, best = self.progress.epochs, self.progress.best
             if self._at_epoch_boundary():
                 if self.progress.step >= self.total_steps:
                     return False
-                waited = epochs[-1].epoch - best.epoch if best else 0
-                if waited >= self.config.early_stopping_patience:
+                if self._is_out_of_patience():
                     return True
-            metrics = self._run_epoch(len(epochs) + 1)
+            metrics = self._run_epoch(len(self.progress.epochs) + 1)
             self._record(metrics)
-            is_best = metrics is self.progress.best
-            self._observer.on_epoch(metrics, is_best)
-            self._save_epoch(metrics, is_best)
+            self._observer.on_epoch(metrics, self._is_best())
+            self._save_epoch(metrics)
+
+    def _is_best(self) -> bool:
+        """Return whether the last step has the best validation loss so far."""
+        best = self.progress.best
+        return best is not None and best.step == self.progress.step
+
+    def _is_out_of_patience(self) -> bool:
+        waited = self.progress.validations_since_best
+        return waited >= self.config.early_stopping_patience
+
+    def _validates_within(self, step: int) -> bool:
+        """Return whether the run validates after a step because of --val-steps alone."""
+        every, within = self.config.val_steps, step % self.steps_per_epoch and self.val_rows
+        return bool(every and within and step % every == 0) and step < self.total_steps
 
     def _run_epoch(self, epoch: int) -> InstructEpochMetrics:
         taken = self.progress.step - (epoch - 1) * self.steps_per_epoch
@@ -239,6 +238,13 @@ class InstructTrainer:
         for step, chosen in enumerate(steps[taken:], self.progress.step + 1):
             if step > self.total_steps:
                 break
+            if self._validates_within(step - 1):
+                if pending:
+                    self._finish_step(pending)
+                    pending = None
+                self._save(self._epoch_metrics(self._validate()), f"step-{step - 1}")
+                if self._is_out_of_patience():
+                    break
             started = self._start_step(step, epoch, chosen)
             # The numbers of a step are read while the device computes the next one.
             if pending:
@@ -252,7 +258,7 @@ class InstructTrainer:
                 pending = None
             if stopping:
                 raise self._interrupted()
-            if saving:
+            if saving and not self._validates_within(step):
                 self._saver.try_save(f"step-{step}", self._checkpoint())
         if pending:
             self._finish_step(pending)
@@ -282,22 +288,7 @@ class InstructTrainer:
             return
         # It may have waited for the step before.
         started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
-        record = StepRecord(
-            step=step,
-            epoch=epoch,
-            loss=result.avg_loss,
-            learning_rate=rate,
-            grad_norm=result.grad_norm or 0.0,
-            perplexity=result.perplexity,
-            tokens=result.total_tokens,
-            supervised_tokens=result.total_response_tokens,
-            rows=len(chosen),
-            seconds=self._step_ended - started,
-            memory=result.memory,
-            micro_batches=result.micro_batches,
-            run_tokens=result.run_tokens,
-            padding=result.padding,
-        )
+        record = taken.record(result, self._step_ended - started)
         self._record(record)
         self._observer.on_step(record)
         if self._profiler:
@@ -317,6 +308,8 @@ class InstructTrainer:
         if not self.val_rows:
             return None
         step = self.progress.step
+        if (last := self.progress.validations[-1:]) and last[0].step == step:
+            return last[0].val_loss
         # Neighbours in length share a micro-batch; the sum does not depend on the order.
         examples = sorted((example for row in self.val_rows for example in row), key=len)
 
@@ -337,20 +330,9 @@ class InstructTrainer:
         return loss
 
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
-        epoch = math.ceil(self.progress.step / self.steps_per_epoch)
-        steps = [record for record in self.progress.steps if record.epoch == epoch]
-        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
-        seconds = sum(record.seconds for record in steps)
-        return InstructEpochMetrics(
-            epoch=epoch,
-            train_loss=train_loss,
-            train_perplexity=perplexity(train_loss),
-            val_loss=val_loss,
-            val_perplexity=None if val_loss is None else perplexity(val_loss),
-            learning_rate=self._schedule(self.progress.step),
-            epoch_time_ms=_milliseconds_since(self._epoch_started),
-            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
-        )
+        step, time_ms = self.progress.step, _milliseconds_since(self._epoch_started)
+        epoch = math.ceil(step / self.steps_per_epoch)
+        return self.progress.epoch_metrics(epoch, val_loss, self._schedule(step), time_ms)
 
     def _record(self, record: Record) -> None:
         self.progress.append(record)
@@ -362,12 +344,17 @@ class InstructTrainer:
             return TrainingInterrupted(None, 0)
         return TrainingInterrupted(self._saver.save(f"step-{step}", self._checkpoint()), step)
 
-    def _save_epoch(self, metrics: InstructEpochMetrics, is_best: bool) -> None:
+    def _save_epoch(self, metrics: InstructEpochMetrics) -> None:
+        saved = saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every)
+        self._save(metrics, f"epoch-{metrics.epoch}" if saved else None)
+
+    def _save(self, metrics: InstructEpochMetrics, name: str | None) -> None:
+        """Write what follows a validation: `best/` if it is, and the checkpoint of a name."""
         content = self._checkpoint(metrics)
-        if is_best:
+        if self._is_best():
             self._saver.save_best(content)
-        if saves_epoch(metrics.epoch, self.config.epochs, self.config.save_every):
-            self._saver.try_save(f"epoch-{metrics.epoch}", content)
+        if name:
+            self._saver.try_save(name, content)
 
     def _checkpoint(self, metrics: InstructEpochMetrics | None = None) -> CheckpointContent:
         """Capture the current state for a checkpoint."""
@@ -378,7 +365,8 @@ class InstructTrainer:
             "total_steps": self.total_steps,
             "total_time_ms": _milliseconds_since(self._started),
             **asdict(metrics or self._epoch_metrics(None)),
-            "best_epoch": best.epoch if best else None,
+            "best_epoch": self.progress.best_epoch,
+            "best_step": best.step if best else None,
             "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
             "data_hash": self._data_hash,
@@ -388,11 +376,6 @@ class InstructTrainer:
         }
         lines = partial(self.progress.lines, 0, len(self.progress))
         return CheckpointContent(self.pipeline.snapshot(), metadata, lines)
-
-
-def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
-    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a shorter run."""
-    return epochs <= save_every or epoch % save_every == 0
 
 
 def _milliseconds_since(started: float) -> int:
