@@ -45,7 +45,7 @@ def test_run_that_is_well_passes_each_check_and_exits_with_0(cli: Cli, run: Path
     assert all(line.startswith("ok  ") for line in lines[:-1])
     assert lines[-1].endswith(f"{len(lines) - 1} checks, all passed")
     names = {check.name for check in verify(run).checks}
-    assert names >= {"best", "metrics.jsonl", "ledger.json", "best epoch", "adapter", "base model"}
+    assert names >= {"best", "metrics.jsonl", "ledger.json", "best step", "adapter", "base model"}
     assert {name for name in names if name.endswith("/adapters.safetensors")} == {
         f"{path.parent.name}/adapters.safetensors" for path in run.glob("*/manifest.json")
     }
@@ -110,7 +110,7 @@ def other_shapes(run: Path) -> None:
             "metrics.jsonl",
             "its epochs are 2",
         ),
-        (lambda run: shutil.rmtree(run / "best"), "best epoch", "it has no checkpoint"),
+        (lambda run: shutil.rmtree(run / "best"), "best step", "it has no checkpoint"),
         (
             lambda run: rewrite(run / "ledger.json", lambda found: [found[0] | {"rows_read": 21}]),
             "ledger.json",

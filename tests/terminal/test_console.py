@@ -35,7 +35,9 @@ class Gone(io.StringIO):
 
 def run_start(taken: int = 0) -> RunStart:
     progress = Progress(step_record(step) for step in range(1, taken + 1))
-    return RunStart(total_steps=10, epochs=1, train_rows=40, val_rows=0, progress=progress)
+    return RunStart(
+        total_steps=10, steps_per_epoch=10, epochs=1, train_rows=40, val_rows=0, progress=progress
+    )
 
 
 @pytest.mark.parametrize("closed_at", ["start", "step", "warning", "end"])

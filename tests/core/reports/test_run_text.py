@@ -134,6 +134,7 @@ def result(*val_losses: float | None, **changes: Any) -> InstructTrainResult:
     values: dict[str, Any] = {
         "epoch_metrics": [epoch(i, loss) for i, loss in enumerate(val_losses, start=1)],
         "best_epoch": val_losses.index(min(losses)) + 1 if losses else None,
+        "best_step": 2 if losses else None,
         "best_val_loss": min(losses) if losses else None,
         "stopped_early": False,
         "total_time_ms": 130_000,
@@ -156,8 +157,8 @@ def test_summary_tells_speed_losses_and_what_was_written(tmp_path: Path) -> None
         "2 steps in 2m 10s, 3.0 rows/s, 2,000 tokens/s, peak memory 1.23 GB",
         "training loss 2.0000 (perplexity 7.389) in the last epoch",
         "validation loss 3.0000 (perplexity 20.09) before, 1.5000 (perplexity 4.482) at the end, "
-        "1.0000 (perplexity 2.718) at best, in epoch 2",
-        f"adapter of the best epoch, 2: {tmp_path / 'adapters.safetensors'}",
+        "1.0000 (perplexity 2.718) at best, after epoch 2",
+        f"adapter of epoch 2, the best: {tmp_path / 'adapters.safetensors'}",
         f"checkpoints, metrics and ledger: {tmp_path / 'checkpoints'}",
     ]
 
@@ -172,7 +173,7 @@ def test_summary_of_a_run_without_validation_names_the_last_epoch(tmp_path: Path
 def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_path: Path) -> None:
     found = summary(result(3.0, 4.0, stopped_early=True), tmp_path)
 
-    assert "stopped early after epoch 2" in found
+    assert "stopped early after step 2" in found
     assert any(line.startswith("no epoch was better than the base model") for line in found)
     assert not any("better than the base" in line for line in summary(result(2.9), tmp_path))
 

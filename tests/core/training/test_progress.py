@@ -56,21 +56,30 @@ def test_what_follows_from_the_records() -> None:
     progress = Progress(whole())
     assert progress.step == 4
     assert [metrics.epoch for metrics in progress.epochs] == [1, 2]
-    assert progress.best == epoch_metrics(1, 3.0)
+    assert (progress.best, progress.best_epoch) == (validation(2, 3.0), 1)
+    assert progress.validations_since_best == 1
     assert progress.initial_val_loss == 4.0
     assert progress.skipped_in_a_row == 0
 
     early = Progress(whole()[:3])
-    assert (early.step, early.best, early.epochs) == (2, None, [])
+    assert (early.step, early.best, early.best_epoch, early.epochs) == (2, None, None, [])
+    assert early.validations_since_best == 0
     assert early.skipped_in_a_row == 1
     none = Progress()
     assert (none.step, none.best, none.initial_val_loss) == (0, None, None)
 
 
-def test_first_of_two_epochs_that_are_as_good_is_the_best() -> None:
-    records: list[Record] = [epoch_metrics(1, 3.0), epoch_metrics(2, 3.0), epoch_metrics(3, None)]
-    assert Progress(records).best == epoch_metrics(1, 3.0)
-    assert Progress([epoch_metrics(1, None)]).best is None
+def test_first_of_two_validations_that_are_as_good_is_the_best_but_none_before_training() -> None:
+    progress = Progress([validation(0, 1.0), step(1), validation(1, 3.0), step(2, 2)])
+    progress.append(validation(2, 3.0))
+    assert (progress.best, progress.best_epoch) == (validation(1, 3.0), 1)
+    assert Progress([validation(0, 1.0)]).best is None
+
+
+def test_validation_after_skipped_steps_alone_is_of_their_epoch() -> None:
+    progress = Progress([step(1), epoch_metrics(1, None), skipped(2, 2), validation(2, 3.0)])
+    progress.append(step(3, 3))
+    assert progress.best_epoch == 2
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,12 @@ def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow
     progress.reopen_epoch(steps_per_epoch, total)
     assert list(progress) == whole()[:left]
     assert progress[-1] == whole()[left - 1]
+
+
+def test_validation_at_a_cut_stays_where_a_longer_run_has_it_too() -> None:
+    progress = Progress(whole())
+    progress.reopen_epoch(3, 5, validated=True)
+    assert list(progress) == whole()[:8]
 
 
 @pytest.mark.parametrize(

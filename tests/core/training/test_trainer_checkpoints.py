@@ -74,6 +74,7 @@ def test_metadata_says_what_was_trained_on_what_and_how_well(tmp_path: Path) -> 
         "step": 3,
         "total_steps": 3,
         "best_epoch": 1,
+        "best_step": 3,
         "best_val_loss": metrics.val_loss,
         "train_loss": metrics.train_loss,
         "train_perplexity": metrics.train_perplexity,
