@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +27,8 @@ from tests.core.training.fake_pipeline import (
     train,
     without_times,
 )
+from tests.faults import CRASH, Crash, FaultyDisk
+from tests.slow import slow
 
 # Rows 7 and 14 add nothing to the loss of a validation.
 HELD_OUT = rows(7, 14)
@@ -36,7 +41,7 @@ def validated_after(per_epoch: int, epochs: int, max_steps: int | None, every: i
     return sorted(map(int, found))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     per_epoch=st.integers(1, 7),
     epochs=st.integers(1, 3),
@@ -86,7 +91,7 @@ def stepwise(losses: Sequence[float]) -> FakePipeline:
 LOSSES = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 2.5]), min_size=13, max_size=13)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(losses=LOSSES, patience=st.integers(1, 6), every=st.integers(1, 6))
 def test_best_step_and_patience_follow_all_validations(
     losses: list[float], patience: int, every: int
@@ -176,34 +181,47 @@ def all_of(found: InstructTrainResult, made: FakePipeline, folder: Path) -> list
     return [made.batches, made.learning_rates, found.stopped_early, best, adapter, log]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     losses=LOSSES,
     patience=st.integers(1, 6),
     every=st.integers(1, 6),
     save_steps=st.integers(1, 6),
     keep=st.integers(1, 3),
+    stops=st.lists(st.integers(3, 24), min_size=1, max_size=2),
 )
 def test_run_stopped_anywhere_and_resumed_is_the_whole_run(
-    losses: list[float], patience: int, every: int, save_steps: int, keep: int
+    losses: list[float], patience: int, every: int, save_steps: int, keep: int, stops: list[int]
 ) -> None:
     changes = {"early_stopping_patience": patience, "val_steps": every}
     changes |= {"save_steps": save_steps, "keep": keep}
     with tempfile.TemporaryDirectory() as name:
-        whole = Path(name) / "whole"
+        whole, folder = Path(name) / "whole", Path(name) / "stopped"
         expected = all_of(*run(whole, losses, **changes), whole)
-        # It is asked after each step, and twice in each validation.
-        for stop_at in range(3, 100):
-            folder = Path(name) / str(stop_at)
-            try:
-                run(folder, losses, stop_at=stop_at, **changes)
-            except TrainingInterrupted:
-                assert all_of(*run(folder, losses, resume=True, **changes), folder) == expected
-            else:
-                break
-        assert stop_at > 4
-        # A run that has ended stays as it is.
-        assert all_of(*run(whole, losses, resume=True, **changes), whole) == expected
+        # It is asked after each step, and twice in each validation; the first is before training.
+        for stop_at in stops:
+            with suppress(TrainingInterrupted):
+                run(folder, losses, stop_at=stop_at, resume=True, **changes)
+        # One that has ended stays as it is.
+        assert all_of(*run(folder, losses, resume=True, **changes), folder) == expected
+
+
+@pytest.mark.parametrize("every", [23, slow(1)])
+def test_run_killed_at_any_write_and_resumed_is_the_whole_run(tmp_path: Path, every: int) -> None:
+    losses = [4.0, *[3.0, 2.0, 1.0, 2.0, 1.5, 0.5] * 2]
+    changes = {"early_stopping_patience": 4, "val_steps": 2, "save_steps": 3}
+    expected = all_of(*run(tmp_path / "whole", losses, **changes), tmp_path / "whole")
+    for fails_at in range(1, 2000, every):
+        folder = tmp_path / str(fails_at)
+        with pytest.MonkeyPatch.context() as monkeypatch, suppress(Crash):
+            disk = FaultyDisk(monkeypatch, fails_at, CRASH)
+            run(folder, losses, **changes)
+        found = all_of(*run(folder, losses, resume=True, **changes), folder)
+        assert found == expected, f"operation {fails_at}"
+        shutil.rmtree(folder)
+        if not disk.failed:
+            break
+    assert fails_at > 200
 
 
 def test_longer_run_keeps_a_validation_that_it_makes_too(tmp_path: Path) -> None:
