@@ -180,6 +180,8 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -19,7 +19,14 @@ from tests.launch import free_ports, launched, needs_ring, pid_of, run, wait_unt
 from tests.paths import DATA
 
 pytestmark = needs_ring
-OPTIONS = {"max_steps": 24, "save_steps": 6, "val_rows": 8, "samples": 0, "dropout": 0.1}
+OPTIONS = {
+    "max_steps": 24,
+    "save_steps": 6,
+    "val_rows": 8,
+    "val_steps": 5,
+    "samples": 0,
+    "dropout": 0.1,
+}
 
 
 def arguments(folder: Path, **changed: object) -> list[object]:
@@ -113,7 +120,9 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path)
 
 
 def test_ctrl_c_stops_all_after_one_step_and_saves_once(whole: Path, tmp_path: Path) -> None:
-    with launched(2, arguments(tmp_path, save_steps=100), tmp_path / "log") as launch:
+    with launched(
+        2, arguments(tmp_path, save_steps=100, val_steps=100), tmp_path / "log"
+    ) as launch:
         wait_until(lambda: steps_in(tmp_path) > 4)
         ranks = [pid_of(launch, rank) for rank in range(2)]
         os.killpg(launch.pid, signal.SIGINT)

@@ -124,6 +124,7 @@ def test_run_is_resumed_from_another_folder_and_after_it_was_moved(
         (["--epochs", 2], "--epochs 2: the run has 3, and it may only grow"),
         (["--max-seq-len", "many"], "--max-seq-len must be a whole number"),
         (["--save-minutes", -1], "--save-minutes must be at least 0"),
+        (["--val-steps", 2], "--val-steps 2: the run has none"),
     ],
 )
 def test_option_that_would_change_the_result_is_an_error_that_names_it(
@@ -225,6 +226,26 @@ def test_dry_run_of_a_resume_changes_nothing(cli: Cli, stopped: Path, output: Pa
     before = listing()
     assert cli("train", "--resume", stopped, "--dry-run").code == 0
     assert listing() == before
+
+
+def test_run_killed_in_a_validation_within_an_epoch_ends_as_the_whole_run(
+    cli: Cli, train: Cli, model: Path, chat: Path, output: Path, tmp_path: Path
+) -> None:
+    # Of so many rows that the validation after step 6 has hardly begun when the kill comes.
+    held_out = write_chat(tmp_path / "held_out.jsonl", sums(40))
+    options = [*OPTIONS, "--max-steps", 8, "--val-steps", 2, "--val-data", held_out, "--samples", 0]
+    whole = tmp_path / "whole" / "adapters.safetensors"
+    assert train(*options, "--output", whole).code == 0
+
+    paths = ["--model-path", model, "--data", chat, "--output", output]
+    process = start("train", *paths, *options, "--log-every", 1)
+    read_until(process, "step 6/")
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    assert "step-4" in {path.name for path in (output.parent / "checkpoints").iterdir()}
+    assert cli("train", "--resume", output.parent, "--quiet").code == 0
+    assert output.read_bytes() == whole.read_bytes()
+    assert metrics_of(output) == metrics_of(whole)
 
 
 def test_second_run_in_a_folder_is_told_who_trains_there(

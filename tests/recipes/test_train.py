@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 import mlxtune
-from mlxtune import DataError, ModelError, TrainConfig, TrainingInterrupted, TrainResult, train
+from mlxtune import (
+    ConfigError,
+    DataError,
+    ModelError,
+    TrainConfig,
+    TrainingInterrupted,
+    TrainResult,
+    train,
+)
 from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
@@ -324,6 +332,28 @@ def test_rows_held_out_are_bounded(model: Path, chat: Path, tmp_path: Path) -> N
 
 
 # How a run ends otherwise
+
+
+def test_validation_within_epochs_changes_no_step(
+    run: Run, model: Path, chat: Path, tmp_path: Path
+) -> None:
+    training = train(config(model, chat, tmp_path, val_steps=3)).training
+    assert training is not None
+    lines = read_lines(tmp_path / "checkpoints" / "metrics.jsonl")
+    steps = [line["step"] for line in lines if line["kind"] == "validation"]
+    assert steps == [0, 3, 4, 6, 8, 9, 12]
+    last = Path("checkpoints") / "epoch-3" / ADAPTER
+    assert (tmp_path / last).read_bytes() == (run[0] / last).read_bytes()
+    html = (tmp_path / "checkpoints" / "report.html").read_text()
+    assert f'"x":{json.dumps(steps, separators=(",", ":"))}' in html
+
+
+def test_validation_within_epochs_without_rows_is_an_error_before_any_work(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--val-steps: no rows validate: leave it out, or set"):
+        train(config(model, chat, tmp_path, val_steps=3, val_split=0))
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_dry_run_returns_the_ledger_and_writes_nothing(
