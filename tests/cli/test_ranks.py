@@ -191,7 +191,7 @@ metadata.version = lambda name: "0.0.9" if name == "mlxtune" else real(name)"""
 
 
 def test_a_full_disk_on_rank_0_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "checkpoints" / "step-6"
+    saved = tmp_path / "checkpoints" / "step-5"
     patch = f"""real = os.fsync
 def fsync(file):
     if Path({str(saved)!r}).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import os
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from mlxtune.core.training.metrics import ValidationRecord
 from mlxtune.core.training.observer import RunStart
 from mlxtune.core.training.progress import Progress
 from mlxtune.errors import printable
@@ -58,6 +60,24 @@ def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> Non
     console.on_step(step_record(2))
     console.say("Done", "nobody hears")
     console.close()
+
+
+def test_validations_within_an_epoch_have_lines_and_say_which_is_the_best_so_far() -> None:
+    terminal = io.StringIO()
+    console = RunConsole(console=Console(file=terminal, width=120))
+    taken = [step_record(1), ValidationRecord(1, 2.5, 12.0)]
+    start = dataclasses.replace(run_start(), steps_per_epoch=4, progress=Progress(taken))
+    console.on_start(start, None)
+    # The last one of an epoch, and of the run, is in the epoch's line.
+    for step, loss in ((0, 1.0), (2, 3.0), (3, 2.0), (4, 1.5), (6, 1.5), (10, 1.0)):
+        console.on_validation(step, loss)
+    lines = [" ".join(line.split()) for line in terminal.getvalue().splitlines()]
+    assert lines == [
+        "Validation before training: 1.0000 (perplexity 2.718)",
+        "Validation step 2 (epoch 0.50): 3.0000 (perplexity 20.09)",
+        "Validation step 3 (epoch 0.75): 2.0000 (perplexity 7.389), best so far",
+        "Validation step 6 (epoch 1.50): 1.5000 (perplexity 4.482)",
+    ]
 
 
 def test_bar_of_a_resumed_run_begins_where_the_run_stood() -> None:

@@ -115,10 +115,26 @@ def test_charts_are_of_the_loss_the_rate_the_gradient_the_speed_and_the_memory(r
     assert highest == pytest.approx([max(each[: i + 1]) for i in range(80)])
 
 
+def test_best_validation_within_an_epoch_is_drawn_and_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out")
+    records = metrics(2, 40)
+    within = {"kind": "validation", "step": 60, "val_loss": 0.5, "val_perplexity": 1.6}
+    records.insert(records.index(step_line(60, 40)) + 1, within)
+    (folder / "metrics.jsonl").write_bytes(as_lines(records))
+    found = page(read_run(folder))
+
+    assert "validation 4.00 before, 0.500 at best" in found.html
+    series = json.loads(found.texts["charts"])[0]["series"][2]
+    assert (series["x"], series["y"]) == ([0, 40, 60, 80], [4, 2, 0.5, 1])
+    assert "Step 60 (epoch 2) was the best." in found.html
+    assert '<span class="now">best: step 60</span>' in found.html
+
+
 def test_page_without_an_evaluation_says_how_to_get_one(tmp_path: Path) -> None:
     found = page(read_run(write_run(tmp_path / "out")))
     assert "mlxtune eval --model-path models/tiny --adapter" in found.text("code")
-    assert "The run finished." in found.html
+    assert "The run finished. Epoch 2 was the best." in found.html
+    assert '<span class="now">best</span>' in found.html
 
 
 @pytest.mark.parametrize(

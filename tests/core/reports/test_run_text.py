@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -113,13 +114,21 @@ def test_epoch_line_tells_a_best_epoch_from_another_and_from_one_without_validat
     )
 
 
+def test_validation_line_has_the_step_as_a_fraction_of_an_epoch() -> None:
+    assert run_text.validation_line(10, 1 / 3, 1.0, best=True) == (
+        "step 10 (epoch 0.33): 1.0000 (perplexity 2.718), best so far"
+    )
+    assert run_text.validation_line(10, 1 / 3, 1.0, best=False).endswith("2.718)")
+
+
 def test_plan_says_how_much_will_be_trained_and_how() -> None:
     tokens, mask = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.uint8)
     corpus = [Example(row, tokens, mask) for row in range(1, 11)]
     config = InstructTrainingConfig(epochs=2, batch_size=3, seed=7, learning_rate=3e-4)
 
-    def plan(validation: list[Example]) -> str:
-        trainer = InstructTrainer(FakePipeline(), corpus, config, validation=validation)
+    def plan(validation: list[Example], **changes: int) -> str:
+        own = dataclasses.replace(config, **changes)
+        trainer = InstructTrainer(FakePipeline(), corpus, own, validation=validation)
         return run_text.plan_line(trainer)
 
     assert plan([]) == (
@@ -127,6 +136,8 @@ def test_plan_says_how_much_will_be_trained_and_how() -> None:
         "warmup-cosine; seed 7"
     )
     assert "10 rows train, 3 validate;" in plan(corpus[:3])
+    assert "3 validate every 2 steps;" in plan(corpus[:3], val_steps=2)
+    assert plan([], val_steps=2) == plan([])
 
 
 def result(*val_losses: float | None, **changes: Any) -> InstructTrainResult:
@@ -161,6 +172,13 @@ def test_summary_tells_speed_losses_and_what_was_written(tmp_path: Path) -> None
         f"adapter of epoch 2, the best: {tmp_path / 'adapters.safetensors'}",
         f"checkpoints, metrics and ledger: {tmp_path / 'checkpoints'}",
     ]
+
+
+def test_summary_names_the_step_of_a_best_validation_within_an_epoch(tmp_path: Path) -> None:
+    within = result(2.0, 1.5, best_step=1, best_epoch=1, best_val_loss=1.0)
+    found = summary(within, tmp_path)
+    assert found[2].endswith("1.0000 (perplexity 2.718) at best, after step 1 (epoch 1)")
+    assert found[3].startswith("adapter of step 1 (epoch 1), the best: ")
 
 
 def test_summary_of_a_run_without_validation_names_the_last_epoch(tmp_path: Path) -> None:

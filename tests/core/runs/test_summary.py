@@ -42,6 +42,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.step, found.total_steps, found.epoch, found.epochs) == (80, 80, 2, 2)
     losses = (found.initial_val_loss, found.best_val_loss, found.best_epoch, found.train_loss)
     assert losses == (4.0, 1.0, 2, 1.5)
+    assert found.best_step == 80
     assert found.tokens_per_second == pytest.approx(400 / 0.2)
     assert (found.peak_memory, found.predicted_memory) == (27 * 10**6, 26 * 10**6)
     assert found.seconds == 16
