@@ -48,7 +48,8 @@ class Surroundings:
     def asks(self, step: int) -> bool:
         """Return whether `act` has something to do after step `step`."""
         self._latest = latest = self._conditions()
-        slept, self._slept = self._asleep() - self._slept, self._asleep()
+        before, self._slept = self._slept, self._asleep()
+        slept = self._slept - before
         if slept >= _SLEPT_SECONDS:
             message = f"the machine slept for {duration(slept)}, which no time of a step counts"
             self._observer.on_note("Sleep", f"after step {step}: {message}")
