@@ -96,8 +96,8 @@ class Surroundings:
             )
             return False
         tokens = pipeline.halve_micro_batches(examples)
-        how = f"micro-batches of up to {tokens:,} tokens from here on"
-        if tokens is None:
-            how = "micro-batches cannot be halved: close other programs"
+        how = "micro-batches cannot be halved: close other programs"
+        if tokens is not None:
+            how = f"micro-batches of up to {tokens:,} tokens from here on"
         self._observer.on_problem(f"the machine's memory is very short after step {step}: {how}")
         return tokens is not None

@@ -32,7 +32,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
     def write(name: str, text: str) -> None:
         (commands / f"{name}.out").write_text(text)
-        script = f'#!/bin/sh\necho "$@" >> {commands}/{name}.asked\nexec /bin/cat $0.out\n'
+        script = (
+            f'#!/bin/sh\nprintf "%s\\n" "$*" >> {commands}/{name}.asked\nexec /bin/cat $0.out\n'
+        )
         (commands / name).write_text(script)
         (commands / name).chmod(0o755)
 
