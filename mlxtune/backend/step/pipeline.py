@@ -118,7 +118,6 @@ class InstructPipeline:
 
         Return it; None, and change nothing, if each is one example, or ranks share the model.
         """
-        self._settle()
         halved = self._micro_batches.halve(self._share(examples))
         return self.micro_batch_tokens if halved else None
 

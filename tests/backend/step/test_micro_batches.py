@@ -117,7 +117,7 @@ def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
     started = halved.start_batch(EXAMPLES)
     tokens = halved.halve_micro_batches(EXAMPLES)
     assert tokens == halved.micro_batch_tokens <= 40
-    # The step before was complete by then, and is as it would have been.
+    # The step that was under way is as it would have been.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
     whole.micro_batch_tokens = tokens
