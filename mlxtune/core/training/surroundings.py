@@ -51,8 +51,8 @@ class Surroundings:
         before, self._slept = self._slept, self._asleep()
         slept = self._slept - before
         if slept >= _SLEPT_SECONDS:
-            message = f"the machine slept for {duration(slept)}, which no time of a step counts"
-            self._observer.on_note("Sleep", f"after step {step}: {message}")
+            message = f"the machine slept for {duration(slept)} after step {step}"
+            self._observer.on_note("Sleep", f"{message}; times and rates do not count it")
         if latest.thermal != self._thermal:
             self._thermal = latest.thermal
             self._observer.on_thermal(latest.thermal)
