@@ -337,6 +337,12 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "ignore_ledger": Option(
             "Train even if other runs hold the memory.", EXECUTION, inherited=False
         ),
+        "allow_sleep": Option(
+            "Let an idle machine fall asleep while it trains.", EXECUTION, inherited=False
+        ),
+        "pause_on_battery": Option(
+            "Pause between steps while the machine runs on battery.", EXECUTION, inherited=False
+        ),
         "log_every": Option(
             "Steps between progress lines when stderr is not a terminal.", PLACES, at_least=1
         ),

@@ -50,6 +50,8 @@ class RunConfig(Checked):
     overwrite: bool = option("overwrite", False)
     wait: bool = option("wait", False)
     ignore_ledger: bool = option("ignore_ledger", False)
+    allow_sleep: bool = option("allow_sleep", False)
+    pause_on_battery: bool = option("pause_on_battery", False)
     log_every: int = option("log_every", 10)
     profile_interval: int = option("profile_interval", 0)
     track: tuple[str, ...] = option("track", ())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mlxtune.config import StepConfig, user_cache
 from mlxtune.core.machine import facts, requirements
+from mlxtune.core.machine.conditions import Sensors
 from mlxtune.core.machine.diagnosis import Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.ranks import launched_several
 from mlxtune.core.machine.reservation import reservations
@@ -22,10 +23,13 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     checks.
     """
     device, problem = probe_device()
+    sensors = Sensors()
     diagnosis = diagnose(
         facts.Machine(
             system=platform.system(),
             **facts.read_system(),
+            power=sensors.power(),
+            thermal=sensors.thermal(),
             processor=platform.machine(),
             python=platform.python_version(),
             packages=requirements.packages(),

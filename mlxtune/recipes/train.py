@@ -28,10 +28,11 @@ from mlxtune.core.training import run_folder
 from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.core.training.metrics import InstructTrainResult
-from mlxtune.core.training.observer import Observers
+from mlxtune.core.training.observer import Observers, TrainingObserver
 from mlxtune.core.training.profile import StepProfiler
 from mlxtune.core.training.progress import progress_of
 from mlxtune.core.training.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
+from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.setup.dataset import Dataset, Reader, data_files, load_dataset, report_findings
@@ -50,6 +51,7 @@ from mlxtune.setup.model import build_pipeline, open_model
 from mlxtune.setup.ranks import Joined, joined
 from mlxtune.setup.resuming import check_resumed, find_run
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
+from mlxtune.setup.surroundings import kept_awake, watched_surroundings
 from mlxtune.terminal.console import RunConsole
 from mlxtune.tracking import check_trackers, trackers_of
 
@@ -126,13 +128,18 @@ def _train(
     folder = check_paths(parts.data, run)
     result = evaluation = None
     with ExitStack() as held:
+        if not (dry_run or run.allow_sleep) and joint.first_on_machine:
+            held.enter_context(kept_awake())
         # A missing folder is made only once there is something to put into it.
         if not dry_run and run.checkpoint_path.is_dir():
             lock_folder(run, resume, held)
         setup = prepare(parts, folder, joint, None if dry_run else held, resume)
         dataset = setup.dataset
-        with stop_on_interrupt(lambda: console.warn(console.stopping)) as asked:
-            trainer = make_trainer(parts, setup, joint, asked, stop_after)
+        with (
+            stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
+            watched_surroundings(run, asked) as surroundings,
+        ):
+            trainer = make_trainer(parts, setup, joint, asked, stop_after, surroundings)
             joint.step = lambda: trainer.progress.step
             print_plan(parts, setup, trainer, console)
             if resume is not None:
@@ -281,6 +288,7 @@ def make_trainer(
     joint: Joined,
     should_stop: Callable[[], bool],
     stop_after: int | None,
+    surroundings: Callable[[TrainingObserver], Surroundings],
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     run, dataset, console = parts.run, setup.dataset, joint.console
@@ -309,6 +317,7 @@ def make_trainer(
         stop_after=stop_after,
         decide=decide,
         profiler=profiler,
+        surroundings=surroundings(observer),
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)

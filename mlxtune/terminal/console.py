@@ -84,6 +84,7 @@ class RunConsole(TrainingObserver):
         self._epochs = self._steps_per_epoch = 0
         self._best = math.inf
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
+        self._thermal = ""
         self._profile = profile_text.ProfileSummary()
 
     @property
@@ -170,7 +171,7 @@ class RunConsole(TrainingObserver):
         self._losses.append(record.loss)
         average = fmean(self._losses)
         place = f"epoch {record.epoch}/{self._epochs} step {record.step}/{self._total_steps}"
-        state = run_text.step_state(record, average, self._peak_gb())
+        state = run_text.step_state(record, average, self._peak_gb(), self._thermal)
         if self._progress is not None:
             self._progress.update(
                 self._progress.task_ids[0],
@@ -182,7 +183,9 @@ class RunConsole(TrainingObserver):
         elif self._bar is not None:
             self._bar.update(f"{place}  {state}", record.step / self._total_steps)
         elif record.step % self._log_every == 0 or record.step == self._total_steps:
-            line = run_text.step_line(record, self._total_steps, average, self._peak_gb())
+            line = run_text.step_line(
+                record, self._total_steps, average, self._peak_gb(), self._thermal
+            )
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
@@ -212,6 +215,14 @@ class RunConsole(TrainingObserver):
     def on_problem(self, message: str) -> None:
         """Print a warning."""
         self.warn(message)
+
+    def on_note(self, topic: str, message: str) -> None:
+        """Print a line."""
+        self.say(topic, message)
+
+    def on_thermal(self, state: str) -> None:
+        """Show with the next steps what heat does."""
+        self._thermal = state
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
         """Print the epoch's result."""

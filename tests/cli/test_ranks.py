@@ -57,6 +57,14 @@ def adapter(folder: Path) -> bytes:
     return (folder / "adapters.safetensors").read_bytes()
 
 
+def assert_same_but_for_rounding(run: Path, other: Path) -> None:
+    found, expected = (load_file(each / "adapters.safetensors") for each in (run, other))
+    assert found.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
+
+
 def resumed(ranks: int, folder: Path) -> str:
     command = ["-m", "mlxtune", "train", "--resume", folder / "checkpoints"]
     return run(ranks, command, folder / "log")
@@ -79,11 +87,7 @@ def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
         **OPTIONS,
     )
     train(config)
-    found, expected = (load_file(each / "adapters.safetensors") for each in (whole, tmp_path))
-    assert found.keys() == expected.keys()
-    largest = max(np.abs(value).max() for value in expected.values())
-    for name, value in expected.items():
-        assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
+    assert_same_but_for_rounding(whole, tmp_path)
     # One writes, the other keeps a log; the verdict is of all rows.
     files = {path.name for path in (whole / "checkpoints").iterdir()}
     assert {"best", "rank-1.log", "report.html", "result.json"} <= files
@@ -97,6 +101,26 @@ def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     said = (whole / "log").read_text()
     assert said.count("Verdict") == 1
     assert "2 on 1 machine" in said
+
+
+def test_a_rank_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
+    pressure = tmp_path / "proc" / "pressure" / "memory"
+    pressure.parent.mkdir(parents=True)
+    pressure.write_text("some avg10=90.00\nfull avg10=50.00\n")
+    code = (
+        "import os, pathlib, mlxtune.setup.surroundings as setup, mlxtune.cli\n"
+        "if os.environ['MLX_RANK'] == '1':\n"
+        f"    found = setup.Sensors('Linux', pathlib.Path({str(tmp_path)!r}))\n"
+        "    setup.Sensors = lambda: found\n"
+        "mlxtune.cli.main()\n"
+    )
+    (tmp_path / "short.py").write_text(code)
+    _, _, *options = arguments(tmp_path)
+    log = run(2, [tmp_path / "short.py", *options], tmp_path / "log")
+    line = "very short after step 0: micro-batches of up to "
+    assert line not in log
+    assert line in (tmp_path / "checkpoints" / "rank-1.log").read_text()
+    assert_same_but_for_rounding(tmp_path, whole)
 
 
 def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "on_nonfinite": "skip",
         "wait": False,
         "ignore_ledger": False,
+        "allow_sleep": False,
+        "pause_on_battery": False,
         "quantize": None,
         "double_quant": False,
         "quantized_compute": "auto",

@@ -210,7 +210,7 @@ def test_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_missing_tool_prints_nothing() -> None:
-    assert facts._output("no-such-tool-anywhere", "-g") == ""
+    assert facts.tool_output("no-such-tool-anywhere", "-g") == ""
 
 
 def test_cache_that_cannot_be_made_is_told_and_stops_nothing(

@@ -106,3 +106,26 @@ def test_what_a_terminal_would_act_on_is_escaped(text: str, shown: str) -> None:
         terminal = io.StringIO()
         RunConsole(console=Console(file=terminal, width=200)).warn(message)
         assert printable(message) in terminal.getvalue()
+
+
+def test_heat_stands_in_each_line_for_as_long_as_it_slows_the_machine() -> None:
+    terminal = io.StringIO()
+    console = RunConsole(log_every=1, console=Console(file=terminal, width=200))
+    console.on_start(run_start(), None)
+    for step, state in enumerate(["", "serious", ""], 1):
+        console.on_thermal(state)
+        console.on_step(step_record(step))
+    console.on_note("Power", "plugged in: training continues")
+    *lines, note = terminal.getvalue().splitlines()
+    assert [line.endswith("  thermal: serious") for line in lines] == [False, True, False]
+    assert note.split() == ["Power", "plugged", "in:", "training", "continues"]
+
+
+def test_heat_is_shown_on_the_bar() -> None:
+    terminal = io.StringIO()
+    console = RunConsole(console=Console(file=terminal, force_terminal=True, width=150))
+    console.on_start(run_start(), None)
+    console.on_thermal("fair")
+    console.on_step(step_record(1))
+    console.on_end()
+    assert "thermal: fair" in terminal.getvalue()

@@ -105,15 +105,17 @@ class MicroBatches:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self._shorten():
             self._warn(f"{what}: shorter evaluations from here on")
-        elif self._halve(examples):
+        elif self.halve(examples):
             self._warn(f"{what}: micro-batches of up to {self.max_tokens:,} tokens from here on")
         else:
             one = f"with one example of up to {max(map(len, examples)):,} tokens at a time"
             remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""
             raise fault_error(fault, text, one, remedy)
 
-    def _halve(self, examples: Sequence[Example]) -> bool:
+    def halve(self, examples: Sequence[Example]) -> bool:
         """Halve the bound from the largest micro-batch of several; return whether there is one."""
+        if self._run_alike:
+            return False
         groups = [group for group, _ in self.of(examples)]
         several = [group.tokens for group in groups if len(group.examples) > 1]
         if several:

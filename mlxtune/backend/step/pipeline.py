@@ -109,6 +109,18 @@ class InstructPipeline:
     def micro_batch_tokens(self, tokens: int) -> None:
         self._micro_batches.max_tokens = tokens
 
+    def release_cache(self) -> None:
+        """Give back memory that MLX keeps for later arrays."""
+        mx.clear_cache()
+
+    def halve_micro_batches(self, examples: Sequence[Example]) -> int | None:
+        """Halve the bound of a micro-batch, from the largest of a step on these examples.
+
+        Return it; None, and change nothing, if each is one example, or ranks share the model.
+        """
+        halved = self._micro_batches.halve(self._share(examples))
+        return self.micro_batch_tokens if halved else None
+
     def limit_evaluation(self, most: int) -> None:
         """Evaluate in batches that keep the peak below this many bytes, if those of training do."""
         self._losses.limit_memory(most)

@@ -237,11 +237,14 @@ def _folders(m: Machine) -> Iterator[Check]:
 def _power_and_network(m: Machine) -> Iterator[Check]:
     if m.power.on_battery is not None:
         on_battery = m.power.on_battery
-        remedy = "plug it in: a Mac on battery computes more slowly" if on_battery else ""
+        remedy = "plug it in: it computes more slowly on battery" if on_battery else ""
         yield _check("power", "battery" if on_battery else "mains", remedy)
     if m.power.saving:
         remedy = "turn Low Power Mode off while training (System Settings, Battery)"
         yield _check("power", "Low Power Mode is on", remedy)
+    if m.thermal:
+        remedy = "let it cool: free its vents, and take it off soft ground"
+        yield _check("thermal state", m.thermal, remedy)
     if m.offline:
         remedy = f"unset {m.offline} to download a model by owner/name"
         yield _check("Hugging Face", f"{m.offline} is set: downloads are off", remedy)

@@ -102,7 +102,8 @@ class Machine:
 
     `libraries` are the installed packages with MLX's own library. `mlx_first`: mlx was imported
     before mlxtune. `translated`: Python runs through Rosetta. `wired_limit_mb` is macOS's limit of
-    GPU memory, 0 for its default. `offline` is the variable that forbids downloads, if any.
+    GPU memory, 0 for its default. `thermal` says how heat slows it, empty if it does not. `offline`
+    is the variable that forbids downloads, if any.
     """
 
     system: str
@@ -123,6 +124,7 @@ class Machine:
     default_limit: int = 0
     reserved: tuple[str, ...] = ()
     power: Power = field(default_factory=Power)
+    thermal: str = ""
     wired_limit_mb: int | None = None
     offline: str = ""
 
@@ -131,7 +133,7 @@ def read_system() -> dict[str, Any]:
     """Return the fields of Machine that the system's own tools know."""
     if platform.system() == "Darwin":
         # Names unknown to a Mac only give errors on stderr.
-        values = parse_pairs(_output("sysctl", *_SYSCTL))
+        values = parse_pairs(tool_output("sysctl", *_SYSCTL))
         return {
             "name": "macOS",
             "release": platform.mac_ver()[0],
@@ -139,11 +141,10 @@ def read_system() -> dict[str, Any]:
             "translated": values.get("sysctl.proc_translated") == "1",
             "memory": Memory(
                 total=_whole(values.get("hw.memsize", "")),
-                available=parse_vm_stat(_output("vm_stat")),
+                available=parse_vm_stat(tool_output("vm_stat")),
                 swap_used=parse_swap(values.get("vm.swapusage", "")),
             ),
             "wired_limit_mb": _whole(values.get("iogpu.wired_limit_mb", "")),
-            "power": parse_pmset(_output("pmset", "-g", "batt"), _output("pmset", "-g")),
         }
     name = platform.system()
     with suppress(OSError):
@@ -256,7 +257,7 @@ def _text(path: str) -> str:
     return ""
 
 
-def _output(*command: str) -> str:
+def tool_output(*command: str) -> str:
     """Return the output of a system tool; empty if the tool is missing or slow."""
     try:
         return subprocess.run(

@@ -75,19 +75,26 @@ def finding_line(finding: Finding) -> str:
     return f"{first.path}:{first.row}: {finding.kind}{detail}{more}: {finding.advice}"
 
 
-def step_line(record: StepRecord, total_steps: int, average: float, peak_gb: float) -> str:
-    """Return a step as one line."""
+def step_line(
+    record: StepRecord, total_steps: int, average: float, peak_gb: float, thermal: str = ""
+) -> str:
+    """Return a step as one line, with how heat slows the machine."""
     return (
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
         f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
         f"{tokens_per_second(record):,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
+        f"{_hot(thermal)}"
     )
 
 
-def step_state(record: StepRecord, average: float, peak_gb: float) -> str:
-    """Return what a live bar shows of a step."""
+def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
+    """Return what a live bar shows of a step, and of heat that slows the machine."""
     speed = tokens_per_second(record)
-    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}"
+    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}{_hot(thermal)}"
+
+
+def _hot(thermal: str) -> str:
+    return f"  thermal: {thermal}" if thermal else ""
 
 
 def tokens_per_second(record: StepRecord) -> float:

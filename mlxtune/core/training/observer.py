@@ -49,6 +49,12 @@ class TrainingObserver:
     def on_problem(self, message: str) -> None:
         """Something went wrong, and training continues."""
 
+    def on_note(self, topic: str, message: str) -> None:
+        """Something happened around the run that is worth a line."""
+
+    def on_thermal(self, state: str) -> None:
+        """Heat now slows the machine as `state` says, or no longer if it is empty."""
+
     def on_result(self, result: InstructTrainResult) -> None:
         """Training is complete."""
 

@@ -66,6 +66,15 @@ class Pipeline(Protocol):
     ) -> PendingStep:
         """Start one optimizer step on all examples, after the one that was started before it."""
 
+    def release_cache(self) -> None:
+        """Give back memory that is held only to be used again."""
+
+    def halve_micro_batches(self, examples: Sequence[Example]) -> int | None:
+        """Halve the micro-batches from the largest of a step on these examples.
+
+        Return the new bound in tokens, or None if each is a single example already.
+        """
+
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None]
     ) -> InstructBatchResult:

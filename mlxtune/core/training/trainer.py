@@ -32,6 +32,7 @@ from mlxtune.core.training.progress import MetricsFile, Progress, Record
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver, saves_epoch
 from mlxtune.core.training.schedule import make_schedule
+from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import (
     GpuError,
     MemoryLimitError,
@@ -68,6 +69,7 @@ class InstructTrainer:
         stop_after: int | None = None,
         decide: Callable[[bool], tuple[bool, bool]] | None = None,
         profiler: StepProfiler | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         if not corpus:
             raise ValueError("the corpus is empty: there is nothing to train on")
@@ -102,6 +104,7 @@ class InstructTrainer:
         self._stop_after = stop_after
         self._decide = decide or (lambda save: (should_stop(), save))
         self._profiler = profiler
+        self._surroundings = surroundings or Surroundings()
         self._saver = CheckpointSaver(
             self._folder,
             every_steps=config.save_steps,
@@ -239,19 +242,23 @@ class InstructTrainer:
             if step > self.total_steps:
                 break
             if self._validates_within(step - 1):
-                if pending:
-                    self._finish_step(pending)
-                    pending = None
+                self._finish_step(pending)
+                pending = None
                 self._save(self._epoch_metrics(self._validate()), f"step-{step - 1}")
                 if self._is_out_of_patience():
                     break
+            halved = False
+            if self._surroundings.asks(step - 1):
+                self._finish_step(pending)
+                pending = None
+                halved = self._act(chosen)
             started = self._start_step(step, epoch, chosen)
             # The numbers of a step are read while the device computes the next one.
-            if pending:
-                self._finish_step(pending)
+            self._finish_step(pending)
             pending = started
             due = self._saver.is_due_by_steps(step)
-            stopping, saving = self._decide(not due and self._saver.is_due(step))
+            # A run that is resumed has to halve its micro-batches at the same step.
+            stopping, saving = self._decide(not due and (halved or self._saver.is_due(step)))
             stopping, saving = stopping or step == self._stop_after, saving or due
             if stopping or saving or self._profiler:
                 self._finish_step(pending)
@@ -260,11 +267,18 @@ class InstructTrainer:
                 raise self._interrupted()
             if saving and not self._validates_within(step):
                 self._saver.try_save(f"step-{step}", self._checkpoint())
-        if pending:
-            self._finish_step(pending)
+        self._finish_step(pending)
         if all(record.epoch != epoch for record in self.progress.steps[-1:]):
             raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
         return self._epoch_metrics(self._validate())
+
+    def _act(self, chosen: Sequence[int]) -> bool:
+        """Answer the machine before a step on some rows; return if micro-batches were halved."""
+        examples = [example for i in chosen for example in self.train_rows[i]]
+        halved = self._surroundings.act(self.pipeline, examples, self.progress.step)
+        if self._should_stop():
+            raise self._interrupted()
+        return halved
 
     def _start_step(self, step: int, epoch: int, chosen: Sequence[int]) -> StartedStep:
         rate, started = self._schedule(step), time.perf_counter()
@@ -278,7 +292,9 @@ class InstructTrainer:
             pending.result()
         return StartedStep(step, epoch, rate, chosen, examples, started, pending)
 
-    def _finish_step(self, taken: StartedStep) -> None:
+    def _finish_step(self, taken: StartedStep | None) -> None:
+        if taken is None:
+            return
         step, epoch, rate, chosen = taken.step, taken.epoch, taken.learning_rate, taken.rows
         try:
             result = taken.pending.result()

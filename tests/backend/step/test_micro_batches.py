@@ -112,6 +112,32 @@ def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_noth
         assert np.array_equal(value, before[name])
 
 
+def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
+    halved, warnings = make(80)
+    started = halved.start_batch(EXAMPLES)
+    tokens = halved.halve_micro_batches(EXAMPLES)
+    assert tokens == halved.micro_batch_tokens <= 40
+    # The step that was under way is as it would have been.
+    whole, _ = make(80)
+    assert started.result() == whole.train_batch(EXAMPLES)
+    whole.micro_batch_tokens = tokens
+    assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
+    expected = adapters(whole)
+    for name, value in adapters(halved).items():
+        assert value.tobytes() == expected[name].tobytes()
+    assert warnings == []
+
+
+def test_single_examples_are_not_halved(make: Any) -> None:
+    pipeline, _ = make(80)
+    assert pipeline.halve_micro_batches(EXAMPLES[:1]) is None
+    assert pipeline.micro_batch_tokens == 80
+    while (tokens := pipeline.halve_micro_batches(EXAMPLES)) is not None:
+        assert pipeline.micro_batch_tokens == tokens
+    pipeline.release_cache()
+    assert pipeline.train_batch(EXAMPLES).micro_batches == len(EXAMPLES)
+
+
 def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> mx.array:
         raise RuntimeError("[matmul] shapes")

@@ -41,21 +41,18 @@ def test_what_a_mac_reports_is_put_together(monkeypatch: pytest.MonkeyPatch) -> 
         "sysctl": "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2\n"
         "sysctl.proc_translated: 1\nvm.swapusage: used = 1.00M\niogpu.wired_limit_mb: 0\n",
         "vm_stat": VM_STAT,
-        "pmset -g batt": BATTERY,
-        "pmset -g": SETTINGS.format(1),
     }
 
     def output(*command: str) -> str:
         return outputs["sysctl" if command[0] == "sysctl" else " ".join(command)]
 
-    monkeypatch.setattr(facts, "_output", output)
+    monkeypatch.setattr(facts, "tool_output", output)
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
     assert facts.read_system() == {
         **{"name": "macOS", "release": "15.3", "chip": "Apple M2", "translated": True},
         "memory": Memory(2**34, (4000 + 300000 + 1000) * 16384, 2**20),
         "wired_limit_mb": 0,
-        "power": Power(True, True),
     }
 
 

@@ -88,6 +88,7 @@ def record(step: int, **changes: Any) -> StepRecord:
 def test_state_of_a_step_has_the_average_loss_the_speed_and_the_memory() -> None:
     state = run_text.step_state(record(10), average=2.5, peak_gb=3.456)
     assert state == "loss 2.500  6,000 tok/s  3.46 GB"
+    assert run_text.step_state(record(10), 2.5, 3.456, "serious") == f"{state}  thermal: serious"
 
 
 def test_step_line_has_loss_rate_norm_speed_and_memory() -> None:

@@ -20,6 +20,7 @@ from mlxtune.core.machine.files import write_file, write_json
 from mlxtune.core.training.metrics import InstructBatchResult, InstructTrainResult, perplexity
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.own_runs import MARK
+from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 
@@ -68,6 +69,10 @@ class FakePipeline:
         self.validations: list[tuple[int, list[int]]] = []
         self.saves: list[tuple[str, int]] = []
         self.loads = 0
+        # After how many steps the cache was released, and micro-batches of at most `tokens` halved.
+        self.releases: list[int] = []
+        self.halvings: list[int] = []
+        self.tokens = 64
 
     @property
     def learning_rate(self) -> float:
@@ -83,6 +88,16 @@ class FakePipeline:
         self.learning_rates.append(learning_rate)
         assert step == len(self.batches)
         return result(self._train_loss(step), examples, grad_norm=0.5 * step)
+
+    def release_cache(self) -> None:
+        self.releases.append(len(self.batches))
+
+    def halve_micro_batches(self, examples: Sequence[Example]) -> int | None:
+        if self.tokens == 1:
+            return None
+        self.halvings.append(len(self.batches))
+        self.tokens //= 2
+        return self.tokens
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None]
@@ -177,6 +192,7 @@ def train(
     validation: Sequence[Example] | None = None,
     observer: TrainingObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    surroundings: Surroundings | None = None,
     **changes: Any,
 ) -> InstructTrainResult:
     trainer = InstructTrainer(
@@ -186,6 +202,7 @@ def train(
         validation=validation,
         observer=observer,
         should_stop=should_stop,
+        surroundings=surroundings,
     )
     return trainer.train()
 

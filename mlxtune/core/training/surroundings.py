@@ -1,0 +1,103 @@
+"""What a run does about the machine around it: memory pressure, battery, heat and sleep."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.conditions import Conditions, Pressure, seconds_asleep
+from mlxtune.core.text import duration
+from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.pipeline import Pipeline
+
+# Shorter sleep is not worth a line.
+_SLEPT_SECONDS = 10.0
+# How soon a paused run notices Ctrl-C, or that it is plugged in.
+_POLL_SECONDS = 0.2
+
+
+class Surroundings:
+    """Looks at the machine before each step.
+
+    `conditions` returns the latest reading, `asked` whether to stop, `asleep` for how many seconds
+    the machine has slept so far. `observer` receives what it does.
+    """
+
+    def __init__(
+        self,
+        conditions: Callable[[], Conditions] = Conditions,
+        observer: TrainingObserver | None = None,
+        *,
+        pause_on_battery: bool = False,
+        asked: Callable[[], bool] = lambda: False,
+        asleep: Callable[[], float] = seconds_asleep,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._conditions = conditions
+        self._observer = observer or TrainingObserver()
+        self._pause_on_battery = pause_on_battery
+        self._asked = asked
+        self._asleep = asleep
+        self._wait = wait
+        self._latest = conditions()
+        self._acted_on: Conditions | None = None
+        self._thermal = ""
+        self._slept = asleep()
+        # The highest pressure since it was last normal, which was answered.
+        self._answered = Pressure.NORMAL
+
+    def asks(self, step: int) -> bool:
+        """Return whether `act` has something to do after step `step`."""
+        self._latest = latest = self._conditions()
+        before, self._slept = self._slept, self._asleep()
+        slept = self._slept - before
+        if slept >= _SLEPT_SECONDS:
+            message = f"the machine slept for {duration(slept)} after step {step}"
+            self._observer.on_note("Sleep", f"{message}; times and rates do not count it")
+        if latest.thermal != self._thermal:
+            self._thermal = latest.thermal
+            self._observer.on_thermal(latest.thermal)
+        if latest.pressure is Pressure.NORMAL:
+            self._answered = Pressure.NORMAL
+        is_short = latest.pressure > Pressure.NORMAL and latest is not self._acted_on
+        return is_short or self._pauses()
+
+    def act(self, pipeline: Pipeline, examples: Sequence[Example], step: int) -> bool:
+        """Give back memory, and wait for mains power; no step may be under way.
+
+        `examples` are those of the next step. Return whether micro-batches were halved.
+        """
+        halved = self._relieve(pipeline, examples, step)
+        if self._pauses():
+            self._observer.on_problem(
+                f"on battery: paused after step {step} until plugged in; Ctrl-C stops the run"
+            )
+            while self._pauses():
+                self._wait(_POLL_SECONDS)
+                self._latest = self._conditions()
+            if not self._asked():
+                self._observer.on_note("Power", "plugged in: training continues")
+        return halved
+
+    def _pauses(self) -> bool:
+        return self._pause_on_battery and bool(self._latest.on_battery) and not self._asked()
+
+    def _relieve(self, pipeline: Pipeline, examples: Sequence[Example], step: int) -> bool:
+        self._acted_on, pressure = self._latest, self._latest.pressure
+        if pressure is Pressure.NORMAL:
+            return False
+        pipeline.release_cache()
+        # Once per event, which ends when the pressure is normal again.
+        answered, self._answered = self._answered, max(self._answered, pressure)
+        if answered >= pressure:
+            return False
+        if pressure is Pressure.WARN:
+            self._observer.on_problem(
+                f"the machine's memory is short after step {step}: cached memory is given back"
+            )
+            return False
+        tokens = pipeline.halve_micro_batches(examples)
+        how = "micro-batches cannot be halved: close other programs"
+        if tokens is not None:
+            how = f"micro-batches of up to {tokens:,} tokens from here on"
+        self._observer.on_problem(f"the machine's memory is very short after step {step}: {how}")
+        return tokens is not None

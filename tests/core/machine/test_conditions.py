@@ -1,0 +1,241 @@
+"""Conditions as the system's commands and files give them; the commands and files are fakes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from mlxtune.core.machine import conditions
+from mlxtune.core.machine.conditions import Conditions, ConditionsWatch, Pressure, Sensors
+from mlxtune.core.machine.facts import Power
+
+Fake = Callable[[str, str], None]
+BATTERY = "Now drawing from 'Battery Power'\n -InternalBattery-0\t85%; discharging; 5:31 remaining"
+MAINS = "Now drawing from 'AC Power'\n -InternalBattery-0\t100%; charged; 0:00 remaining"
+# Of an Apple chip, and of an Intel one.
+NO_THERM = "Note: No thermal warning level has been recorded"
+THERM = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Speed_Limit \t= {}\n"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Put a command on PATH that prints a text, which replaces all others."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", str(commands))
+
+    def write(name: str, text: str) -> None:
+        (commands / f"{name}.out").write_text(text)
+        script = (
+            f'#!/bin/sh\nprintf "%s\\n" "$*" >> {commands}/{name}.asked\nexec /bin/cat $0.out\n'
+        )
+        (commands / name).write_text(script)
+        (commands / name).chmod(0o755)
+
+    return write
+
+
+def mac() -> Sensors:
+    return Sensors("Darwin")
+
+
+def write(root: Path, files: dict[str, str]) -> Sensors:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return Sensors("Linux", root)
+
+
+# Memory pressure
+
+
+@pytest.mark.parametrize(
+    ("level", "pressure"),
+    [
+        ("1", Pressure.NORMAL),
+        ("2", Pressure.WARN),
+        ("4", Pressure.CRITICAL),
+        ("", Pressure.NORMAL),
+        ("sysctl: unknown oid", Pressure.NORMAL),
+    ],
+)
+def test_pressure_of_a_mac_is_the_kernels_level(
+    fake: Fake, tmp_path: Path, level: str, pressure: Pressure
+) -> None:
+    fake("sysctl", level)
+    assert mac().pressure() is pressure
+    asked = (tmp_path / "bin" / "sysctl.asked").read_text()
+    assert asked == "-n kern.memorystatus_vm_pressure_level\n"
+
+
+@pytest.mark.parametrize(
+    ("some", "full", "pressure"),
+    [
+        ("0.00", "0.00", Pressure.NORMAL),
+        ("9.99", "5.00", Pressure.NORMAL),
+        ("10.00", "5.00", Pressure.WARN),
+        ("80.00", "19.99", Pressure.WARN),
+        ("80.00", "20.00", Pressure.CRITICAL),
+    ],
+)
+def test_pressure_of_linux_is_the_share_of_time_that_waited_for_memory(
+    tmp_path: Path, some: str, full: str, pressure: Pressure
+) -> None:
+    text = "\n".join(
+        f"{name} avg10={share} avg60=99.00 avg300=99.00 total=80235"
+        for name, share in (("some", some), ("full", full))
+    )
+    assert write(tmp_path, {"proc/pressure/memory": text}).pressure() is pressure
+
+
+def test_without_commands_and_files_all_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for sensors in (mac(), Sensors("Linux", tmp_path)):
+        assert sensors.pressure() is Pressure.NORMAL
+        assert sensors.power() == Power()
+        assert sensors.thermal() == ""
+
+
+# Battery
+
+
+@pytest.mark.parametrize(("text", "on_battery"), [(BATTERY, True), (MAINS, False), ("", None)])
+def test_battery_of_a_mac_is_what_it_draws_from(
+    fake: Fake, text: str, on_battery: bool | None
+) -> None:
+    fake("pmset", text)
+    assert mac().power().on_battery is on_battery
+
+
+@pytest.mark.parametrize(
+    ("online", "status", "on_battery"),
+    [
+        ("1", "Charging", False),
+        ("1", "Discharging", False),
+        ("0", "Discharging", True),
+        ("0", "Full", False),
+    ],
+)
+def test_battery_of_linux_discharges_while_nothing_is_plugged_in(
+    tmp_path: Path, online: str, status: str, on_battery: bool
+) -> None:
+    power = "sys/class/power_supply"
+    files = {f"{power}/AC/type": "Mains", f"{power}/AC/online": online}
+    files |= {f"{power}/BAT0/type": "Battery", f"{power}/BAT0/status": status}
+    assert write(tmp_path, files).power() == Power(on_battery=on_battery)
+
+
+def test_battery_of_a_mouse_is_not_the_machines(tmp_path: Path) -> None:
+    mouse = "sys/class/power_supply/hidpp_battery_0"
+    files = {f"{mouse}/type": "Battery", f"{mouse}/status": "Discharging"}
+    assert write(tmp_path, {**files, f"{mouse}/scope": "Device"}).power().on_battery is None
+
+
+# Heat
+
+
+@pytest.mark.parametrize(
+    ("therm", "state", "word"),
+    [
+        (NO_THERM, "0", ""),
+        (NO_THERM, "1", "fair"),
+        (NO_THERM, "2", "serious"),
+        (NO_THERM, "3", "critical"),
+        (NO_THERM, "undefined", ""),
+        (THERM.format(100), "0", ""),
+        (THERM.format(60), "0", "CPU at 60%"),
+    ],
+)
+def test_heat_of_a_mac_is_its_thermal_state_or_a_limited_speed(
+    fake: Fake, therm: str, state: str, word: str
+) -> None:
+    fake("pmset", therm)
+    fake("osascript", state)
+    assert mac().thermal() == word
+
+
+@pytest.mark.parametrize(
+    ("temperature", "kind", "trip", "word"),
+    [
+        ("95000", "passive", "95000", "hot"),
+        ("94000", "passive", "95000", ""),
+        ("95000", "active", "60000", ""),
+        ("40000", "passive", "0", ""),
+        ("40000", "critical", "-274000", ""),
+    ],
+)
+def test_heat_of_linux_is_a_trip_point_that_is_reached(
+    tmp_path: Path, temperature: str, kind: str, trip: str, word: str
+) -> None:
+    zone = "sys/class/thermal/thermal_zone1"
+    files = {f"{zone}/temp": temperature, f"{zone}/trip_point_0_type": kind}
+    assert write(tmp_path, {**files, f"{zone}/trip_point_0_temp": trip}).thermal() == word
+
+
+# The watch
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Sensors whose pressure is the next of a list, and then the last."""
+
+    pressures: list[Pressure]
+
+    def pressure(self) -> Pressure:
+        return self.pressures.pop(0) if len(self.pressures) > 1 else self.pressures[0]
+
+    def power(self) -> Power:
+        return Power(on_battery=True)
+
+    def thermal(self) -> str:
+        return "fair"
+
+
+def waited(condition: Callable[[], bool]) -> Iterator[None]:
+    until = time.monotonic() + 30
+    while not condition() and time.monotonic() < until:
+        yield time.sleep(0.001)
+
+
+def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
+    sensors = cast(Sensors, Scripted([Pressure.NORMAL, Pressure.CRITICAL]))
+    with ConditionsWatch(sensors, seconds=0.001) as watch:
+        first = watch.latest
+        assert first.on_battery is True
+        assert first.thermal == "fair"
+        list(waited(lambda: watch.latest.pressure is Pressure.CRITICAL))
+        assert watch.latest == Conditions(Pressure.CRITICAL, True, "fair")
+        before = watch.latest
+        list(waited(lambda: watch.latest is not before))
+        assert watch.latest is not before
+    assert first.pressure is Pressure.NORMAL
+    assert not watch._thread.is_alive()
+
+
+# Sleep
+
+
+def test_time_asleep_is_counted_by_a_clock_that_runs_on_beside_one_that_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CLOCK_MONOTONIC_RAW" if sys.platform == "darwin" else "CLOCK_BOOTTIME"
+    monkeypatch.setattr(time, "clock_gettime", {getattr(time, name): 5000.0}.__getitem__)
+    monkeypatch.setattr(time, "monotonic", lambda: 3800.0)
+    assert conditions.seconds_asleep() == 1200.0
+
+
+def test_clocks_of_steps_and_rates_stop_while_the_machine_sleeps() -> None:
+    # Both are documented to; clock_gettime_ns(CLOCK_UPTIME_RAW) is mach_absolute_time too.
+    for clock in ("monotonic", "perf_counter"):
+        used = time.get_clock_info(clock).implementation
+        assert used in ("clock_gettime(CLOCK_MONOTONIC)", "mach_absolute_time()")
+        assert (used == "mach_absolute_time()") == (sys.platform == "darwin")
