@@ -259,9 +259,19 @@ def _text(path: str) -> str:
 
 def tool_output(*command: str) -> str:
     """Return the output of a system tool; empty if the tool is missing or slow."""
+    if (path := shutil.which(command[0])) is None:
+        return ""
     try:
+        # With a path, and files left open, Python uses posix_spawn: a fork has to mark all of the
+        # memory of a process that trains.
         return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TOOL_SECONDS
+            [path, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TOOL_SECONDS,
+            close_fds=False,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from mlxtune.core.machine import facts
@@ -98,3 +102,17 @@ def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:
     assert facts.parse_pmset(mains, SETTINGS.format(0)) == Power(False, False)
     assert facts.parse_pmset(mains, " powermode   2\n").saving is False
     assert facts.parse_pmset("", "") == Power(None, None)
+
+
+def test_tool_is_started_without_a_fork_of_a_process_that_may_be_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn, started = os.posix_spawn, []
+
+    def recorded(path: str, *arguments: Any, **options: Any) -> int:
+        started.append(Path(path).name)
+        return spawn(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", recorded)
+    assert facts.tool_output("echo", "-g") == "-g\n"
+    assert started == ["echo"]
