@@ -1,5 +1,6 @@
 """A step that the device works on while the host does something else."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -102,3 +103,18 @@ class PendingStep:
             raise self._outcome
         assert self._outcome is not None
         return self._outcome
+
+
+def describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:
+    """Return why a step was not applied, and what may help."""
+    at = f"at learning rate {rate:g}"
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return (
+            f"step {step}: the adapter is not finite after a step {at}; "
+            "the step was not applied: lower --lr"
+        )
+    what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
+    return (
+        f"step {step}: the {what} {at}; the step was not applied: "
+        "lower --lr, or use --dtype float32"
+    )

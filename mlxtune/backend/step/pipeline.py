@@ -1,6 +1,5 @@
 """InstructPipeline: one optimizer step at a time, and evaluation."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,12 @@ from mlxtune.backend.step.evaluator import ExampleLosses
 from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.operations import best_execution
-from mlxtune.backend.step.pending import PendingStep, Started, StepGradients
+from mlxtune.backend.step.pending import (
+    PendingStep,
+    Started,
+    StepGradients,
+    describe_non_finite,
+)
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.stages import Graph, Stages
 from mlxtune.config import InstructConfig
@@ -214,7 +218,7 @@ class InstructPipeline:
             *counts, stop, save = map(round, result.counts.tolist())
             self._ranks.agree((stop, save))
         if not update.finite:
-            return NonFiniteLossError(_describe_non_finite(step, rate, loss, grad_norm))
+            return NonFiniteLossError(describe_non_finite(step, rate, loss, grad_norm))
         self._steps = step
         return InstructBatchResult(
             avg_loss=loss,
@@ -388,21 +392,6 @@ class InstructPipeline:
     ) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of a step: which examples, and their arrays."""
         return self._micro_batches.of(examples)
-
-
-def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:
-    """Return why a step was not applied, and what may help."""
-    at = f"at learning rate {rate:g}"
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return (
-            f"step {step}: the adapter is not finite after a step {at}; "
-            "the step was not applied: lower --lr"
-        )
-    what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
-    return (
-        f"step {step}: the {what} {at}; the step was not applied: "
-        "lower --lr, or use --dtype float32"
-    )
 
 
 def _count_tokens(examples: Sequence[Example]) -> int:
