@@ -234,12 +234,16 @@ class ModelTemplate:
             while at >= 0:
                 stop = at + len(content)
                 after = [end for start, end in ends if start >= stop]
-                # An answer such as "end" also occurs inside a control token.
-                inside = any(start <= at and stop <= end for start, end in ends)
-                if after and not inside:
+                # An answer such as "end" or "<" also occurs inside a control token, or reaches into
+                # one.
+                cuts = any(
+                    start < at < end or start < stop < end or (start, end) == (at, stop)
+                    for start, end in ends
+                )
+                if after and not cuts:
                     return after[0]
                 # An end token within the content does not end the turn.
-                last = last if inside else 0
+                last = last if cuts else 0
                 at = rest.rfind(content, 0, stop - 1)
         if not last:
             looked_for = ", ".join(self.end_tokens[:4]) or "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
@@ -32,7 +32,20 @@ from tests.core.data.renderers import (
 
 @pytest.mark.parametrize(
     "content",
-    ["end", "|", "<", ">", "e", "a" + END + "b", END + "\n" + END, " padded\n", "4", "endoftext"],
+    [
+        "end",
+        "|",
+        "<",
+        "<<",
+        ">",
+        ">>",
+        "e",
+        "a" + END + "b",
+        END + "\n" + END,
+        " padded\n",
+        "4",
+        "endoftext",
+    ],
 )
 @pytest.mark.parametrize("template", [chatml, ends_twice])
 def test_answer_ends_at_the_end_of_its_turn_whatever_its_content(
@@ -108,6 +121,7 @@ TURNS = st.lists(
 
 @settings(deadline=None)
 @given(name=st.sampled_from(["chatml", "qwen3_like", "r1_like", "ends_twice"]), turns=TURNS)
+@example(name="ends_twice", turns=[("assistant", "<<", "")])
 def test_every_span_stands_behind_the_prompt_of_its_turn_for_any_conversation(
     name: str, turns: list[tuple[str, str, str]]
 ) -> None:
