@@ -44,7 +44,7 @@ def test_wheel_holds_the_package_and_what_the_demo_needs_and_nothing_else(wheel:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         contents = {name: archive.read(name) for name in found if "/demo/" in name}
     package = ROOT / "mlxtune"
-    own = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    own = {path for path in package.rglob("*.*") if path.parent.name != "__pycache__"}
     demo = {
         f"mlxtune/demo/{path.relative_to(DATA)}": path
         for name in CARRIED
