@@ -53,6 +53,7 @@ def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 60) 
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.communicate()
         raise
     return Outcome(process.returncode, out, read + err)
 
