@@ -25,7 +25,7 @@ from mlxtune.core.machine.files import open_to_append
 from mlxtune.core.machine.heartbeat import Heartbeat
 from mlxtune.core.machine.ranks import launched_rank
 from mlxtune.core.training.checkpoint import ADAPTER
-from mlxtune.errors import ConfigError, MlxTuneError, RankError
+from mlxtune.errors import ConfigError, MlxTuneError, RankError, TrainingInterrupted
 from mlxtune.setup.launch import join
 from mlxtune.terminal.console import RunConsole
 
@@ -164,6 +164,13 @@ def joined(config: TrainConfig) -> Iterator[Joined]:
         console.say("Ranks", f"{ranks.size} on {len(set(machines))} machine(s)")
         try:
             yield joint
+        except TrainingInterrupted as interrupt:
+            # Once one has ended, mlx.launch ends the others, saved or not.
+            ranks.wait()
+            if ranks.rank:
+                # Rank 0 says where the run was saved.
+                raise SystemExit(128 + interrupt.signal) from None
+            raise
         except MlxTuneError as error:
             if ranks.rank and not isinstance(error, ConfigError):
                 error.args = (f"rank {ranks.rank}: {error}",)

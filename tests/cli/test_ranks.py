@@ -144,16 +144,35 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path)
 
 
 def test_ctrl_c_stops_all_after_one_step_and_saves_once(whole: Path, tmp_path: Path) -> None:
-    with launched(
-        2, arguments(tmp_path, save_steps=100, val_steps=100), tmp_path / "log"
-    ) as launch:
+    # Rank 0 waits in a step, so that the run does not end first, and then long for its disk.
+    pressed = tmp_path / "pressed"
+    patch = f"""import time
+from mlxtune.backend.step.pipeline import InstructPipeline
+start, fsync, pressed = InstructPipeline.start_batch, os.fsync, Path({str(pressed)!r})
+def waiting(*args, step, **options):
+    while step == 8 and not pressed.exists():
+        time.sleep(0.01)
+    return start(*args, step=step, **options)
+def slow(file):
+    if pressed.exists():
+        pressed.unlink()
+        time.sleep(3)
+    fsync(file)
+InstructPipeline.start_batch, os.fsync = waiting, slow"""
+    command = patched(tmp_path, 0, patch, save_steps=100, val_steps=100)
+    with launched(2, command, tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 4)
         ranks = [pid_of(launch, rank) for rank in range(2)]
-        os.killpg(launch.pid, signal.SIGINT)
+        # Not to mlx.launch, which ends all ranks once one has ended.
+        for process in ranks:
+            os.kill(process, signal.SIGINT)
+        pressed.touch()
         for process in ranks:
             wait_until(lambda process=process: has_ended(process), 30)
-    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
-    assert len(saved) == 1
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    said = (tmp_path / "log").read_text().splitlines()
+    (line,) = [line for line in said if line.startswith("mlxtune: ")]
+    assert f"; saved to {saved};" in line
     # On another number of ranks, it says what that means.
     assert "goes on with 1 rank: its result is the same but for rounding" in resumed(1, tmp_path)
     found, expected = (load_file(each / "adapters.safetensors") for each in (tmp_path, whole))
@@ -188,7 +207,7 @@ def test_ranks_that_would_differ_end_before_the_first_step(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def patched(folder: Path, rank: int, patch: str) -> list[object]:
+def patched(folder: Path, rank: int, patch: str, **changed: object) -> list[object]:
     """Return the command of a run in which one rank runs some Python first."""
     script = folder / "patched.py"
     lines = [
@@ -200,7 +219,7 @@ def patched(folder: Path, rank: int, patch: str) -> list[object]:
         "main()",
     ]
     script.write_text("\n".join(lines))
-    return [script, *arguments(folder)[2:]]
+    return [script, *arguments(folder, **changed)[2:]]
 
 
 def test_a_rank_of_another_version_ends_all_before_the_first_step(tmp_path: Path) -> None:
