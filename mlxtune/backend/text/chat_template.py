@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mlxtune.backend.text.template_process import (
     RANDOM,
     REFUSED,
     TEXT,
+    Asked,
     Harmful,
     Reply,
     TemplateProcess,
@@ -43,7 +45,8 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
         self._special_tokens = dict(special_tokens)
-        self._prefetched: dict[str, tuple[str, str]] = {}
+        self._prefetched: dict[str, Reply] = {}
+        self._expected: list[_Asked] = []
         # How many more renderings by each template a second process repeats.
         self._unrepeated = dict.fromkeys(sources, _REPEATED)
 
@@ -61,7 +64,10 @@ class ChatTemplate:
         invalid or harmful.
         """
         name, request = self._request(messages, tools, add_generation_prompt, enable_thinking)
-        kind, text = self._prefetched.get(request) or self._render(name, [request])[0]
+        awaited = any(request in each.requests for each in self._expected)
+        if request not in self._prefetched and awaited:
+            self._receive_expected()
+        kind, text = self._prefetched.get(request) or self._receive(self._send(name, [request]))[0]
         if kind == INVALID:
             raise ModelError(
                 f"the model's chat template cannot be read: {one_line(Exception(text))}: "
@@ -72,7 +78,9 @@ class ChatTemplate:
         return text
 
     def prefetch(self, calls: Iterable[RenderCall]) -> None:
-        """Render what later calls will ask for, in one exchange with the process.
+        """Have the process render what later calls will ask for, and do not wait for it.
+
+        It keeps this and what was prefetched the last time.
 
         Raises ModelError if the template is harmful.
         """
@@ -87,9 +95,14 @@ class ChatTemplate:
             if size > _MAX_PREFETCHED:
                 break
             requests.setdefault(name, []).append(request)
+        self._receive_expected()
+        self._expected = [self._send(name, several) for name, several in requests.items()]
+
+    def _receive_expected(self) -> None:
+        expected, self._expected = self._expected, []
         self._prefetched = {}
-        for name, several in requests.items():
-            self._prefetched.update(zip(several, self._render(name, several), strict=True))
+        for asked in expected:
+            self._prefetched.update(zip(asked.requests, self._receive(asked), strict=True))
 
     def _request(
         self,
@@ -114,30 +127,50 @@ class ChatTemplate:
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
 
-    def _render(self, name: str, requests: Sequence[str]) -> list[Reply]:
-        day, again = datetime.date.today(), requests[: self._unrepeated[name]]
+    def _send(self, name: str, requests: Sequence[str]) -> "_Asked":
+        again = requests[: self._unrepeated[name]]
         self._unrepeated[name] -= len(again)
+        source, day = self._sources[name], datetime.date.today()
+        first = _process().send(source, requests)
+        return _Asked(name, first, _second_process().send(source, again) if again else None, day)
+
+    def _receive(self, asked: "_Asked") -> Sequence[Reply]:
+        """Return the replies. Raises ModelError if the template is harmful."""
+        problem, again = "", asked.again
         try:
-            if again:
-                _second_process().start()
-            replies = _process().render(self._sources[name], requests)
-            problem = _not_from(requests, replies)
-            if again and not problem:
-                repeated = _second_process().render(self._sources[name], again)
+            replies = _process().receive(asked.first)
+            problem = _not_from(asked.requests, replies)
+            if again is not None and not problem:
+                repeated = _second_process().receive(again)
                 # At midnight, those that write today's date differ.
-                problem = _unlike(replies, repeated) if day == datetime.date.today() else ""
+                problem = _unlike(replies, repeated) if asked.day == datetime.date.today() else ""
         except Harmful as error:
             raise ModelError(
-                f"the model's chat template ({name}) {error}: fix it, or name a built-in --template"
+                f"the model's chat template ({asked.name}) {error}: fix it, or name a built-in "
+                "--template"
             ) from error
-        if again and not any(self._unrepeated.values()):
+        if again is not None and not any(self._unrepeated.values()):
             _second_process().close()
         if problem:
             raise ModelError(
-                f"the model's chat template ({name}) {problem}, so that training and inference "
-                "would differ: fix it, or name a built-in --template"
+                f"the model's chat template ({asked.name}) {problem}, so that training and "
+                "inference would differ: fix it, or name a built-in --template"
             )
         return replies
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Renderings by one template on one day, and those of the first in a second process."""
+
+    name: str
+    first: Asked
+    again: Asked | None
+    day: datetime.date
+
+    @property
+    def requests(self) -> Sequence[str]:
+        return self.first.requests
 
 
 def _unlike(replies: Sequence[Reply], repeated: Sequence[Reply]) -> str:

@@ -10,13 +10,14 @@ replies.
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import INVALID, RANDOM, REFUSED, TEXT, Reply
 from mlxtune.core.machine.limited_process import LimitedProcess, TooMuchMemory
 
-__all__ = ["INVALID", "RANDOM", "REFUSED", "TEXT", "Harmful", "Reply", "TemplateProcess"]
+__all__ = ["INVALID", "RANDOM", "REFUSED", "TEXT", "Asked", "Harmful", "Reply", "TemplateProcess"]
 
 # A long conversation has more time and a longer result: so many characters double the time, and
 # each may become so many.
@@ -29,6 +30,18 @@ _TOO_LARGE = "produces more text or values than any conversation needs"
 
 class Harmful(Exception):
     """A template does something that no template needs; the message names it."""
+
+
+@dataclass
+class Asked:
+    """Renderings that a process was asked for, and its replies once they are read, or why not."""
+
+    source: str
+    requests: Sequence[str]
+    seconds: float
+    longest: int
+    replies: Sequence[Reply] | None = None
+    problem: Harmful | None = None
 
 
 class TemplateProcess:
@@ -47,15 +60,21 @@ class TemplateProcess:
         self._seconds, self._memory, self._variables = seconds, memory, variables
         self._child: LimitedProcess | None = None
         self._source: str | None = None
+        self._unread: Asked | None = None
         self._lock = threading.Lock()
 
-    def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
+    def render(self, source: str, requests: Sequence[str]) -> Sequence[Reply]:
         """Render a template with each of the requests: JSON of render_jinja_template's arguments.
 
         Raises Harmful.
         """
+        return self.receive(self.send(source, requests))
+
+    def send(self, source: str, requests: Sequence[str]) -> Asked:
+        """Ask for renderings, and do not wait for them; `receive` does."""
         seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
         with self._lock:
+            self._read()
             try:
                 child = self._child = self._child or self._new()
                 # The child keeps the last source.
@@ -64,27 +83,53 @@ class TemplateProcess:
                 header = f"[{seconds}, {len(requests)}, {changed}]"
                 lines = "\n".join([header, *requests, ""]).encode()
                 child.write(lines)
-                reply = child.read_line(longest := _MAX_RESULT + _GROWTH * len(lines))
-                if not reply.endswith(b"\n"):
-                    full = len(reply) == longest
-                    raise Harmful(_TOO_LARGE if full else _why(child.why_ended(), seconds))
-                replies = [(str(kind), str(text)) for kind, text in json.loads(reply)]
-                for request, (_, text) in zip(requests, replies, strict=True):
-                    if len(text) > _ALWAYS + _GROWTH * len(request):
-                        raise Harmful(_TOO_LARGE)
-                return replies
-            except TooMuchMemory as error:
-                self.close()
-                raise Harmful(_TOO_LARGE) from error
-            except BaseException:  # also Ctrl-C, after which nobody waits for the reply
+            except BaseException:
                 self.close()
                 raise
+            longest = _MAX_RESULT + _GROWTH * len(lines)
+            asked = self._unread = Asked(source, requests, seconds, longest)
+            return asked
+
+    def receive(self, asked: Asked) -> Sequence[Reply]:
+        """Return a reply to each of the requests, once they are there. Raises Harmful."""
+        with self._lock:
+            if asked is self._unread:
+                self._read()
+        if asked.problem is not None:
+            raise asked.problem
+        if asked.replies is None:
+            # The process was closed meanwhile.
+            return self.render(asked.source, asked.requests)
+        return asked.replies
+
+    def _read(self) -> None:
+        """Wait for the replies that nobody has read."""
+        if (asked := self._unread) is None:
+            return
+        self._unread, child = None, self._child
+        assert child is not None
+        try:
+            reply = child.read_line(asked.longest)
+            if not reply.endswith(b"\n"):
+                full = len(reply) == asked.longest
+                raise Harmful(_TOO_LARGE if full else _why(child.why_ended(), asked.seconds))
+            replies = [(str(kind), str(text)) for kind, text in json.loads(reply)]
+            for request, (_, text) in zip(asked.requests, replies, strict=True):
+                if len(text) > _ALWAYS + _GROWTH * len(request):
+                    raise Harmful(_TOO_LARGE)
+            asked.replies = replies
+        except (Harmful, TooMuchMemory) as error:
+            self.close()
+            asked.problem = error if isinstance(error, Harmful) else Harmful(_TOO_LARGE)
+        except BaseException:  # also Ctrl-C, after which nobody waits for the reply
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
             self._child.close()
-        self._child = self._source = None
+        self._child = self._source = self._unread = None
 
     def start(self) -> None:
         """Start the child, if there is none, and do not wait for it."""

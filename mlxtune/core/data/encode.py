@@ -123,6 +123,7 @@ def _texts(row: Conversation | Document) -> Iterator[str]:
         yield to_json(row.tools)
 
 
+Rows = list[Conversation | Document]
 # Some rows, each as its examples.
 EncodedRows = list[list[Example]]
 
@@ -131,7 +132,7 @@ EncodedRows = list[list[Example]]
 class Encoder:
     """Turns rows into examples. `notes` are those on every conversation.
 
-    `prefetch` is called with some rows before they are rendered one by one.
+    `prefetch` is called with some rows before those of the last time are rendered one by one.
     """
 
     template: Template
@@ -164,9 +165,7 @@ class Encoder:
         skipped: SkippedRows,
         notes: RowTally,
     ) -> Iterator[tuple[int, Rendering]]:
-        remaining = iter(rows)
-        while few := list(islice(remaining, _PREFETCHED_ROWS)):
-            self.prefetch(few)
+        for few in self._prefetched(iter(rows)):
             for row in few:
                 try:
                     text = "\0".join(_texts(row))
@@ -183,6 +182,17 @@ class Encoder:
                 for kind, detail in found.items():
                     notes.count(row.row, kind, detail)
                 yield row.row, rendering
+
+    def _prefetched(self, rows: Iterator[Conversation | Document]) -> Iterator[Rows]:
+        """Yield a few rows at a time, once the next ones are being prefetched."""
+        following: Rows = []
+        while few := list(islice(rows, _PREFETCHED_ROWS)):
+            self.prefetch(few)
+            if following:
+                yield following
+            following = few
+        if following:
+            yield following
 
     def _render_row(self, row: Conversation | Document) -> Rendering:
         if isinstance(row, Conversation):

@@ -25,6 +25,7 @@ from mlxtune.backend.text.template_process import (
     INVALID,
     REFUSED,
     TEXT,
+    Asked,
     Harmful,
     Reply,
     TemplateProcess,
@@ -435,14 +436,30 @@ def test_process_that_ends_in_another_way_is_an_error(process: TemplateProcess) 
         render(process, "a")
 
 
+def test_renderings_are_asked_for_before_others_are_read(process: TemplateProcess) -> None:
+    requests = [[json.dumps({"conversations": [[]], "x": x})] for x in "ab"]
+    one, other = (process.send("{{ x }}", each) for each in requests)
+    assert process.receive(other) == [(TEXT, "b")]
+    assert process.receive(one) == [(TEXT, "a")]
+    harmful, good = process.send("{{ 'a' * 10**10 }}", requests[0]), process.send("c", requests[0])
+    assert process.receive(good) == [(TEXT, "c")]
+    for _ in range(2):
+        with pytest.raises(Harmful, match="produces more text"):
+            process.receive(harmful)
+    lost = process.send("d", requests[0])
+    process.close()
+    assert process.receive(lost) == [(TEXT, "d")]
+
+
 # What core sees of it
 
 
 def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:
     template = ChatTemplate({"default": "{{ 'a' * 10**10 }}", "tool_use": "{% for %}"}, {})
-    for render in (template, lambda messages: template.prefetch([_call(messages)])):
+    template.prefetch([_call(MESSAGES)])
+    for render in (lambda: template.prefetch([]), lambda: template(MESSAGES)):
         with pytest.raises(ModelError) as raised:
-            render(MESSAGES)
+            render()
         assert str(raised.value) == (
             "the model's chat template (default) produces more text or values than any "
             "conversation needs: fix it, or name a built-in --template"
@@ -460,11 +477,12 @@ def test_what_is_prefetched_is_rendered_in_one_exchange(monkeypatch: pytest.Monk
     asked = []
     process = chat_template._process()
 
-    def counted(source: str, requests: list[str], original: Any = process.render) -> list[Reply]:
+    def counted(source: str, requests: list[str], original: Any = process.send) -> Asked:
         asked.append((source, len(requests)))
-        return list(original(source, requests))
+        sent: Asked = original(source, requests)
+        return sent
 
-    monkeypatch.setattr(process, "render", counted)
+    monkeypatch.setattr(process, "send", counted)
     sources = {
         "default": "{{ messages[0].content }}{{ x.y }}",
         "tool_use": "{{ messages | length }}",
@@ -491,6 +509,7 @@ def test_long_conversations_are_not_prefetched_all_at_once(monkeypatch: pytest.M
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     calls = [_call([{"role": "user", "content": str(i) * 1000}]) for i in range(9)]
     template.prefetch(calls)
+    template.prefetch([])
     assert len(template._prefetched) == 4
     assert [template(**call) for call in calls] == [str(i) * 1000 for i in range(9)]
 

@@ -294,9 +294,11 @@ def test_tools_nested_to_the_parsers_limit_are_kept_or_skipped_but_never_a_crash
 
 def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
     seen: list[list[int]] = []
+    ahead: list[int] = []
 
     def template(conversation: Conversation) -> Rendering:
-        assert conversation.row in seen[-1]
+        assert conversation.row in [*seen[-2], *seen[-1]]
+        ahead.append(seen[-1][-1] - conversation.row)
         return render_qwen3(conversation)
 
     rows = [converse(("assistant", "a"), row=i) for i in range(1, 601)]
@@ -310,3 +312,5 @@ def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
 
     assert encoded == [row for rows in seen for row in rows] == list(range(1, 601))
     assert max(map(len, seen)) == 32
+    # The next ones are being rendered by then.
+    assert ahead[0] == 63
