@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.model.model_folder import read_config, vocab_size
-from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
+from mlxtune.backend.text.chat_template import (
+    ChatTemplate,
+    read_chat_template,
+    start_processes,
+)
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig, as_path
 from mlxtune.config.data import parse_fields
@@ -88,6 +92,8 @@ class Reader:
     @cached_property
     def encoder(self) -> Encoder:
         """The tokenizer with the chat template."""
+        if self.template_source:
+            start_processes()
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
             render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]

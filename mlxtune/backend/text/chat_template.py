@@ -193,6 +193,12 @@ def _not_from(requests: Sequence[str], replies: Sequence[Reply]) -> str:
     return ""
 
 
+def start_processes() -> None:
+    """Start what will render templates, which takes as long as loading a tokenizer."""
+    _process().start()
+    _second_process().start()
+
+
 @cache
 def _process() -> TemplateProcess:
     process = TemplateProcess()
