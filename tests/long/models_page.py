@@ -44,9 +44,10 @@ rows of Alpaca, or 1 step of one example of 2,048 tokens.
 
 Figures are of one run of each side, or the median of `repeats` in the file. Most of WikiSQL was
 measured once, at times beside other work, while the code was still changing: they show which side
-is faster, and roughly by how much. Alpaca and 2,048 tokens were
-measured with one core for each architecture (`threads` in the file), with other work on the other
-core; at 2,048 tokens, mlx-lm's side was not warmed up.
+is faster, and roughly by how much. Qwen3, Qwen3-MoE, Qwen3.5, Gemma 3 and gpt-oss were measured
+again with nothing else running: beside other work, most had reached half of that efficiency. Alpaca
+and 2,048 tokens were measured with one core for each architecture (`threads` in the file), with
+other work on the other core; at 2,048 tokens, mlx-lm's side was not warmed up.
 
 No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
 """
