@@ -5,7 +5,7 @@ import os
 import re
 
 from mlxtune.config import as_path
-from mlxtune.core.data.datafiles import ENDINGS
+from mlxtune.core.data.files.datafiles import ENDINGS
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 REPOSITORY = re.compile(f"{_PART}/{_PART}", re.ASCII)

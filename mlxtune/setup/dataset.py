@@ -23,8 +23,8 @@ from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Document
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.encode import EncodedRows, Encoder
+from mlxtune.core.data.files.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.ledger import EncodedFile, Ledger
@@ -206,9 +206,9 @@ class Reader:
 def _code_hashes() -> dict[str, str]:
     """Return hashes and versions of the code that decides how data is encoded."""
     package = Path(__file__).resolve().parents[1]
-    files = [file for folder in _ENCODING_CODE for file in sorted((package / folder).glob("*.py"))]
+    files = [file for folder in _ENCODING_CODE for file in sorted((package / folder).rglob("*.py"))]
     libraries = ("transformers", "tokenizers", "jinja2", "sentencepiece", "mlx-lm")
-    return {f"{file.parent.name}/{file.stem}": file_hash(file) for file in files} | {
+    return {str(file.relative_to(package).with_suffix("")): file_hash(file) for file in files} | {
         library: importlib.metadata.version(library) for library in libraries
     }
 

@@ -20,7 +20,7 @@ from mlxtune.core.data.conversation import (
     parse_conversation,
     parse_tools,
 )
-from mlxtune.core.data.datafiles import read_objects
+from mlxtune.core.data.files.datafiles import read_objects
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
 from mlxtune.errors import DataError, shorten
 

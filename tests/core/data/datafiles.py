@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.datafiles import read_objects
+from mlxtune.core.data.files.datafiles import read_objects
 from mlxtune.core.data.problems import BadRow
 
 ROW = {"text": "Hé"}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.datafiles import read_objects
+from mlxtune.core.data.files.datafiles import read_objects
 from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import GOOD, ROW, read

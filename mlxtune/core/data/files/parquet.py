@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data import parquet_child
-from mlxtune.core.data.expansion import check_values, expands, most_bytes
+from mlxtune.core.data.files import parquet_child
+from mlxtune.core.data.files.expansion import check_values, expands, most_bytes
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.machine.limited_process import LimitedProcess, TooMuchMemory
 from mlxtune.errors import DataError, one_line

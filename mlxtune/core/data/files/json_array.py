@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlxtune.core.data.expansion import check_values
+from mlxtune.core.data.files.expansion import check_values
 from mlxtune.core.data.problems import BadRow
 
 _PIECE = 2**20

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlxtune.core.data.expansion import check_gzip, check_sparse, check_values
-from mlxtune.core.data.json_array import array_elements
-from mlxtune.core.data.parquet import parquet_rows
+from mlxtune.core.data.files.expansion import check_gzip, check_sparse, check_values
+from mlxtune.core.data.files.json_array import array_elements
+from mlxtune.core.data.files.parquet import parquet_rows
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import DataError, one_line
 
