@@ -103,6 +103,7 @@ def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     assert "2 on 1 machine" in said
 
 
+@pytest.mark.slow
 def test_a_rank_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
     pressure = tmp_path / "proc" / "pressure" / "memory"
     pressure.parent.mkdir(parents=True)
@@ -123,6 +124,7 @@ def test_a_rank_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_pa
     assert_same_but_for_rounding(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
     with launched(2, arguments(tmp_path), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 8)
@@ -180,6 +182,7 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
     assert max(np.abs(found[name] - expected[name]).max() for name in found) <= 1e-4 * largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other, problem",
     [
@@ -222,6 +225,7 @@ def patched(folder: Path, rank: int, patch: str, **changed: object) -> list[obje
     return [script, *arguments(folder, **changed)[2:]]
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_version_ends_all_before_the_first_step(tmp_path: Path) -> None:
     patch = """real = metadata.version
 metadata.version = lambda name: "0.0.9" if name == "mlxtune" else real(name)"""
@@ -271,6 +275,7 @@ def test_one_rank_of_the_launcher_is_a_plain_run(tmp_path: Path) -> None:
     assert "Ranks" not in said
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_all_ranks(tmp_path: Path) -> None:
     model = DATA / "demo-qwen3"
     options = ["--model-path", model, "--data", DATA / "bookings.jsonl", "--data", "none.jsonl"]
