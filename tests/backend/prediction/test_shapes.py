@@ -150,8 +150,9 @@ def check_peak(
     measured = mx.get_peak_memory() - elsewhere
     predicted = predict(shapes, planned, load_of(group, step)).total
     if how.operations is MLX:
-        # How far the device is behind differs from run to run; less with products that are slow.
-        assert 0.95 * measured <= predicted <= 1.3 * measured
+        # How far the device is behind differs from run to run, by up to 4 in 100 with recurrences;
+        # less with products that are slow.
+        assert 0.95 * measured <= predicted <= 1.35 * measured
     else:
         assert predicted == pytest.approx(measured, rel=0.15)
 
