@@ -15,8 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.paths import SHARED
+
+# The same examples on every machine, fast or slow; tests.long.explore tries others.
+_NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+settings.register_profile("same", derandomize=True, **_NO_CLOCK)
+settings.register_profile("explore", derandomize=False, print_blob=True, **_NO_CLOCK)
+settings.load_profile("same")
 
 # Where several processes test at once, the threads of each would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -10,6 +10,8 @@ import numpy as np
 _MARGIN = 0.05
 # An axis starts at 0 if the lowest value is below this share of the highest.
 _NEAR_ZERO = 0.4
+# The narrowest range that has marks: floats below about 1e-308 lose their digits.
+_NARROWEST = 1e-300
 # Values that span more than this factor are shown on a logarithmic axis.
 _SPANS = 20.0
 
@@ -37,9 +39,9 @@ def linear_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
     """Return a linear axis for finite values; it starts at 0 if that wastes little space."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0 and (from_zero or low < _NEAR_ZERO * high or not high):
-        return Axis(0.0, high * (1 + _MARGIN) or 1.0)
+        return Axis(0.0, max(high * (1 + _MARGIN), _NARROWEST) if high else 1.0)
     # Nearly equal values should not look far apart.
-    margin = max(_MARGIN * (high - low), abs(low) * 1e-3, abs(high) * 1e-3)
+    margin = max(_MARGIN * (high - low), abs(low) * 1e-3, abs(high) * 1e-3, _NARROWEST)
     return Axis(low - margin, high + margin)
 
 

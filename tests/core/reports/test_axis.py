@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxtune.core.reports.axis import Axis, linear_axis, log_axis, spans_much, tick_label
@@ -38,6 +38,10 @@ def test_marks_are_round_numbers_in_as_few_digits_as_they_need(
 
 
 @given(VALUES, st.booleans())
+# Nothing lies between 0 and this value.
+@example([5e-324], False)
+@example([5e-324], True)
+@example([-5e-324, 5e-324], False)
 def test_linear_axis_holds_all_values_and_marks_some_within(
     values: list[float], from_zero: bool
 ) -> None:
