@@ -11,7 +11,8 @@ mlxtune.core.training.profile, `reserve` and `reservations` of mlxtune.core.mach
 `NF4Linear`, `quantize` and `dequantize` of mlxtune.backend.model.nf4.
 
 Recipes and classes are imported on first use, so that `import mlxtune` and `mlxtune --help` start
-without mlx and numpy, and `mlxtune.core` works where mlx is not installed.
+without mlx and numpy, and `mlxtune.core` works where mlx is not installed. On Linux, importing
+mlxtune loads a fast BLAS for mlx's CPU wheel, which has to come before mlx.
 """
 
 import importlib
@@ -29,6 +30,7 @@ from mlxtune.config import (
     InstructTrainingConfig,
     TrainConfig,
 )
+from mlxtune.core.machine.blas import has_cpu_wheel, load_blas
 from mlxtune.errors import (
     ConfigError,
     DataError,
@@ -125,6 +127,10 @@ _LAZY = {
     "resume": "mlxtune.recipes.train",
     **{name: f"mlxtune.recipes.{name}" for name in _RECIPES},
 }
+
+
+if has_cpu_wheel():
+    load_blas()
 
 
 def __getattr__(name: str) -> Any:

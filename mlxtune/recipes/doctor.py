@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mlxtune.config import StepConfig, user_cache
 from mlxtune.core.machine import facts, requirements
+from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.conditions import Sensors
 from mlxtune.core.machine.diagnosis import Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.ranks import launched_several
@@ -70,6 +71,5 @@ def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
 
 def _mlx_first(device: facts.Device | None) -> bool:
     """Return whether mlx was imported here before mlxtune, too early for the BLAS of `device`."""
-    loaded_blas = getattr(sys.modules.get("mlxtune.backend"), "BLAS", None)
     has_blas = device is not None and device.blas is not None
-    return "mlx.core" in sys.modules and loaded_blas is None and has_blas
+    return "mlx.core" in sys.modules and load_blas().name is None and has_blas

@@ -15,8 +15,8 @@ from dataclasses import asdict
 import mlx.core as mx
 import numpy as np
 
+from mlxtune.backend import BLAS
 from mlxtune.backend.model import device, memory
-from mlxtune.backend.model.blas import BLAS
 from mlxtune.config import StepConfig
 from mlxtune.core.machine.facts import Device
 

@@ -5,11 +5,11 @@ one. A tuned BLAS that is loaded first, with its symbols global, takes its place
 """
 
 import ctypes
-import importlib.metadata
+import functools
 import os
 import sys
-import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 # The environment variable that names a library.
@@ -19,17 +19,30 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _LARGEST_INT = 2**31 - 1
 
 
-def prepare_cpu() -> str | None:
-    """Load a fast BLAS and keep freed memory, on Linux; do nothing elsewhere.
+@dataclass(frozen=True)
+class Blas:
+    """The name of the library that was loaded, if any, and why there is none."""
 
-    Returns the name of the library, or None elsewhere. If none is found, it warns once with what to
-    install, and returns None.
-    """
+    name: str | None = None
+    problem: str = ""
+
+
+def has_cpu_wheel() -> bool:
+    """Return whether mlx is installed as the CPU's wheel, which needs a BLAS."""
+    return sys.platform == "linux" and any(_metadata("mlx_cpu"))
+
+
+@functools.cache
+def load_blas() -> Blas:
+    """Load a fast BLAS and keep freed memory, on Linux; do nothing elsewhere. Loads once."""
     if sys.platform != "linux":
-        return None
+        return Blas()
     if "mlx.core" in sys.modules:
-        _warn("mlx was imported before mlxtune, too late for a fast BLAS: import mlxtune first")
-        return None
+        return Blas(
+            problem="mlx was imported before mlxtune, too late for a fast BLAS: training on the "
+            "CPU will be several times slower; put `import mlxtune` above `import mlx` and "
+            "`import mlx_lm`"
+        )
     _keep_freed_memory()
     for path in _candidates():
         try:
@@ -38,12 +51,11 @@ def prepare_cpu() -> str | None:
             continue
         # Processes that this one starts load the same.
         os.environ[_CHOICE] = path
-        return Path(path).name
-    _warn(
-        "no fast BLAS found, training on the CPU will be about 27 times slower: "
+        return Blas(Path(path).name)
+    return Blas(
+        problem="no fast BLAS found, training on the CPU will be about 27 times slower: "
         "install one (apt-get install libopenblas0, or pip install mkl)"
     )
-    return None
 
 
 def _candidates() -> Iterator[str]:
@@ -52,14 +64,23 @@ def _candidates() -> Iterator[str]:
     # The system's library, if the dynamic linker finds it. scipy's OpenBLAS wheels do not work:
     # their symbols are prefixed.
     yield "libopenblas.so.0"
-    try:
-        files = importlib.metadata.files("mkl") or []
-    except importlib.metadata.PackageNotFoundError:
-        return
-    # The same result bit for bit in every run, whatever the alignment of the arrays.
-    os.environ.setdefault("MKL_CBWR", "AUTO")
-    os.environ.setdefault("MKL_DYNAMIC", "FALSE")
-    yield from (str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
+    for package in _metadata("mkl"):
+        # The same result bit for bit in every run, whatever the alignment of the arrays.
+        os.environ.setdefault("MKL_CBWR", "AUTO")
+        os.environ.setdefault("MKL_DYNAMIC", "FALSE")
+        for line in (package / "RECORD").read_text(encoding="utf-8").splitlines():
+            file = line.split(",")[0]
+            if Path(file).name.startswith("libmkl_rt.so"):
+                yield str(package.parent / file)
+
+
+def _metadata(package: str) -> Iterator[Path]:
+    """Yield the metadata folders of an installed package.
+
+    importlib.metadata would take a third of the time of `mlxtune --help`.
+    """
+    for folder in filter(None, sys.path):
+        yield from Path(folder).glob(f"{package}-*.dist-info")
 
 
 def _keep_freed_memory() -> None:
@@ -73,10 +94,3 @@ def _keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_INT)
         mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
         mallopt(_M_MMAP_MAX, 0)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-BLAS = prepare_cpu()

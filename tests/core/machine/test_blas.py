@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.paths import DATA
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's CPU wheel alone needs a BLAS")
 
@@ -45,7 +48,7 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
         "    if path is None: return real(path, *args, **options)\n"
         "    raise OSError('not found')\n"
         "ctypes.CDLL = without\n"
-        "from mlxtune.backend import BLAS\nfrom mlxtune.backend.model import blas as cpu\n"
+        "from mlxtune.backend import BLAS\nimport mlxtune.backend.step.loss\n"
         "assert BLAS is None\n"
     )
     assert result.stderr.count("RuntimeWarning") == 1
@@ -55,7 +58,44 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
 @linux
 def test_mlx_imported_first_is_said() -> None:
     result = run("import mlx.core\nimport mlxtune.backend\nimport mlxtune.backend.model.memory\n")
-    assert result.stderr.count("import mlxtune first") == 1
+    assert result.stderr.count("put `import mlxtune` above `import mlx`") == 1
+
+
+@linux
+def test_importing_mlxtune_before_mlx_is_enough() -> None:
+    """As the message asks: `mlxtune` alone is lazy, and imports nothing that would load it."""
+    result = run(
+        "import mlxtune\nimport mlx.core\nimport mlxtune.backend\n"
+        "print(mlxtune.backend.BLAS is not None)\n"
+    )
+    assert result.stdout == "True\n"
+    assert result.stderr == ""
+
+
+@linux
+def test_wheel_for_a_gpu_needs_no_blas(tmp_path: Path) -> None:
+    (tmp_path / "mlx_cuda_13-0.32.4.dist-info").mkdir()
+    code = f"import sys; sys.path = [{str(tmp_path)!r}]\n"
+    result = run("from mlxtune.core.machine import blas\n" + code + "print(blas.has_cpu_wheel())\n")
+    assert result.stdout == "False\n"
+
+
+@linux
+def test_mlx_without_its_library_ends_in_a_line_that_names_the_extras(tmp_path: Path) -> None:
+    (tmp_path / "core.cpython.so").touch()
+    code = (
+        "import importlib.util\n"
+        "from types import SimpleNamespace\n"
+        "real = importlib.util.find_spec\n"
+        f"mlx = SimpleNamespace(submodule_search_locations=[{str(tmp_path)!r}])\n"
+        "importlib.util.find_spec = lambda name: mlx if name == 'mlx' else real(name)\n"
+        "from mlxtune.cli import main\n"
+        f"main(['chat', '--model-path', {str(DATA / 'demo-qwen3')!r}])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'mlxtune[cpu]'" in result.stderr
 
 
 def test_macos_is_left_alone() -> None:
@@ -64,7 +104,8 @@ def test_macos_is_left_alone() -> None:
         "sys.platform = 'darwin'\n"
         "def fail(*args, **options): raise AssertionError('touched')\n"
         "ctypes.CDLL = fail\n"
-        "from mlxtune.backend.model.blas import prepare_cpu\n"
-        "assert prepare_cpu() is None\n"
+        "import mlxtune\n"
+        "from mlxtune.core.machine.blas import Blas, load_blas\n"
+        "assert load_blas() == Blas()\n"
     )
     assert result.stderr == ""
