@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -18,6 +17,7 @@ from mlxtune.backend.model.model_folder import find_folder
 from mlxtune.backend.model.ranks import Ranks
 from mlxtune.config import user_cache
 from mlxtune.core.machine.diagnosis import PROBLEM, Check
+from mlxtune.core.machine.facts import machine_id
 from mlxtune.core.machine.files import file_hash
 from mlxtune.core.machine.hashing import model_hash
 from mlxtune.core.machine.ranks import Link, RankReport, judge_ranks, launched_several
@@ -95,7 +95,7 @@ def check_ranks(
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)
     report = RankReport(
-        machine=f"{platform.node()}/{os.getuid()}",
+        machine=machine_id(),
         versions=versions(),
         files=files,
         problems=[(check.found, check.remedy) for check in checks if check.level == PROBLEM],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from mlxtune.backend.model.ranks import Ranks
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects
 from mlxtune.config.options import OPTIONS
+from mlxtune.core.machine.facts import machine_id
 from mlxtune.core.machine.files import open_to_append
 from mlxtune.core.machine.heartbeat import Heartbeat
 from mlxtune.core.machine.ranks import launched_rank
@@ -139,7 +139,7 @@ def joined(config: TrainConfig) -> Iterator[Joined]:
         yield Joined(ranks, config, _console(config))
         return
     with ExitStack() as held:
-        machines = ranks.texts(f"{platform.node()}/{os.getuid()}")
+        machines = ranks.texts(machine_id())
         here = machines[ranks.rank]
         own = replace(config, memory_limit=config.memory_limit / machines.count(here))
         if tensor:

@@ -195,6 +195,17 @@ def parse_pmset(battery: str, settings: str) -> Power:
     )
 
 
+def machine_id() -> str:
+    """Return what tells this machine, as started, from others, whatever their names.
+
+    Falls back to the host's name where the system does not identify its boots.
+    """
+    boot = _text("/proc/sys/kernel/random/boot_id").strip()
+    if platform.system() == "Darwin":
+        boot = tool_output("sysctl", "-n", "kern.bootsessionuuid").strip()
+    return f"{boot or platform.node()}/{os.getuid()}"
+
+
 def has_nvidia() -> bool:
     """Return whether an NVIDIA driver is installed."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None

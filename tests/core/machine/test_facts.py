@@ -104,6 +104,30 @@ def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:
     assert facts.parse_pmset("", "") == Power(None, None)
 
 
+def test_two_macs_of_one_name_are_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    boots = iter(["6B8A-1", "6B8A-1", "77C0-2", ""])
+    asked: list[tuple[str, ...]] = []
+
+    def output(*command: str) -> str:
+        asked.append(command)
+        return next(boots)
+
+    monkeypatch.setattr(facts.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(facts.platform, "node", lambda: "MacBook-Pro.local")
+    monkeypatch.setattr(facts, "tool_output", output)
+    first, again, other, unknown = (facts.machine_id() for _ in range(4))
+    assert first == again != other
+    assert unknown.startswith("MacBook-Pro.local/")
+    assert asked[0] == ("sysctl", "-n", "kern.bootsessionuuid")
+
+
+def test_linux_machine_is_told_by_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = {"/proc/sys/kernel/random/boot_id": "0b33\n"}
+    monkeypatch.setattr(facts.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(facts, "_text", lambda path: read.get(path, ""))
+    assert facts.machine_id() == f"0b33/{os.getuid()}"
+
+
 def test_tool_is_started_without_a_fork_of_a_process_that_may_be_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
