@@ -168,6 +168,7 @@ class Forward:
             else:
                 inputs, targets = arrays["inputs"], arrays["targets"]
                 loss = (cross_entropies(self.model, inputs, targets) * arrays["mask"]).sum()
+        self.mixers.stop_noting()
         return loss * scale
 
     def losses(self, batch: MicroBatch | Pack) -> mx.array:

@@ -31,19 +31,28 @@ class Mixers:
 
     `by_segments`: attention that is causal and no more runs on the line itself, as the operations
     keep its segments apart. `restore` makes the model run as it did before. There are `count`;
-    `outputs` notes what they return, in order, unless it is None.
+    between `note` and `stop_noting`, `outputs` collects what they return, in order.
     """
 
     def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
         self.by_segments = by_segments
-        self.outputs: list[mx.array] | None = None
+        self.outputs: list[mx.array] = []
+        self._notes = False
         modules = [mixer for layer in model.layers for mixer in _find(layer)]
         self.count = len(modules)
         self.restore = intercept(model, modules, [self._call] * len(modules))
 
+    def note(self) -> None:
+        """Collect the outputs of the next forward pass."""
+        self.outputs, self._notes = [], True
+
+    def stop_noting(self) -> None:
+        """Collect no more outputs: layers that are recomputed run their mixers again."""
+        self._notes = False
+
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
         output = self._run(mixer, *args, **options)
-        if self.outputs is not None:
+        if self._notes:
             self.outputs += [array for _, array in tree_flatten([output])]
         return output
 

@@ -1,11 +1,11 @@
-"""Evaluation in stages: no command keeps a GPU busy for much longer than a second.
+"""Evaluation in stages: no command keeps a Mac's GPU busy for much longer than a second.
 
 macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267).
 """
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.step.side_by_side import Mixers
 
 # The seconds that a stage may take; operations a second before any was timed, which the slowest
-# devices of each kind reach; and operations for each parameter and token, forward and backward.
+# Macs reach; and operations for each parameter and token, forward and backward.
 _SECONDS = 1.0
-_METAL_SPEED, _CUDA_SPEED = 1e12, 1e13
+_METAL_SPEED = 1e12
 _OPERATIONS = 6
 # How much of a micro-batch's time is its forward pass.
 _FORWARD = 1 / 3
@@ -28,18 +28,30 @@ _FORWARD = 1 / 3
 class Graph:
     """A micro-batch to compute: `arrays`, which need its `gradients` and, before, the `outputs`.
 
-    One that has no gradients is a forward pass.
+    One that has no gradients is a forward pass. `outputs` is emptied once the graph is started.
     """
 
     tokens: int
     stages: int
-    outputs: Sequence[mx.array]
+    outputs: list[mx.array]
     gradients: Any
     arrays: Any
 
+    def parts(self) -> list[Sequence[Any]]:
+        """Return what each stage evaluates; the graph keeps none of the outputs."""
+        found: list[Sequence[Any]] = []
+        if self.stages > 1:
+            forward = max(int(self.stages * _FORWARD), 1)
+            found += _divided(self.outputs, forward)
+            self.outputs.clear()
+            # From the last layer to the first.
+            gradients = [array for _, array in tree_flatten(self.gradients)]
+            found += _divided(gradients[::-1], max(self.stages - forward, 1))
+        return [*found, [self.arrays]]
+
 
 class Stages:
-    """Computes a micro-batch at once or, where that takes long, in stages.
+    """Computes a micro-batch at once or, where that takes long on a Mac, in stages.
 
     A stage ends at the output of a layer's mixer or at the gradients of a layer. That changes no
     arithmetic, so that the number of stages may follow the clock. `parameters` counts those of the
@@ -48,12 +60,16 @@ class Stages:
 
     def __init__(self, mixers: Mixers, parameters: int, *, splits: bool) -> None:
         self._mixers = mixers
-        self._most = max(2 * mixers.count, 1) if splits else 1
-        speed = _METAL_SPEED if mx.metal.is_available() else _CUDA_SPEED
+        # CUDA ends no command of a card that draws no display.
+        cuda = not on_cpu() and not mx.metal.is_available()
+        self._most = max(2 * mixers.count, 1) if splits and not cuda else 1
         # Nothing limits commands on the CPU.
-        self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / speed
+        self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
         self._shortened = 1
+        # Forward passes, and those with a gradient, of which one was timed: it compiled kernels.
+        self._compiled: set[bool] = set()
         self._running: Graph | None = None
+        self._left: list[Sequence[Any]] = []
         self._started = 0.0
 
     def shorten(self) -> bool:
@@ -69,39 +85,49 @@ class Stages:
 
     def record(self, tokens: int) -> None:
         """Note the outputs of the micro-batch whose graph is built next."""
-        self._mixers.outputs = [] if self.count(tokens) > 1 else None
+        if self.count(tokens) > 1:
+            self._mixers.note()
 
     def graph(self, tokens: int, gradients: Any, *arrays: Any) -> Graph:
         """Return the graph of the micro-batch that was built since `record`."""
-        outputs, self._mixers.outputs = self._mixers.outputs or [], None
+        outputs, self._mixers.outputs = self._mixers.outputs, []
+        self._mixers.stop_noting()
         return Graph(tokens, self.count(tokens) if outputs else 1, outputs, gradients, arrays)
 
     def start(self, graph: Graph) -> None:
         """Have a graph computed once the one before is: the device never holds two."""
-        before, self._running = self._running, None
-        if before is not None:
-            self.finish(before)
-        self._running, self._started = graph, time.perf_counter()
-        if graph.stages == 1:
-            mx.async_eval(graph.arrays)  # type: ignore[no-untyped-call]
+        if self._running is not None:
+            self.finish(self._running)
+        self._begin(graph)
 
     def finish(self, graph: Graph) -> None:
         """Wait until a graph is computed."""
-        started = self._started if self._running is graph else time.perf_counter()
-        self._running = None
-        if graph.stages > 1:
-            forward = max(int(graph.stages * _FORWARD), 1)
-            _evaluate(graph.outputs, forward)
-            # From the last layer to the first.
-            gradients = [array for _, array in tree_flatten(graph.gradients)]
-            _evaluate(gradients[::-1], max(graph.stages - forward, 1))
-        mx.eval(graph.arrays)
+        if self._running is not graph:
+            self._begin(graph)
+        # If it fails, nothing may hold its arrays.
+        left, self._left, self._running = self._left, [], None
+        while left:
+            # The device goes on with the next stage while the host waits for this one.
+            for following in left[1:2]:
+                mx.async_eval(*following)  # type: ignore[no-untyped-call]
+            mx.eval(*left.pop(0))
         if not on_cpu():
-            seconds = (time.perf_counter() - started) / (1 if graph.gradients else _FORWARD)
-            self.seconds_per_token = seconds / max(graph.tokens, 1)
+            self._time(graph, time.perf_counter() - self._started)
+
+    def _begin(self, graph: Graph) -> None:
+        self._running, self._started = graph, time.perf_counter()
+        self._left = graph.parts()
+        mx.async_eval(*self._left[0])  # type: ignore[no-untyped-call]
+
+    def _time(self, graph: Graph, seconds: float) -> None:
+        backward = bool(graph.gradients)
+        if backward in self._compiled:
+            per_token = seconds / max(graph.tokens, 1)
+            self.seconds_per_token = per_token if backward else per_token / _FORWARD
+        self._compiled.add(backward)
 
 
-def _evaluate(arrays: Sequence[mx.array], count: int) -> None:
+def _divided(arrays: Sequence[mx.array], count: int) -> Iterator[Sequence[mx.array]]:
     size = math.ceil(len(arrays) / count) or 1
     for start in range(0, len(arrays), size):
-        mx.eval(*arrays[start : start + size])
+        yield arrays[start : start + size]

@@ -8,8 +8,16 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.stages import Graph
 from mlxtune.core.steps.execution import Execution
-from tests.backend.step.executions import IN_LINE, WAYS, fixed_step, fresh, model_folder
+from tests.backend.conftest import random_examples
+from tests.backend.step.executions import (
+    IN_LINE,
+    WAYS,
+    fixed_step,
+    fresh,
+    model_folder,
+)
 
 
 def trained(pipeline: InstructPipeline) -> list[bytes]:
@@ -42,6 +50,84 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline.train_batch(fixed_step())
     tokens = sum(group.tokens for group, _ in pipeline.micro_batches(fixed_step()))
     assert 2 <= stages.count(tokens) <= evaluations[0] <= stages.count(tokens) + 2
+
+
+def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
+    shape = (("num_hidden_layers", layers), ("hidden_size", 64), ("intermediate_size", 128))
+    folder = model_folder("qwen3", overrides=shape)
+    how = WAYS["in one line with recompute"]
+    staged, whole = (fresh(folder, how, 10_000) for _ in range(2))
+    # Each layer's mixer ends a stage.
+    staged._stages.seconds_per_token = 1.0
+    return staged, whole
+
+
+def test_recomputed_layer_ends_one_stage() -> None:
+    staged, _ = staged_and_whole(12)
+    assert staged._stages.count(1000) == 24
+    noted: list[int] = []
+    graph_of = staged._stages.graph
+
+    def noting(*arguments: Any) -> Graph:
+        graph = graph_of(*arguments)
+        noted.append(len(graph.outputs))
+        return graph
+
+    staged._stages.graph = noting  # type: ignore[method-assign]
+    staged.train_batch(fixed_step())
+    assert set(noted) == {12}
+
+
+def test_stages_take_no_more_memory() -> None:
+    def peak(pipeline: InstructPipeline) -> int:
+        examples = random_examples(6, longest=400)
+        pipeline.train_batch(examples)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        pipeline.train_batch(examples)
+        return mx.get_peak_memory() - before
+
+    staged, whole = staged_and_whole(12)
+    assert peak(staged) < 1.03 * peak(whole)
+
+
+def test_next_stage_runs_while_the_host_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, _ = staged_and_whole(2)
+    calls: list[str] = []
+    for name in ("async_eval", "eval"):
+        real = getattr(mx, name)
+
+        def noted(*arrays: Any, name: str = name, real: Any = real) -> None:
+            calls.append(name)
+            real(*arrays)
+
+        monkeypatch.setattr(mx, name, noted)
+    staged.train_batch(fixed_step())
+    # Both of the forward pass, gradients, and the update.
+    first, *middle, last = calls
+    assert (first, last) == ("async_eval", "eval")
+    assert middle == ["async_eval", "eval"] * (len(middle) // 2)
+    assert len(middle) >= 6
+
+
+def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtune.backend.step.stages.on_cpu", lambda: False)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr("mlxtune.backend.step.stages.time.perf_counter", lambda: next(clock))
+    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000)._stages
+    guess = stages.seconds_per_token
+    for seconds in (guess, 30.0):
+        stages.finish(Graph(1, 1, [], {"a": mx.zeros(1)}, mx.zeros(1)))
+        assert stages.seconds_per_token == seconds
+
+
+def test_card_computes_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtune.backend.step.stages.on_cpu", lambda: False)
+    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000)._stages
+    stages.seconds_per_token = 1.0
+    assert stages.count(1000) == 1
+    assert not stages.shorten()
 
 
 def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
