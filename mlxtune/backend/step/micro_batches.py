@@ -104,7 +104,7 @@ class MicroBatches:
                 self._forward.drop_compiled()
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self._shorten():
-            self._warn(f"{what}: shorter evaluations from here on")
+            self._warn(f"{what}: shorter evaluations from here on; to avoid it, {fault.remedy}")
         elif self.halve(examples):
             self._warn(f"{what}: micro-batches of up to {self.max_tokens:,} tokens from here on")
         else:

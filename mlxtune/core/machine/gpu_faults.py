@@ -11,7 +11,12 @@ from enum import Enum
 
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
-_LESS_WORK = "close other programs that use the GPU, or lower --max-seq-len"
+# macOS ends what keeps the GPU from drawing. Its driver reads the variable when MLX opens the
+# device; MLX's maintainers name it, and smaller command buffers were reported not to help.
+_NO_WATCHDOG = (
+    "let the display sleep while it trains, or start it with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in "
+    "the environment, a switch of Apple's driver for this process"
+)
 _AGAIN = "run it again, and restart the machine if that fails too"
 
 
@@ -33,12 +38,12 @@ class Fault(Enum):
     TIMEOUT = (
         r"Caused GPU (Timeout|Hang) Error",
         "the GPU stopped a command that took too long",
-        _LESS_WORK,
+        _NO_WATCHDOG,
     )
     INTERACTIVITY = (
         r"Impacting Interactivity",
         "macOS stopped a GPU command that blocked the display",
-        _LESS_WORK,
+        _NO_WATCHDOG,
     )
     VICTIM = (
         r"Innocent ?Victim|victim of GPU error|SubmissionsIgnored|prior/excessive GPU errors",
