@@ -22,6 +22,9 @@ _PRESSURE = 0.9
 # The share of a CUDA device to use, as it recommends no working set. The rest goes to the context,
 # the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
 _CUDA_SHARE = 0.9
+# The share of what the GPU may use that is wired: wiring all of it leaves macOS nothing to give
+# to the window server and other programs, which then stall.
+_WIRED_SHARE = 0.9
 # The highest peak before MLX's own count was last reset, of the process and since `start_peak`.
 _highest = [0]
 _since_start = [0]
@@ -95,8 +98,8 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     mx.set_memory_limit(limits.memory)
     mx.set_cache_limit(limits.cache)
     forget_peak()
-    if mx.metal.is_available():
-        mx.set_wired_limit(limits.memory)
+    if mx.metal.is_available() and limits.recommended is not None:
+        mx.set_wired_limit(min(limits.memory, int(_WIRED_SHARE * limits.recommended)))
     return limits
 
 

@@ -85,11 +85,12 @@ class Surroundings:
         self._acted_on, pressure = self._latest, self._latest.pressure
         if pressure is Pressure.NORMAL:
             return False
-        pipeline.release_cache()
-        # Once per event, which ends when the pressure is normal again.
+        # Once per event, which ends when the pressure is normal again: a warning is the normal
+        # state of a small Mac, and a cache that is cleared at each reading is none.
         answered, self._answered = self._answered, max(self._answered, pressure)
         if answered >= pressure:
             return False
+        pipeline.release_cache()
         if pressure is Pressure.WARN:
             self._observer.on_problem(
                 f"the machine's memory is short after step {step}: cached memory is given back"

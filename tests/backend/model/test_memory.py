@@ -107,8 +107,11 @@ def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
     memory.set_limits(4)
     monkeypatch.setattr(memory.mx.metal, "is_available", lambda: True)
-    memory.set_limits(4)
-    assert wired == [4_000_000_000]
+    mac = {"device_name": "Apple M1", "max_recommended_working_set_size": 5_000_000_000}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: mac)
+    for limit in (4, 24):
+        memory.set_limits(limit)
+    assert wired == [4_000_000_000, 4_500_000_000], "a tenth is left to other programs"
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,14 @@ def run(
 # Memory pressure
 
 
-def test_warning_gives_caches_back_at_each_reading_and_has_one_line(tmp_path: Path) -> None:
+def test_warning_gives_caches_back_once_per_event(tmp_path: Path) -> None:
     pipeline = FakePipeline()
-    lines = run(tmp_path, Machine(NORMAL, WARN, WARN, NORMAL), pipeline)
+    lines = run(tmp_path, Machine(NORMAL, WARN, WARN, NORMAL, WARN), pipeline)
     assert lines == [
-        "warning: the machine's memory is short after step 1: cached memory is given back"
+        f"warning: the machine's memory is short after step {step}: cached memory is given back"
+        for step in (1, 4)
     ]
-    assert pipeline.releases == [1, 2]
+    assert pipeline.releases == [1, 4]
     assert pipeline.halvings == []
 
 
