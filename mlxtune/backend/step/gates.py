@@ -31,12 +31,12 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
         sigmoid = mx.sigmoid(gate)
         silu = gate * sigmoid
-        return [silu * up, sigmoid, silu]
+        slope = sigmoid + silu * (1 - sigmoid)
+        # The gradients but for the cotangent: with them, neither gate nor up is kept.
+        return [silu * up, up * slope, silu]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        _, sigmoid, silu = outputs
-        slope = sigmoid + silu * (1 - sigmoid)
-        return [cotangents[0] * primals[1] * slope, cotangents[0] * silu]
+        return [cotangents[0] * outputs[1], cotangents[0] * outputs[2]]
 
     return differentiable(forward, backward)(gate, up)[0]
 

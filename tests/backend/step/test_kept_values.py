@@ -1,0 +1,57 @@
+"""How many values a layer keeps for its backward pass, from peaks of models of 2 and 6 layers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import qwen3
+
+from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+
+
+def peak(layers: int, tokens: int, share: float) -> int:
+    """Return the bytes that a step takes on Qwen3 0.6B's shape, times a share, in float32."""
+    shape = {
+        "hidden_size": int(1024 * share),
+        "intermediate_size": int(3072 * share),
+        "num_attention_heads": int(16 * share),
+        "num_key_value_heads": int(8 * share),
+        "num_hidden_layers": layers,
+    }
+    fixed = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
+    arguments = qwen3.ModelArgs(
+        model_type="qwen3", vocab_size=64, head_dim=128, tie_word_embeddings=True, **fixed, **shape
+    )
+    mx.random.seed(0)
+    model = qwen3.Model(arguments)
+    config = InstructConfig(lora_rank=8, targets=("q_proj", "v_proj"))
+    pipeline = InstructPipeline(model, config, execution=best_execution(0, kind="gpu"))
+    mask = np.ones(tokens, np.uint8)
+    mask[0] = 0
+    example = Example(1, np.arange(tokens, dtype=np.int32) % 64, mask)
+    mx.eval(model.parameters(), pipeline.loss_and_gradients([example]).gradients)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(pipeline.loss_and_gradients([example]).gradients)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens", "most"),
+    [
+        # Narrow arrays, LoRA's among them, weigh more in a narrow model.
+        (1 / 4, (256, 512), 4_300),
+        pytest.param(1, (128, 256), 16_600, marks=pytest.mark.slow),
+    ],
+)
+def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
+    short, long = tokens
+    a_token = [(peak(6, n, share) - peak(2, n, share)) / 4 / 4 / n for n in tokens]
+    # The CPU keeps attention's scores, which grow with the square of the length.
+    scores = (a_token[1] - a_token[0]) / (long - short)
+    assert a_token[0] - scores * short <= most
