@@ -74,6 +74,8 @@ def build_pipeline(
     console.say("LoRA", pipeline.lora.describe())
     for warning in pipeline.lora.warnings():
         console.warn(warning)
+    if problem := pipeline.forward.packing_problem:
+        console.say("Packing", f"off, examples are padded: {problem}")
     confirmed = confirm(step, pipeline, work, plan)
     pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
     pipeline.limit_evaluation(confirmed.peak.total)

@@ -64,12 +64,12 @@ class Forward:
         splits = execution.split_head and split.splits
         self.mixers = Mixers(model, by_segments=operations.by_segments)
         # A line has another shape in each step, and each would be compiled anew.
-        packs = execution.packs and splits and not execution.compile
+        self._should_pack = execution.packs and not execution.compile
         self.execution = replace(
             execution,
             operations=operations,
             split_head=splits,
-            packs=packs and split.packs(self.mixers),
+            packs=self._should_pack and splits and split.packs(self.mixers),
         )
         passes = operations.layer_passes(execution.recompute) if trains else None
         self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
@@ -100,6 +100,13 @@ class Forward:
     def dtype(self) -> mx.Dtype | None:
         """The dtype of the hidden states, None if unknown."""
         return self._split.dtype
+
+    @property
+    def packing_problem(self) -> str:
+        """Why examples that should run in one line are padded, empty if they are not."""
+        if self.execution.packs or not self._should_pack:
+            return ""
+        return self._split.packing_problem or "its head does not run apart from its layers"
 
     @property
     def plain_head(self) -> bool:

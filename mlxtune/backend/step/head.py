@@ -12,6 +12,7 @@ from mlxtune.backend.model.packed import Layout, LineCache, laid_out
 from mlxtune.backend.model.split import SplitRows, Vocabulary
 from mlxtune.backend.step.side_by_side import Mixers
 from mlxtune.core.steps.pack import Segment
+from mlxtune.errors import one_line
 
 # How far results that should be equal may differ in 16 bits, as a share of the largest value.
 _TOLERANCE = 2e-2
@@ -21,13 +22,30 @@ _TOLERANCE_FLOAT32 = 1e-4
 _LARGE = 1000.0
 # Rows of the vocabulary to compare.
 _PART = 1024
-# Texts to try a model on, two of which share a prefix; and the same end to end in one line, whose
-# tokens stand at `_PLACES` of the texts.
-_TEXTS = [[1, 2, 3, 4], [1, 2, 5, 6], [7, 8, 9, 0]]
+# Texts to try a model on, two of which share a prefix, and the same end to end in one line, whose
+# tokens stand at `_PLACES` of the texts. Both are long enough for the kernels of training: Metal
+# runs others for up to 32 queries, times the query heads of a key head (`sdpa_vector`).
+_LENGTH, _PREFIX = 36, 16
+_TEXTS = [
+    [(i * i + 3 * i + max(number - (i < _PREFIX), 0)) % 10 for i in range(_LENGTH)]
+    for number in range(3)
+]
+_REST = _LENGTH - _PREFIX
 _LINE = Layout(
-    [Segment(*each) for each in [(0, 2, 0, -1), (2, 4, 2, 0), (4, 6, 2, 0), (6, 10, 0, -1)]]
+    [
+        Segment(0, _PREFIX, 0, -1),
+        Segment(_PREFIX, _LENGTH, _PREFIX, 0),
+        Segment(_LENGTH, _LENGTH + _REST, _PREFIX, 0),
+        Segment(_LENGTH + _REST, 2 * _LENGTH + _REST, 0, -1),
+    ]
 )
-_LINE_TOKENS, _PLACES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0], [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+_PLACES = [
+    *range(_LENGTH),
+    *range(_LENGTH + _PREFIX, 3 * _LENGTH),
+]
+_LINE_TOKENS = [sum(_TEXTS, [])[place] for place in _PLACES]
+# How many positions of each text the head is tried at.
+_HEAD_POSITIONS = 4
 
 
 class _TrunkSlot:
@@ -59,7 +77,8 @@ class SplitModel:
 
     `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
     of a head which is one product and no more, else None; `dtype` is that of the hidden states.
-    `vocabulary` says for which tokens this rank has logits, if not for all.
+    `vocabulary` says for which tokens this rank has logits, if not for all. `packing_problem` says
+    why examples do not run in one line, once `packs` found that they do not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,6 +90,7 @@ class SplitModel:
         self.vocabulary: Vocabulary | None = parts[0] if parts else None
         self.weight: mx.array | PackedRows | None = None
         self.splits = False
+        self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
         # The hidden states of a few texts, each by itself.
         self._alone = mx.array(0.0)
@@ -113,10 +133,16 @@ class SplitModel:
             with laid_out(_LINE):
                 line = self.hidden(mx.array([_LINE_TOKENS]), self.line_caches())[0]
             alone = self._alone.reshape(-1, line.shape[-1])[mx.array(_PLACES)]
-            return _close(alone, line, _TOLERANCE_FLOAT32)
+            tolerance = _TOLERANCE_FLOAT32 if line.dtype == mx.float32 else _TOLERANCE
+            difference = _difference(alone, line)
         # Of any kind: architectures that add positions to tokens do not pack, or have other caches.
-        except Exception:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
+            self.packing_problem = one_line(f"{type(error).__name__}: {error}")
             return False
+        if difference <= tolerance:
+            return True
+        self.packing_problem = f"in one line, its hidden states differ by up to {difference:.2g}"
+        return False
 
     def line_caches(self) -> list[LineCache]:
         """Return what the layers take for their caches while a line runs."""
@@ -147,9 +173,9 @@ class SplitModel:
     def _compare(self) -> None:
         """Check on a few tokens that the head after the trunk is the model; find its weight."""
         try:
-            slot = _TrunkSlot(self._trunk)
+            slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
             logits = self._call(slot, mx.array(_TEXTS))[0]
-            self._alone, hidden = slot.hidden, slot.hidden[0]
+            self._alone, hidden = slot.hidden, slot.hidden[0, :_HEAD_POSITIONS]
             self.dtype = hidden.dtype
             self.weight = next(
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
@@ -205,9 +231,12 @@ def find_heads(text: nn.Module) -> list[nn.Module]:
     return [head for head in heads if isinstance(head, nn.Module)]
 
 
-def _close(one: mx.array, other: mx.array, tolerance: float = _TOLERANCE) -> bool:
-    if one.shape != other.shape:
-        return False
+def _close(one: mx.array, other: mx.array) -> bool:
+    return one.shape == other.shape and _difference(one, other) <= _TOLERANCE
+
+
+def _difference(one: mx.array, other: mx.array) -> float:
+    """Return the largest difference of two arrays as a share of the largest value of the first."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     largest = mx.maximum(mx.abs(one).max(), 1e-6)
-    return bool(mx.abs(one - other).max() <= tolerance * largest)
+    return float(mx.abs(one - other).max() / largest)

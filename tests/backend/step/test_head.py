@@ -12,9 +12,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.layers import PackedRows
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step import head
+from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.backend.step.loss import head_loss_sum
 from mlxtune.backend.step.operations import MLX
@@ -216,3 +218,50 @@ def test_loss_scales_with_what_it_is_part_of() -> None:
     one, half = (mx.grad(lambda x, f=f: loss(x, f))(hidden) for f in (1.0, 0.5))
     assert np.abs(np.array(one)).max() > 0.1
     assert_close(half, one * 0.5, 1e-6)
+
+
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have attention of few queries round otherwise, as Metal's vector kernel does."""
+    real = mx.fast.scaled_dot_product_attention
+
+    def either(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        output = real(q, k, v, **options)
+        few = q.shape[2] * (q.shape[1] // k.shape[1]) <= 32
+        return output * mx.array(1 + 2**-7, output.dtype) if few else output
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", either)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_model_packs_whichever_kernels_short_texts_run(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = (("num_attention_heads", 14), ("num_key_value_heads", 2), ("head_dim", 8))
+    folder = model_folder("qwen2", None, dtype, heads)
+    two_kernels(monkeypatch)
+    model = load_base(folder, dtype).model
+    forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
+    assert forward.execution.packs
+    assert forward.packing_problem == ""
+
+
+def test_refused_packing_has_a_reason() -> None:
+    class Positions(nn.Module):  # type: ignore[misc]
+        """Adds the position in the line, as GPT-2 does."""
+
+        def __init__(self, embed: nn.Module) -> None:
+            super().__init__()
+            self.embed = embed
+
+        def __call__(self, tokens: mx.array) -> mx.array:
+            positions = mx.arange(tokens.shape[1], dtype=mx.float32)[:, None]
+            return self.embed(tokens) + 0.1 * mx.sin(positions)
+
+        def as_linear(self, x: mx.array) -> mx.array:
+            return self.embed.as_linear(x)
+
+    model = model_of("qwen3")
+    model.model.embed_tokens = Positions(model.model.embed_tokens)
+    forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
+    assert not forward.execution.packs
+    assert "its hidden states differ by up to" in forward.packing_problem
