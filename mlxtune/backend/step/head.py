@@ -43,7 +43,7 @@ _PLACES = [
     *range(_LENGTH),
     *range(_LENGTH + _PREFIX, 3 * _LENGTH),
 ]
-_LINE_TOKENS = [sum(_TEXTS, [])[place] for place in _PLACES]
+_LINE_TOKENS = [_TEXTS[place // _LENGTH][place % _LENGTH] for place in _PLACES]
 # How many positions of each text the head is tried at.
 _HEAD_POSITIONS = 4
 

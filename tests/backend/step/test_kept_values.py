@@ -1,4 +1,4 @@
-"""How many values a layer keeps for its backward pass, from peaks of models of 2 and 6 layers."""
+"""How many values a layer keeps for its backward pass, from models of 2 and 6 layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 
 
-def peak(layers: int, tokens: int, share: float) -> int:
-    """Return the bytes that a step takes on Qwen3 0.6B's shape, times a share, in float32."""
+def kept(layers: int, tokens: int, share: float) -> int:
+    """Return the bytes that a forward pass leaves for its backward pass.
+
+    The model has Qwen3 0.6B's shape, times a share, in float32.
+    """
     shape = {
         "hidden_size": int(1024 * share),
         "intermediate_size": int(3072 * share),
@@ -33,25 +36,31 @@ def peak(layers: int, tokens: int, share: float) -> int:
     mask = np.ones(tokens, np.uint8)
     mask[0] = 0
     example = Example(1, np.arange(tokens, dtype=np.int32) % 64, mask)
-    mx.eval(model.parameters(), pipeline.loss_and_gradients([example]).gradients)
-    mx.clear_cache()
+    ((_, batch),) = pipeline.micro_batches([example])
+    parameters = model.trainable_parameters()
+    mx.eval(model.parameters(), parameters)
+    arrays = pipeline.arrays(batch, 1)
+    loss, gradients = pipeline.forward.gradients(parameters, arrays, mx.array(1.0))
     before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(pipeline.loss_and_gradients([example]).gradients)
-    return mx.get_peak_memory() - before
+    mx.eval(loss)
+    mx.synchronize()
+    found = mx.get_active_memory() - before
+    # Not computed: it holds what it needs.
+    assert gradients
+    return found
 
 
 @pytest.mark.parametrize(
     ("share", "tokens", "most"),
     [
         # Narrow arrays, LoRA's among them, weigh more in a narrow model.
-        (1 / 4, (256, 512), 4_300),
+        (1 / 4, (256, 512), 4_400),
         pytest.param(1, (128, 256), 16_600, marks=pytest.mark.slow),
     ],
 )
 def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
     short, long = tokens
-    a_token = [(peak(6, n, share) - peak(2, n, share)) / 4 / 4 / n for n in tokens]
+    a_token = [(kept(6, n, share) - kept(2, n, share)) / 4 / 4 / n for n in tokens]
     # The CPU keeps attention's scores, which grow with the square of the length.
     scores = (a_token[1] - a_token[0]) / (long - short)
-    assert a_token[0] - scores * short <= most
+    assert a_token[0] - scores * short <= most, (a_token, scores)
