@@ -1,6 +1,7 @@
-"""The gated delta rule by chunks, in the place of mlx-lm's loop over tokens.
+"""The gated delta rule by MLX's kernels or by chunks, in the place of mlx-lm's loop over tokens.
 
-Its gradient is written by hand, and keeps little.
+Metal has kernels with a gradient for some shapes. The gradient of the chunks is written by hand,
+and keeps little.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from mlxtune.backend.model.autograd import differentiable
 
 # The tokens of all rows that are computed at once, which bounds the memory of long rows.
 _TOKENS = 2048
+# The head size, and the key and value heads, of `seq_gated_delta_*` and `gated_delta_fused_*` with
+# their `_vjp_` in mlx.metallib of 0.32.4. CUDA's library says "has no CUDA implementation".
+_KERNEL_SIZE = 128
+_KERNEL_HEADS = {(16, 16), (16, 32), (16, 48), (16, 64), (24, 24), (32, 32)}
 
 
 def gated_delta_update(
@@ -37,10 +42,9 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Return what mlx-lm's function of this name does, and arguments; see there.
 
-    Gates are computed as their logarithms. `rule` takes the place of `gated_delta_rule`.
+    Gates are computed as their logarithms. `rule` takes the place of `best_rule`.
     """
-    on_gpu = mx.metal.is_available() and mx.default_device() == mx.gpu
-    if use_kernel and on_gpu and k.shape[-1] % 32 == 0:
+    if use_kernel and _on_metal() and k.shape[-1] % 32 == 0:
         # mlx-lm's kernel, which has no gradient.
         return mlx_lm_gated_delta.gated_delta_update(
             *(q, k, v, a, b, A_log, dt_bias, state, mask),
@@ -57,7 +61,29 @@ def gated_delta_update(
         log_gates = mx.where(mask.reshape(*mask.shape, *[1] * (log_gates.ndim - 2)), log_gates, 0)
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]))
-    return (rule or gated_delta_rule)(q, k, v, log_gates, beta, state)
+    return (rule or best_rule(k, v, log_gates))(q, k, v, log_gates, beta, state)
+
+
+def best_rule(
+    k: mx.array, v: mx.array, log_gates: mx.array
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    """Return MLX's own function where Metal has kernels for these shapes, else that by chunks."""
+    heads, sizes = (k.shape[2], v.shape[2]), {k.shape[3], v.shape[3]}
+    by_head = log_gates.ndim == 3
+    served = by_head and heads in _KERNEL_HEADS and sizes == {_KERNEL_SIZE}
+    return kernel_rule if served and _on_metal() else gated_delta_rule
+
+
+def _on_metal() -> bool:
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
+def kernel_rule(
+    q: mx.array, k: mx.array, v: mx.array, log_gates: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return what `gated_delta_rule` does, by MLX's own function; gates are one a head."""
+    y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_gates), beta, state)
+    return y, state
 
 
 def gated_delta_rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -208,3 +208,62 @@ def test_results_have_mlx_lm_s_dtypes() -> None:
         lambda *x: gated_delta.gated_delta_update(*x, *frozen)[0].sum().astype(mx.float32), range(5)
     )(q, k, v, a, b)
     assert all(each.dtype == mx.bfloat16 for each in gradients)
+
+
+# Where MLX has kernels
+
+SERVED = Case(tokens=9, rows=1, key_heads=16, heads=32, key_size=128, value_size=128)
+
+
+def rule_of(case: Case) -> Any:
+    """Return the rule for a case, without computing anything."""
+    k = mx.zeros((1, 1, case.key_heads, case.key_size))
+    v = mx.zeros((1, 1, case.heads, case.value_size))
+    gates = mx.zeros((1, 1, case.heads, *([case.key_size] if case.channels else [])))
+    return gated_delta.best_rule(k, v, gates)
+
+
+@pytest.mark.parametrize(
+    ("case", "served"),
+    [
+        (SERVED, True),
+        (replace(SERVED, key_heads=32), True),
+        (replace(SERVED, heads=40), False),
+        (replace(SERVED, key_size=64, value_size=64), False),
+        (replace(SERVED, value_size=256), False),
+        (replace(SERVED, channels=True), False),
+    ],
+)
+def test_metal_takes_its_kernels_for_their_shapes_alone(
+    case: Case, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rule_of(case) is gated_delta.gated_delta_rule, "the CPU has none"
+    monkeypatch.setattr(gated_delta, "_on_metal", lambda: True)
+    assert rule_of(case) is (gated_delta.kernel_rule if served else gated_delta.gated_delta_rule)
+
+
+def test_cuda_takes_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert rule_of(SERVED) is gated_delta.gated_delta_rule
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernels_of_mlx_equal_the_chunks(masked: bool) -> None:
+    arrays, frozen, mask = replace(SERVED, masked=masked).inputs()
+    weight = mx.random.normal((1, SERVED.tokens, SERVED.heads, 128), key=mx.random.key(1))
+
+    def by(rule: Any) -> Any:
+        def summed(*arrays: mx.array) -> mx.array:
+            *given, state = arrays
+            y, last = gated_delta.gated_delta_update(*given, *frozen, state, mask, rule=rule)
+            return (y * weight).sum() + last.sum()
+
+        return mx.value_and_grad(summed, argnums=list(range(6)))(*arrays)
+
+    (one, gradients), (other, wanted) = (
+        by(gated_delta.kernel_rule),
+        by(gated_delta.gated_delta_rule),
+    )
+    assert mx.allclose(one, other, rtol=1e-4)
+    for found, expected in zip(gradients, wanted, strict=True):
+        assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
