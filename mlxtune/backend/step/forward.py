@@ -35,6 +35,11 @@ _POSITIONS_MULTIPLE = 64
 # MLX keeps every compiled graph: so many bytes for each layer, and no more than this in all.
 _BYTES_PER_LAYER, _COMPILED_BYTES = 12_000_000 / 36, 1e9
 
+# What the loss is raised by where a model computes in float16: the gradients of single tokens are
+# near its smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small
+# lets entries of a gradient reach 256 before they overflow. The step takes it back in float32.
+_RAISED_FLOAT16 = 256.0
+
 # The loss of the rows of hidden states (P, H) at the supervised positions.
 Head = Callable[[mx.array], mx.array]
 
@@ -102,6 +107,11 @@ class Forward:
         return self._split.dtype
 
     @property
+    def raised(self) -> float:
+        """The power of two by which gradients are to be raised, in the scale of `scaled_loss`."""
+        return _RAISED_FLOAT16 if self.dtype == mx.float16 else 1.0
+
+    @property
     def packing_problem(self) -> str:
         """Why examples that should run in one line are padded, empty if they are not."""
         if self.execution.packs or not self._should_pack:
@@ -162,9 +172,9 @@ class Forward:
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
-        `parameters` are the model's LoRA matrices, which it keeps. They are scaled by the count of
-        the whole step before the backward pass, which keeps float16 gradients in range. Without
-        `backward`, layers keep nothing for a gradient.
+        `parameters` are the model's LoRA matrices, which it keeps. The loss is scaled by the count
+        of the whole step before the backward pass, and by `raised`, which keeps float16 gradients
+        in range. Without `backward`, layers keep nothing for a gradient.
         """
         self.model.update(parameters)
         with self.running() if backward else nullcontext(), laid_out(arrays.get("layout")):

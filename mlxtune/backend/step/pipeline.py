@@ -267,13 +267,14 @@ class InstructPipeline:
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
+        raised = self.forward.raised
         graph: Graph | None = None
         try:
             for group, batch in self.micro_batches(examples):
                 if graph is not None:
                     # The device works on the one before while this one is prepared.
                     self._stages.start(graph)
-                arrays, scale = self.arrays(batch, step), mx.array(1 / tokens)
+                arrays, scale = self.arrays(batch, step), mx.array(raised / tokens)
                 self.phases.end("data", arrays)
                 self._stages.record(group.tokens)
                 # A loss that is not finite is reported as such.
@@ -291,6 +292,8 @@ class InstructPipeline:
             self.model.update(own)
         if grads is None:  # with more ranks than examples
             grads = tree_map(mx.zeros_like, own)
+        if raised != 1:
+            loss, grads = tree_map(lambda each: each / raised, (loss, grads))
         graph, counts = graph or self._stages.graph(0, {}, loss), None
         if self._ranks.size > 1:
             counts = [micro_batches, run_tokens, padding]

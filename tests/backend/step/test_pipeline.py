@@ -17,8 +17,9 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.errors import NonFiniteLossError
-from tests.backend.conftest import MakePipeline, random_examples
-from tests.models import VOCAB_SIZE
+from tests.backend.conftest import MakePipeline, fill_lora_b, random_examples
+from tests.backend.step.executions import gradients_of
+from tests.models import VOCAB_SIZE, write_model
 
 ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
 
@@ -312,6 +313,28 @@ def test_half_precision_keeps_float32_lora_matrices_and_gradients(
     }
     assert pipeline.model(mx.array([[1, 2, 3]])).dtype == getattr(mx, dtype)
     assert loss == pytest.approx(full.loss_and_gradients(examples).loss, rel=2e-2)
+
+
+def test_gradients_of_a_float16_model_do_not_underflow(tmp_path: Path) -> None:
+    """A small last norm makes the gradients of single tokens as small as those of a large model."""
+    folder = write_model(tmp_path / "model", "qwen3", dtype="float16")
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] *= 2e-3
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    examples = random_examples(30)
+
+    def gradients(dtype: str) -> dict[str, np.ndarray[Any, Any]]:
+        model = load_base(folder, dtype).model
+        pipeline = InstructPipeline(model, InstructConfig(lora_rank=4, targets=("all",)))
+        fill_lora_b(pipeline)
+        found = pipeline.loss_and_gradients(examples)
+        assert all(value.dtype == mx.float32 for _, value in tree_flatten(found.gradients))
+        return gradients_of(found.gradients)
+
+    wanted = gradients("float32")
+    for name, found in gradients("float16").items():
+        error = np.linalg.norm(found - wanted[name]) / np.linalg.norm(wanted[name])
+        assert error < 0.01, name
 
 
 def test_step_that_is_not_finite_is_an_error_and_changes_nothing(
