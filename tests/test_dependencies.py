@@ -1,4 +1,7 @@
-"""Whether the dependencies in pyproject.toml have wheels for the oldest Mac that is supported."""
+"""Whether the dependencies in pyproject.toml have wheels for the machines that are supported.
+
+And whether each extra leads to one library of MLX: those for the CPU and for CUDA own one file.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,27 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from mlxtune.core.machine.facts import MLX_LIBRARIES
 from tests.paths import ROOT
-
-pytestmark = pytest.mark.slow
 
 # Everything a person may ask for on a Mac.
 EXTRAS = ("parquet", "trackio", "tensorboard", "wandb", "gguf")
+LIBRARIES = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
+MACOS, LINUX = "aarch64-apple-darwin", "x86_64-manylinux_2_35"
 
 
-def resolve(*options: str, macos: str = "14.0") -> subprocess.CompletedProcess[str]:
-    """Resolve pyproject.toml from wheels alone, for Apple silicon."""
+def resolve(*options: str, platform: str = MACOS, macos: str = "14.0") -> set[str]:
+    """Return the packages to which pyproject.toml resolves, from wheels alone."""
     beside_python = Path(sys.executable).with_name("uv")
     uv = str(beside_python) if beside_python.exists() else shutil.which("uv")
     if uv is None:
         pytest.skip("needs uv: pip install -e '.[dev]'")
-    fixed = ("--only-binary", ":all:", "--python-platform", "aarch64-apple-darwin")
+    fixed = ("--only-binary", ":all:", "--python-platform", platform)
     quiet = ("--quiet", "--no-header", "--no-annotate")
     result = subprocess.run(
         [uv, "pip", "compile", *quiet, *fixed, *options, "pyproject.toml"],
@@ -35,24 +40,42 @@ def resolve(*options: str, macos: str = "14.0") -> subprocess.CompletedProcess[s
     )
     if "Failed to fetch" in result.stderr or "error sending request" in result.stderr:
         pytest.skip("needs a package index, and none can be reached")
-    return result
+    if result.returncode:
+        raise LookupError(result.stderr)
+    return {line.partition("==")[0] for line in result.stdout.splitlines() if "==" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 def test_dependencies_resolve_for_apple_silicon(python: str) -> None:
-    extras = [option for name in EXTRAS for option in ("--extra", name)]
-    result = resolve("--python-version", python, *extras)
+    extras = [option for name in (*EXTRAS, *LIBRARIES, "test") for option in ("--extra", name)]
+    resolved = resolve("--python-version", python, *extras)
 
-    assert result.returncode == 0, result.stderr
-    resolved = dict(line.split("==") for line in result.stdout.splitlines() if "==" in line)
-    assert {"mlx", "mlx-metal", "mlx-lm", "trackio", "gguf"} <= resolved.keys()
-    # Those are for Linux alone.
-    assert not {"mlx-cpu", "mkl", "numba"} & resolved.keys()
+    assert {"mlx", "mlx-metal", "mlx-lm", "trackio", "gguf"} <= resolved
+    # Those of Linux's extras.
+    assert resolved & {*MLX_LIBRARIES, "mkl", "numba"} == {"mlx-metal"}
 
 
+@pytest.mark.slow
 def test_macos_before_14_is_refused_by_mlx() -> None:
     """So the test above fails when a dependency stops serving macOS 14."""
-    result = resolve("--python-version", "3.11", macos="13.0")
+    with pytest.raises(LookupError, match="macosx_13_0_arm64"):
+        resolve("--python-version", "3.11", macos="13.0")
 
-    assert result.returncode != 0
-    assert "macosx_13_0_arm64" in result.stderr
+
+def test_extras_that_a_person_may_name_are_known_here() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = known["optional-dependencies"].keys()
+    assert extras == {*EXTRAS, *LIBRARIES, "test", "interop", "docs", "dev"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", *LIBRARIES, "test"])
+def test_extra_leads_to_one_owner_of_libmlx_on_linux(extra: str) -> None:
+    chosen = ["--extra", extra] if extra else []
+    resolved = resolve("--python-version", "3.12", *chosen, platform=LINUX)
+
+    expected = LIBRARIES["cpu"] if extra == "test" else LIBRARIES.get(extra)
+    assert resolved & set(MLX_LIBRARIES) == ({expected} if expected else set())
+    assert {"numba", "mkl", "threadpoolctl"} <= resolved or expected != "mlx-cpu"
+    assert not {"numba", "mkl"} & resolved or expected == "mlx-cpu"

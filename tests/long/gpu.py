@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=SHARED)
     given = parser.parse_args()
     if on_cpu() and not given.tiny:
-        parser.error("MLX computes on the CPU here: install mlx[cuda12] on a GPU, or use --tiny")
+        parser.error("MLX computes on the CPU here: install mlxtune[cuda13], or use --tiny")
     report: dict[str, Any] = {
         "device": device_name(),
         "device_info": {key: str(value) for key, value in mx.device_info().items()},

@@ -129,7 +129,9 @@ def test_requirements_are_those_of_the_package_its_extras_and_what_it_rests_on(
         installed,
         "mlxtune",
         "0.1.0",
-        "Requires-Dist: mlx[cpu]>=0.32.1",
+        "Requires-Dist: mlx>=0.32.1",
+        "Requires-Dist: mlx[cpu]>=0.32.1; extra == 'cpu'",
+        "Provides-Extra: cpu",
         "Requires-Dist: nowhere>=1; sys_platform == 'plan9'",
         "Requires-Dist: pyarrow>=15; extra == 'parquet'",
         "Requires-Dist: pytest; extra == 'test'",
@@ -148,7 +150,8 @@ def test_requirements_are_those_of_the_package_its_extras_and_what_it_rests_on(
     found = {package.name: package for package in requirements.packages()}
     assert set(found) == {"mlxtune", "mlx", "mlx-cpu", "pyarrow"}
     assert found["mlx"].serves
-    assert (found["mlx-cpu"].needs, found["mlx-cpu"].serves) == ("==0.32.4", False)
+    needed = found["mlx-cpu"]
+    assert (needed.extra, needed.needs, needed.serves) == ("cpu", "==0.32.4", False)
     assert (found["pyarrow"].extra, found["pyarrow"].serves) == ("parquet", True)
 
 

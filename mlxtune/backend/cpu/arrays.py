@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import ThreadpoolController
 
 Floats = npt.NDArray[np.float32]
 
@@ -83,6 +82,9 @@ def unshared_products() -> Callable[[], None]:
     OpenBLAS's own threads wait for the next product by spinning, which takes the processors from
     those of `in_parts`.
     """
+    # Of the extra `cpu`, which has numba too.
+    from threadpoolctl import ThreadpoolController
+
     limit = ThreadpoolController().select(internal_api="openblas").limit(limits=1)
     undo: Callable[[], None] = limit.restore_original_limits
     return undo

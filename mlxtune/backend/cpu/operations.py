@@ -1,7 +1,7 @@
 """The CPU's operations: numpy's BLAS for products, kernels compiled by numba for all else.
 
-Their modules are imported at first use: numba takes long to import and is a dependency on Linux
-only.
+Their modules are imported at first use: numba takes long to import and is in Linux's extra
+`cpu` only.
 """
 
 from collections.abc import Callable

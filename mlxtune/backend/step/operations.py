@@ -121,9 +121,9 @@ def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") 
         return Execution(PLAIN, split_head=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, fixed_cost=_GPU_COST)
-    # The kernels need numba, a dependency on Linux, and arrays large enough for their calls.
-    large = parameters >= _LARGE_MODEL and importlib.util.find_spec("numba") is not None
-    if large and CPU.serves(getattr(mx, dtype)):
+    # The kernels need the extra `cpu`, and arrays large enough for their calls.
+    has_kernels = all(map(importlib.util.find_spec, ("numba", "threadpoolctl")))
+    if parameters >= _LARGE_MODEL and has_kernels and CPU.serves(getattr(mx, dtype)):
         return Execution(CPU, fixed_cost=_CPU_COST)
     return Execution(MLX, fixed_cost=_CPU_COST)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxtune.core.machine.facts import MLX_LIBRARIES, Device, Machine
+from mlxtune.core.machine.facts import Device, Machine
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -19,7 +19,14 @@ _SHOWN = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "nu
 _FOR_SPEED = {
     "numba": "training on the CPU takes longer",
     "mkl": "without another fast BLAS, training on the CPU takes far longer",
+    "threadpoolctl": "training on the CPU takes longer",
 }
+# On Linux, the extras that bring MLX's library; on macOS, mlx itself does.
+_EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
+INSTALL_LIBRARY = (
+    "pip install 'mlxtune[cpu]', or for an NVIDIA GPU 'mlxtune[cuda13]' "
+    "('mlxtune[cuda12]' for older drivers); in a clone '.[cpu]' and so on"
+)
 _UNWRITABLE = {
     "cache": "fix its permissions, or use --cache-dir or --no-cache",
     "temporary": "set TMPDIR to a writable folder",
@@ -107,14 +114,14 @@ def _system(m: Machine) -> Iterator[Check]:
 
 
 def _packages(m: Machine) -> Iterator[Check]:
-    required = {package.name: package for package in m.packages if not package.extra}
+    # The extra of the library in use is required too: it has its version, and what makes it fast.
+    wanted = ("", *(_EXTRAS[name] for name in m.libraries if name in _EXTRAS))
+    required = {package.name: package for package in m.packages if package.extra in wanted}
     shown = (required[name] for name in _SHOWN if name in required)
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
     yield Check(OK, "versions", found or "unknown: mlxtune is imported, but not installed")
     for name, package in required.items():
-        # Any one of MLX's libraries is enough: with one for a GPU, mlx-cpu may be missing.
-        replaced = name in MLX_LIBRARIES and package.installed is None and m.libraries
-        if package.serves or replaced:
+        if package.serves:
             continue
         requirement, effect = f"{name}{package.needs}", _FOR_SPEED.get(name)
         found = f"{package.installed or 'is missing'}, needed: {requirement}"
@@ -142,9 +149,10 @@ def _keep_one_library(m: Machine) -> str:
 
 def _extras(m: Machine) -> str:
     """Return which extras are installed, among those of use on this machine."""
+    hidden = ("cpu",) if m.has_nvidia else _EXTRAS.values()
     serves: dict[str, bool] = {}
     for package in m.packages:
-        if package.extra and (m.has_nvidia or not package.extra.startswith("cuda")):
+        if package.extra and package.extra not in hidden:
             serves[package.extra] = serves.get(package.extra, True) and package.serves
     return ", ".join(f"{name}{'' if there else ' not installed'}" for name, there in serves.items())
 
@@ -155,6 +163,8 @@ def _device(m: Machine) -> Iterator[Check]:
         remedy = "pip install --force-reinstall mlx, in a new virtual environment"
         if m.system == "Linux":
             remedy = "pip install --force-reinstall 'mlx[cpu]', or 'mlx[cuda13]' for a GPU"
+            if not m.libraries:
+                remedy = INSTALL_LIBRARY
         found = f"MLX does not start: {m.device_problem}"
         yield Check(PROBLEM, "device", found, remedy, stops=True)
         return
@@ -164,7 +174,7 @@ def _device(m: Machine) -> Iterator[Check]:
         level = PROBLEM
     elif m.has_nvidia and device.kind == "CPU":
         found += "; the NVIDIA GPU is not used"
-        remedy = "pip uninstall -y mlx-cpu, then pip install mlx-cuda-13 (12 for older drivers)"
+        remedy = "pip uninstall -y mlx-cpu, then pip install 'mlxtune[cuda13]' (or cuda12)"
     yield _check("device", found, remedy, level)
 
 

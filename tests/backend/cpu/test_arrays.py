@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info
 
 from mlxtune.backend.cpu import arrays
 from mlxtune.backend.cpu.operations import CPU
@@ -65,9 +64,13 @@ def test_products_equal_numpys(monkeypatch: pytest.MonkeyPatch, worth: int) -> N
 
 
 def test_numpys_products_take_one_thread_while_a_model_is_prepared() -> None:
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="is of the extra cpu")
+
     def threads() -> list[int]:
         return [
-            each["num_threads"] for each in threadpool_info() if each["internal_api"] == "openblas"
+            each["num_threads"]
+            for each in threadpoolctl.threadpool_info()
+            if each["internal_api"] == "openblas"
         ]
 
     before = threads()

@@ -116,7 +116,7 @@ def test_mac_without_metal_is_a_problem_that_does_not_stop() -> None:
 
 
 def test_gpu_that_is_not_used_is_noted() -> None:
-    assert "mlx-cuda-13" in only(replace(LINUX, has_nvidia=True), "device").remedy
+    assert "mlxtune[cuda13]" in only(replace(LINUX, has_nvidia=True), "device").remedy
 
 
 def test_reference_blas_is_a_problem_with_both_remedies() -> None:
@@ -141,9 +141,10 @@ def test_mlx_imported_first_is_a_problem() -> None:
     assert "import mlxtune before mlx" in only(replace(LINUX, mlx_first=True), "imports").remedy
 
 
-def test_missing_numba_slows_down_and_does_not_stop() -> None:
-    check = only(replace(LINUX, packages=(*LINUX.packages, package("numba", None))), "numba")
-    assert not check.stops
+def test_missing_numba_slows_the_cpu_down_and_does_not_stop() -> None:
+    machine = replace(LINUX, packages=(*LINUX.packages, package("numba", None, extra="cpu")))
+    assert not only(machine, "numba").stops
+    assert bad(diagnose(replace(machine, libraries=("mlx-cuda-13",)))) == []
 
 
 @pytest.mark.parametrize(("has_nvidia", "kept"), [(True, "mlx-cuda-13"), (False, "mlx-cpu")])
@@ -156,10 +157,17 @@ def test_two_packages_that_bring_the_same_library_are_told_to_be_parted(
     assert check.remedy == (f"pip uninstall -y mlx-cpu mlx-cuda-13, then pip install {kept}==9")
 
 
-def test_library_for_a_gpu_serves_in_place_of_that_for_the_cpu() -> None:
-    needed = replace(LINUX, packages=(*LINUX.packages, package("mlx-cpu", None)))
-    assert bad(diagnose(replace(needed, libraries=("mlx-cuda-13",)))) == []
-    assert only(replace(needed, libraries=()), "mlx-cpu").stops
+def test_library_of_another_version_than_mlx_is_a_problem() -> None:
+    old = package("mlx-cuda-13", "8", "==9", extra="cuda13")
+    machine = replace(LINUX, packages=(*LINUX.packages, old), libraries=("mlx-cuda-13",))
+    assert only(machine, "mlx-cuda-13").remedy == "pip install --upgrade 'mlx-cuda-13==9'"
+    assert bad(diagnose(replace(machine, libraries=("mlx-cpu",)))) == []
+
+
+def test_linux_without_a_library_is_told_the_extras() -> None:
+    machine = replace(LINUX, libraries=(), device=None, device_problem="no libmlx.so")
+    remedy = only(machine, "device").remedy
+    assert all(f"mlxtune[{extra}]" in remedy for extra in ("cpu", "cuda12", "cuda13"))
 
 
 def test_extras_are_listed_and_those_for_nvidia_only_where_there_is_one() -> None:
