@@ -29,6 +29,10 @@ settings.load_profile("same")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
 
+# MLX reads it once, when it is imported. TF32, its default on CUDA and M5, rounds float32 products
+# to three digits, and tests compare to five.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 # Before they are imported, so that their failures show the values compared.
 pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeline")
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from mlxtune.setup.children import kernel_cache
+from tests.long import gpu
 from tests.long.gpu import CASES, Machine, Parts, Skip, write_long_rows
 from tests.paths import SHARED
 
@@ -47,6 +49,33 @@ def test_part_gets_the_time_that_is_left_or_none(tmp_path: Path) -> None:
     assert found["short"]["had"] == 10
     assert 40 < found["long"]["had"] <= 50
     assert found["longer"]["skipped"].endswith("s are left")
+
+
+def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environments = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        environments.append(options["env"])
+        return subprocess.CompletedProcess(command, 0, stdout="{}", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("MLX_ENABLE_TF32")
+    gpu.equality(10, [])
+    gpu.proof(10)
+    assert [each.get("MLX_ENABLE_TF32") for each in environments] == ["0", None]
+    assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {kernel_cache()}
+
+
+def test_first_compilations_have_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = {}
+    parts = Parts(tmp_path / "gpu.json", {"parts": {"card": {}}})
+    monkeypatch.setattr(parts, "run", lambda name, limit_s, part: limits.update({name: limit_s}))
+    gpu.run_all(parts, Machine(tmp_path, tmp_path, tiny=False))
+    assert limits.pop("card") >= 30
+    assert all(limit >= 120 for limit in limits.values())
+    assert sum(limits.values()) > gpu.TOTAL_S
 
 
 def test_machine_without_the_material_says_so(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Processes started for a check: kept apart from this one, and ended with it."""
 
+import importlib.metadata
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +54,11 @@ class Children:
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=folder,
-                env=_environment(TMPDIR=str(self.scratch), **(variables or {})),
+                env=_environment(
+                    TMPDIR=str(self.scratch),
+                    MLX_PTX_CACHE_DIR=kernel_cache(),
+                    **(variables or {}),
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=errors,
@@ -71,6 +77,16 @@ class Children:
                 return process.returncode
             finally:
                 _end_group(process)
+
+
+def kernel_cache() -> str:
+    """Return where MLX keeps the CUDA kernels that it compiles.
+
+    By default that is in the temporary folder, so that a process with its own would compile all of
+    them again: for seconds each.
+    """
+    kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
+    return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)
 
 
 def probe_device() -> tuple[Device | None, str]:

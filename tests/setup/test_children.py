@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from mlxtune.setup.children import ChildError, Children, describe_end
+from mlxtune.setup.children import ChildError, Children, describe_end, kernel_cache
 
 SLEEPING = "import time; time.sleep(60)"
 
@@ -38,6 +39,22 @@ def test_process_imports_this_package_and_keeps_its_files_to_the_folder(tmp_path
     package, temporary = (tmp_path / "run" / "stdout").read_text().rsplit(" ", 1)
     assert str(Path(__file__).parents[2]) in package
     assert temporary.strip() == str(tmp_path)
+
+
+def test_processes_share_the_kernels_that_mlx_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(name: str) -> str:
+        code = "import os; print(os.environ['MLX_PTX_CACHE_DIR'], end='')"
+        assert Children(tmp_path / "scratch").run(["-c", code], tmp_path / name) == 0
+        return (tmp_path / name / "stdout").read_text()
+
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    assert cache("first") == cache("second") == kernel_cache()
+    # Where MLX itself would keep them without a temporary folder for this process.
+    assert kernel_cache().startswith(tempfile.gettempdir())
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
+    assert cache("third") == "/elsewhere"
 
 
 def test_signal_is_sent_once_the_moment_has_come(tmp_path: Path) -> None:
