@@ -79,7 +79,9 @@ def run(ranks: int, command: Sequence[object], log: Path, timeout: float = 120) 
 
 
 def pid_of(launch: subprocess.Popen[bytes], rank: int) -> int:
-    """Return the process of a rank."""
+    """Return the process of a rank; skip the test where the system does not show environments."""
+    if not Path("/proc/self").is_dir():
+        pytest.skip("needs /proc to find the process of a rank")
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             environment = (folder / "environ").read_bytes().split(b"\0")

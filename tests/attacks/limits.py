@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +18,16 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def limited(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Raise what goes beyond the limits. macOS limits no memory."""
+    """Raise what goes beyond the limits. macOS, without /proc, limits no memory."""
 
     def end(*_: Any) -> None:
         raise TookTooLong
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGPROF, end)
-    if sys.platform == "linux":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        used = int(statm.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:

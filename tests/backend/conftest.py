@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,33 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxtune.backend.cpu.operations import CpuOperations
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from tests.backend.kernels import REASON
 from tests.models import VOCAB_SIZE, write_model
 
 MakePipeline = Callable[..., InstructPipeline]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def skip_kernels_that_are_not_here() -> Iterator[None]:
+    """Skip tests that ask for the CPU's kernels without numba, as on a Mac.
+
+    Tests outside this folder do not ask: a command that chose them there would fail.
+    """
+
+    def skip(*_: Any) -> None:
+        pytest.skip(REASON)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if find_spec("numba") is None:
+            for name in ("load", "linear_head", "prepare", "layer_passes"):
+                monkeypatch.setattr(CpuOperations, name, skip)
+        yield
 
 
 @pytest.fixture(autouse=True)

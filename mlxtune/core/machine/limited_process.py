@@ -22,7 +22,10 @@ from types import MappingProxyType
 
 # Exit status of a process that ran out of memory.
 _OUT_OF_MEMORY = 77
-# Seconds between looks at the process's memory on macOS.
+# How a process finds its own memory, to limit it itself: on Linux.
+_STATM = Path("/proc/self/statm")
+_LIMITS_ITSELF = _STATM.exists()
+# Seconds between looks at the process's memory elsewhere.
 _LOOK_EVERY = 0.2
 _PIECE = 2**16
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -95,7 +98,7 @@ class LimitedProcess:
         self._process.communicate()
 
     def _check_memory(self) -> None:
-        if sys.platform == "darwin" and resident_memory(self.pid) > self._memory:
+        if not _LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
             raise TooMuchMemory
 
 
@@ -110,9 +113,9 @@ def resident_memory(pid: int) -> int:
 
 def _limit_memory(size: int) -> None:
     """Make allocations beyond `size` bytes from now on raise MemoryError."""
-    if sys.platform != "linux":
+    if not _LIMITS_ITSELF:
         return  # macOS has no such limit, so the parent watches
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(_STATM.read_text().split()[0])
     limit = pages * resource.getpagesize() + size
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:

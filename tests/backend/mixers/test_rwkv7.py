@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import rwkv7
 
-from mlxtune.backend.cpu import rwkv7 as by_kernels
 from mlxtune.backend.mixers import rwkv7 as by_chunks
 from mlxtune.backend.mixers.replacements import KINDS
 from tests.backend.cpu.compared import assert_close, random
+from tests.backend.kernels import kernel_module
+
+by_kernels = kernel_module("rwkv7")
 
 RULES = {"chunks": by_chunks.wkv7, "kernels": by_kernels.wkv7}
 

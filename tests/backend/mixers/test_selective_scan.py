@@ -15,11 +15,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import jamba, mamba
 
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.cpu.selective_scan import scan as cpu_scan
 from mlxtune.backend.mixers.selective_scan import scan
 from mlxtune.backend.step.operations import MLX
 from mlxtune.core.steps.execution import Operations
 from tests.backend.cpu.compared import assert_close, random
+from tests.backend.kernels import kernel_module
+
+cpu_scan = kernel_module("selective_scan").scan
 
 
 @pytest.fixture(autouse=True, scope="module")

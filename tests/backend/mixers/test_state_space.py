@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import ssm
 
-from mlxtune.backend.cpu.state_space import ssm_update as cpu_ssm_update
 from mlxtune.backend.mixers import state_space
 from tests.backend.cpu.compared import assert_close, random
+from tests.backend.kernels import kernel_module
+
+cpu_ssm_update = kernel_module("state_space").ssm_update
 
 Update = Callable[..., tuple[mx.array, mx.array]]
 BOTH = pytest.mark.parametrize("update", [state_space.ssm_update, cpu_ssm_update])

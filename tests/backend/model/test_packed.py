@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
-from mlxtune.backend.cpu import attention, elementwise, model
 from mlxtune.backend.model.packed import CannotPackError, Layout, LineCache, laid_out, layout
 from mlxtune.core.steps.pack import Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
+from tests.backend.kernels import kernel_module
+
+attention, elementwise, model = map(kernel_module, ("attention", "elementwise", "model"))
 
 # Two texts that go on from one, which goes on from another, and one by itself.
 FOREST = Layout(

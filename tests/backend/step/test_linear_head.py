@@ -7,9 +7,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxtune.backend.cpu import products
 from mlxtune.backend.step import linear_head
 from tests.backend.cpu.compared import assert_same_function, random
+from tests.backend.kernels import kernel_module
+
+products = kernel_module("products")
 
 STORED = [mx.float32, mx.bfloat16, mx.float16]
 

@@ -1,0 +1,25 @@
+"""Skips the kernels' own tests where there are none: their modules import numba."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.backend.kernels import REASON
+
+
+class _Skipped(pytest.Module):
+    def collect(self) -> NoReturn:
+        pytest.skip(REASON, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Replace a module by a skipped one."""
+    if find_spec("numba") is not None:
+        return None
+    return _Skipped.from_parent(parent, path=module_path)
