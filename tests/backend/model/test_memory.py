@@ -105,6 +105,7 @@ def test_memory_that_other_programs_hold_is_not_planned_with(
 def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[int] = []
     monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(memory.mx.metal, "is_available", lambda: False)
     memory.set_limits(4)
     monkeypatch.setattr(memory.mx.metal, "is_available", lambda: True)
     mac = {"device_name": "Apple M1", "max_recommended_working_set_size": 5_000_000_000}

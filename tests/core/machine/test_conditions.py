@@ -218,6 +218,8 @@ def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
         list(waited(lambda: watch.latest is not before))
         assert watch.latest is not before
     assert first.pressure is Pressure.NORMAL
+    # Leaving waits for the thread no longer than for one reading.
+    list(waited(lambda: not watch._thread.is_alive()))
     assert not watch._thread.is_alive()
 
 
