@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlxtune.backend.model.open_files import check_limit
 from mlxtune.core.machine.blas import load_blas
+from mlxtune.core.machine.diagnosis import INSTALL_LIBRARY
 from mlxtune.errors import ModelError
 
 
@@ -21,10 +22,7 @@ def _check_library() -> None:
     extension = any(any(folder.glob("core.*.so")) for folder in folders)
     if sys.platform == "linux" and extension:
         if not any((folder / "lib" / "libmlx.so").exists() for folder in folders):
-            raise ModelError(
-                "mlx has nothing to compute on: pip install 'mlxtune[cpu]' for the CPU, or "
-                "'mlxtune[cuda13]' ('mlxtune[cuda12]' for older drivers) for an NVIDIA GPU"
-            )
+            raise ModelError(f"MLX has no library here: {INSTALL_LIBRARY}")
 
 
 _check_library()

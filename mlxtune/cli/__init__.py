@@ -114,13 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if fault is None or "--debug" in arguments:
             raise
         _fail(str(fault_error(fault, str(error))), FAILED)
-    except ImportError as error:
-        # On Linux, mlx alone has no library.
-        if "libmlx" not in str(error) or "--debug" in arguments:
-            raise
-        from mlxtune.core.machine.diagnosis import INSTALL_LIBRARY
-
-        _fail(f"MLX has no library here ({error}): {INSTALL_LIBRARY}", FAILED)
     except TrainingInterrupted as interrupt:
         _exit(f"mlxtune: {interrupt}; {interrupt.saved}", 128 + interrupt.signal)
     except KeyboardInterrupt:

@@ -17,7 +17,6 @@ from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
 from tests.command import Cli, Outcome, files_in, finish, read_terminal, start
-from tests.paths import ROOT
 from tests.slow import slow
 
 
@@ -361,19 +360,3 @@ def test_every_error_of_ours_is_one_line_whatever_it_holds(
 
     monkeypatch.setattr("mlxtune.recipes.train.train", fail)
     assert cli("train", "--model-path", "m", "--data", "d").error == "first second third"
-
-
-def test_linux_without_a_library_of_mlx_is_told_the_extras(tmp_path: Path) -> None:
-    (tmp_path / "mlx").mkdir()
-    (tmp_path / "mlx" / "__init__.py").write_text("")
-    message = "libmlx.so: cannot open shared object file: No such file or directory"
-    (tmp_path / "mlx" / "core.py").write_text(f"raise ImportError({message!r})")
-    for name in ("nn", "utils", "optimizers"):
-        (tmp_path / "mlx" / f"{name}.py").write_text("import mlx.core")
-    path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    outcome = finish(start("demo", cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}))
-    assert outcome.code == 1
-    last = outcome.err.splitlines()[-1]
-    assert last.startswith(f"mlxtune: error: MLX has no library here ({message})")
-    assert all(f"mlxtune[{extra}]" in last for extra in ("cpu", "cuda12", "cuda13"))
-    assert "Traceback" not in outcome.out + outcome.err
