@@ -3,11 +3,12 @@
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models import base, jamba, mamba, rwkv7, ssm
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
-from mlx_lm.models import jamba, mamba, rwkv7, ssm
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.mixers import state_space
+from mlxtune.backend.mixers.attention import scaled_dot_product_attention
 from mlxtune.backend.mixers.convolution import DepthwiseConv1d
 from mlxtune.backend.mixers.experts import SortedGLU, SortedMLP
 from mlxtune.backend.mixers.gated_delta import gated_delta_update
@@ -18,6 +19,7 @@ from mlxtune.backend.model.replaced import Replacements, subclasses
 MAMBAS = jamba.JambaMambaMixer, mamba.MambaBlock
 # By the identity of what is replaced.
 FUNCTIONS: dict[int, Any] = {
+    id(base.scaled_dot_product_attention): scaled_dot_product_attention,
     id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update,
     id(ssm.ssm_update): state_space.ssm_update,
 }

@@ -22,10 +22,14 @@ class CannotPackError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The segments of a line; `positions` int32 (T,) is each token's position in its example."""
+    """The segments of a line; `positions` int32 (T,) is each token's position in its example.
+
+    `windows` holds the masks (T, T) that layers were given, by the length of their window.
+    """
 
     segments: Sequence[Segment]
     positions: Ints = field(init=False)
+    windows: dict[int, mx.array] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         each = [np.arange(len(one), dtype=np.int32) + one.position for one in self.segments]
@@ -101,6 +105,14 @@ class Layout:
 
 
 _layout: Layout | None = None
+# The layout around a mixer that runs with its examples side by side.
+_around: Layout | None = None
+
+
+def window_of(mask: Any) -> int | None:
+    """Return the length of the window that a mask was made for; None for any other mask."""
+    known = {} if _around is None else _around.windows
+    return next((window for window, each in known.items() if each is mask), None)
 
 
 def layout() -> Layout | None:
@@ -111,12 +123,12 @@ def layout() -> Layout | None:
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
     """Compute on a line with this layout inside the block; None for examples side by side."""
-    global _layout
-    before, _layout = _layout, layout
+    global _layout, _around
+    before, _layout, _around = (_layout, _around), layout, layout or _around
     try:
         yield
     finally:
-        _layout = before
+        _layout, _around = before
 
 
 class LineCache:
@@ -141,9 +153,10 @@ class LineCache:
             return None
         width = length if _layout is None else _layout.rows.shape[1]
         window = options.get("window_size")
-        if options.get("return_array") or width > (window or width):
-            return create_causal_mask(width, window_size=window)
-        return "causal"
+        if window is not None and width > window:
+            known = {} if _layout is None else _layout.windows
+            return known.setdefault(window, create_causal_mask(width, window_size=window))
+        return create_causal_mask(width) if options.get("return_array") else "causal"
 
     def __getitem__(self, index: int) -> None:
         return None

@@ -109,7 +109,8 @@ class Forward:
     @property
     def raised(self) -> float:
         """The power of two by which gradients are to be raised, in the scale of `scaled_loss`."""
-        return _RAISED_FLOAT16 if self.dtype == mx.float16 else 1.0
+        is_float16 = self.dtype is not None and self.dtype == mx.float16
+        return _RAISED_FLOAT16 if is_float16 else 1.0
 
     @property
     def packing_problem(self) -> str:
