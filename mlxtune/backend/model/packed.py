@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.base import create_causal_mask
 
+from mlxtune.backend.model.chosen_rows import ChosenRows
 from mlxtune.core.steps.pack import Segment
 
 Ints = npt.NDArray[np.int32]
@@ -60,6 +61,12 @@ class Layout:
     def places(self) -> mx.array:
         """Where each token of the line is in `rows`, flattened: int32 (N,)."""
         return mx.array(self._side_by_side[1])
+
+    @cached_property
+    def chosen(self) -> ChosenRows:
+        """The rows of `rows`, flattened, in the order of the line."""
+        rows, places = self._side_by_side
+        return ChosenRows(places, rows.size)
 
     @cached_property
     def shared(self) -> tuple[mx.array, mx.array] | None:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.model.chosen_rows import ChosenRows
 from mlxtune.backend.model.compiling import compiled, traces
 from mlxtune.backend.model.packed import Layout, laid_out
 from mlxtune.backend.step.costs import ExampleCosts
@@ -142,6 +143,7 @@ class Forward:
                 "layout": Layout(batch.segments),
                 "keys": None if keys is None else keys[mx.array(batch.owners)][None],
                 "positions": mx.array(batch.places),
+                "rows": ChosenRows(batch.places, batch.inputs.size),
                 "targets": mx.array(batch.targets),
                 "weights": mx.ones(len(batch.targets)),
             }
@@ -152,7 +154,9 @@ class Forward:
         positions = np.flatnonzero(batch.mask)
         targets = batch.targets.reshape(-1)[positions]
         weights = np.ones(len(positions), dtype=np.float32)
-        if self.execution.compile:
+        if not self.execution.compile:
+            arrays["rows"] = ChosenRows(positions, batch.inputs.size)
+        else:
             # Few shapes, as each is compiled.
             padding = (0, -len(positions) % _POSITIONS_MULTIPLE)
             positions, targets = np.pad(positions, padding), np.pad(targets, padding)
@@ -229,7 +233,10 @@ class Forward:
 
     def _rows(self, arrays: Mapping[str, Any], caches: list[Any] | None) -> mx.array:
         hidden = self._split.hidden(arrays["inputs"], caches)
-        return hidden.reshape(-1, hidden.shape[-1])[arrays["positions"]]
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        # A compiled step pads its positions.
+        rows = arrays.get("rows")
+        return hidden[arrays["positions"]] if rows is None else rows.of(hidden)
 
     def _head(self, arrays: Mapping[str, Any]) -> Head:
         targets = arrays["targets"]

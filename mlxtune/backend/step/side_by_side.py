@@ -161,4 +161,4 @@ class _Sides:
         rows = self._layout.rows
         if not isinstance(beside, mx.array) or beside.ndim != 3 or beside.shape[:2] != rows.shape:
             return beside
-        return beside.reshape(rows.size, -1)[self._layout.places][None]
+        return self._layout.chosen.of(beside.reshape(rows.size, -1))[None]
