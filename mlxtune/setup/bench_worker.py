@@ -7,12 +7,13 @@ import json
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlxtune.backend.measure.counts import GraphSource, StepCounts, count_steps, counted_evaluations
 from mlxtune.backend.measure.peers import MlxLm
@@ -23,6 +24,9 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.runs.benchmark import Counts, TimedStep
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
+
+if TYPE_CHECKING:
+    from mlxtune.backend.step.pending import PendingStep
 
 OURS = "mlxtune"
 
@@ -83,11 +87,40 @@ class OurSide:
         self._pipeline.loss_and_gradients(examples)
         return None
 
+    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
+        """Take the steps and take them back."""
+        with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as folder:
+            self._pipeline.save(Path(folder))
+            for _ in self.overlapped(steps):
+                pass
+            self._pipeline.restore(Path(folder))
+
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the constant learning rate."""
-        rate = self._parts.lora.learning_rate
-        self._result = self._pipeline.train_batch(examples, step=number, learning_rate=rate)
+        self._result = self._start(number, examples).result()
         return self._result.avg_loss
+
+    def overlapped(self, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
+        """Take the steps as `train` does, which starts each while the one before is computed.
+
+        A step's seconds are those since the one before was computed.
+        """
+        last = time.perf_counter()
+        # The last step has none that follows.
+        started: tuple[Sequence[Example], PendingStep] | None = None
+        for number, examples in enumerate([*steps, None], 1):
+            following = None if examples is None else (examples, self._start(number, examples))
+            if started is not None:
+                taken, pending = started
+                self._result = pending.result()
+                loss, peak = self._result.avg_loss, self._result.memory
+                yield _timed(self, taken, pending.ended - last, loss, peak)
+                last = pending.ended
+            started = following
+
+    def _start(self, number: int, examples: Sequence[Example]) -> "PendingStep":
+        rate = self._parts.lora.learning_rate
+        return self._pipeline.start_batch(examples, step=number, learning_rate=rate)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
         """Return the tokens that the last step ran, and how many of them were padding."""
@@ -145,10 +178,14 @@ def run_job(job: Job) -> Iterator[dict[str, Any]]:
     ready, process_s = time.perf_counter(), time.time() - job.started
     with_pads = side.warm_up(job.steps[0])
     device.finish()
+    if not device.on_cpu() and not isinstance(side, Unsloth):
+        # Kernels are compiled, and memory is cached, for every shape of the steps.
+        side.rehearse(job.steps)
+        device.finish()
     warm = time.perf_counter()
     with counted_evaluations() as evaluations:
-        for number, examples in enumerate(job.steps, 1):
-            yield {"step": asdict(_time_step(side, number, examples))}
+        for step in _timed_steps(side, job.steps):
+            yield {"step": asdict(step)}
     peak_rss = memory.peak_rss()
     counts = asdict(_count(side, job, evaluations[0])) if job.counts else None
     products = list(side.products(job.steps)) if isinstance(side, OurSide) else []
@@ -175,16 +212,29 @@ def _open(job: Job) -> OurSide | MlxLm | Unsloth:
     return (Unsloth if job.side == "unsloth" else MlxLm)(job.folder, parts)
 
 
-def _time_step(
-    side: OurSide | MlxLm | Unsloth, number: int, examples: Sequence[Example]
-) -> TimedStep:
-    """Take a step and time it until the device has finished."""
+def _timed_steps(
+    side: OurSide | MlxLm | Unsloth, steps: Sequence[Sequence[Example]]
+) -> Iterator[TimedStep]:
+    """Take the steps of a benchmark, and time each until the device has finished."""
     memory.forget_peak()
-    started = time.perf_counter()
-    loss = side.step(number, examples)
-    device.finish()
-    seconds = time.perf_counter() - started
-    peak = memory.peak_bytes()
+    if isinstance(side, OurSide) and not device.on_cpu():
+        yield from side.overlapped(steps)
+        return
+    for number, examples in enumerate(steps, 1):
+        memory.forget_peak()
+        started = time.perf_counter()
+        loss = side.step(number, examples)
+        device.finish()
+        yield _timed(side, examples, time.perf_counter() - started, loss, memory.peak_bytes())
+
+
+def _timed(
+    side: OurSide | MlxLm | Unsloth,
+    examples: Sequence[Example],
+    seconds: float,
+    loss: float,
+    peak: int,
+) -> TimedStep:
     run, padding = side.tokens(examples)
     return TimedStep(
         seconds=seconds,

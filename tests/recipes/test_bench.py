@@ -81,6 +81,44 @@ def test_both_sides_take_the_same_steps_with_the_same_losses(
     assert losses[0] > losses[-1]  # the rate is high enough for a difference to show
 
 
+def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
+    compared: tuple[Outcome, dict[str, Any]],
+    bench: Cli,
+    chat: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = tmp_path / "passes"
+    code = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from mlxtune.setup import bench_worker as worker
+gpu = SimpleNamespace(on_cpu=lambda: False, finish=worker.device.finish)
+worker.device = gpu
+for side in (worker.OurSide, worker.MlxLm):
+    def rehearse(self, steps, real=side.rehearse):
+        with Path({str(passes)!r}).open("a") as file:
+            file.write(f"{{type(self).__name__}} {{len(steps)}};")
+        real(self, steps)
+    side.rehearse = rehearse
+worker.main()
+"""
+    monkeypatch.setattr(
+        "mlxtune.recipes.bench._command", lambda _, job: [sys.executable, "-c", code, str(job)]
+    )
+    path = tmp_path / "gpu.json"
+    work = ["--steps", 3, "--max-seq-len", 64, "--lr", 0.01, "--against", "mlx-lm"]
+    write_chat(chat, sums(20))
+    assert bench(*work, "--json", path, "--quiet").code == 0
+    found, wanted = json.loads(path.read_text()), compared[1]
+    assert passes.read_text() == "OurSide 3;MlxLm 3;"
+    for side in ("ours", "theirs"):
+        (run,), other = found[side]["runs"], wanted[side]["runs"][0]
+        losses = [step["loss"] for step in run["steps"]]
+        assert losses == pytest.approx([step["loss"] for step in other["steps"]], rel=1e-6)
+        assert all(step["seconds"] > 0 and step["peak_memory"] > 0 for step in run["steps"])
+
+
 def test_counts_are_of_the_same_steps(compared: tuple[Outcome, dict[str, Any]]) -> None:
     _, found = compared
     ours, theirs = found["ours"], found["theirs"]

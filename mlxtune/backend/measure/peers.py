@@ -88,6 +88,12 @@ class MlxLm:
             self._run(shown)
         return self._own_loss(examples) if self.loss_function == "default" else None
 
+    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
+        """Take the steps and take them back."""
+        with self._unchanged():
+            for examples in steps:
+                self._run(examples)
+
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, from 1, on all examples; return its loss."""
         return self._run(examples)
