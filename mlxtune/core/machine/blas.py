@@ -43,6 +43,11 @@ def load_blas() -> Blas:
             "CPU will be several times slower; put `import mlxtune` above `import mlx` and "
             "`import mlx_lm`"
         )
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        # MKL would end the process.
+        return Blas(problem="the current folder no longer exists, so no fast BLAS can be loaded")
     _keep_freed_memory()
     for path in _candidates():
         try:
