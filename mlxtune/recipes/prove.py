@@ -79,13 +79,17 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     found: list[Part] = []
     for name in (QWEN, GEMMA, BASE):
         found.append((proving.GRADIENTS, name, partial(_gradients, bench, name)))
+    found.append((proving.GRADIENTS, "kernels", partial(_kernels, bench)))
+    for name in (QWEN, BASE):
+        found.append((proving.DTYPE, name, partial(_dtype, bench, name)))
     for name in (QWEN, BASE):
         what = f"{name}: run twice"
         found.append((proving.BYTES, what, partial(_twice, bench, name, what, promised)))
     for how, stop in (("Ctrl-C", signal.SIGINT), ("kill -9", signal.SIGKILL)):
         what = f"{QWEN}: {how}, resume"
         found.append((proving.BYTES, what, partial(_resumed, bench, stop, what, promised)))
-    found.append((proving.MEMORY, BASE, partial(_memory, bench)))
+    margin = proving.MEMORY_MARGIN if device == "CPU" else proving.GPU_MEMORY_MARGIN
+    found.append((proving.MEMORY, BASE, partial(_memory, bench, margin)))
     found.append((proving.PEER, BASE, partial(_peer, bench, timed)))
     return found
 
@@ -112,6 +116,20 @@ def _gradients(bench: Workbench, name: str) -> Iterator[ProofCheck]:
         yield check.taking(found["seconds"])
 
 
+def _kernels(bench: Workbench) -> Iterator[ProofCheck]:
+    for found in bench.measure("kernels"):
+        check = proving.check_gradients("kernels", found["way"], found["loss"], found["gradient"])
+        yield check.taking(found["seconds"])
+
+
+def _dtype(bench: Workbench, name: str) -> Iterator[ProofCheck]:
+    expected = bench.scratch / f"{name}.npz"
+    list(bench.measure("reference", bench.model(name), bench.step, expected))
+    for found in bench.measure("dtype", bench.model(name), bench.step, expected, exact=False):
+        check = proving.check_dtype(name, found["way"], found["cosine"], found["norm"])
+        yield check.taking(found["seconds"])
+
+
 def _twice(bench: Workbench, name: str, what: str, promised: bool) -> Iterator[ProofCheck]:
     first, second = (bench.trained(name, run) for run in ("straight", "again"))
     yield proving.check_bytes(what, first, second, promised=promised)
@@ -125,10 +143,10 @@ def _resumed(
     yield proving.check_bytes(what, straight, found, promised=promised, stopped_after=step)
 
 
-def _memory(bench: Workbench) -> Iterator[ProofCheck]:
+def _memory(bench: Workbench, margin: float) -> Iterator[ProofCheck]:
     for found in bench.measure("memory", bench.model(BASE), bench.rows):
         name = f"{BASE}: {found['tokens']:,} tokens"
-        check = proving.check_memory(name, found["predicted"], found["measured"])
+        check = proving.check_memory(name, found["predicted"], found["measured"], margin)
         yield check.taking(found["seconds"])
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.measure import proving
+from mlxtune.backend.measure.kernel_proofs import kernel_differences
 from mlxtune.backend.model.made_base import write_base
 from mlxtune.config import DataConfig, StepConfig
 from mlxtune.core.data.encode import Example
@@ -26,6 +27,25 @@ SIZES, ROWS = (128, 512, 2048), 24
 def gradients(model: Path, data: Path) -> Iterator[dict[str, Any]]:
     """Yield how far each way to compute a step is from the plain one."""
     for way, loss, gradient in proving.gradient_differences(model, _examples(model, data)):
+        yield {"way": way, "loss": loss, "gradient": gradient}
+
+
+def reference(model: Path, data: Path, out: Path) -> Iterator[dict[str, Any]]:
+    """Write the gradients of the plain path in float32."""
+    proving.write_reference(model, _examples(model, data), out)
+    yield {}
+
+
+def dtype(model: Path, data: Path, expected: Path) -> Iterator[dict[str, Any]]:
+    """Yield how far the gradients of each 16-bit dtype and way are from the reference."""
+    found = proving.dtype_differences(model, _examples(model, data), expected)
+    for way, cosine, norm in found:
+        yield {"way": way, "cosine": cosine, "norm": norm}
+
+
+def kernels() -> Iterator[dict[str, Any]]:
+    """Yield how far each kernel is from the CPU's operations."""
+    for way, loss, gradient in kernel_differences():
         yield {"way": way, "loss": loss, "gradient": gradient}
 
 
@@ -43,7 +63,7 @@ def base(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-JOBS = {job.__name__: job for job in (gradients, memory, base)}
+JOBS = {job.__name__: job for job in (gradients, reference, dtype, kernels, memory, base)}
 
 
 def _examples(model: Path, data: Path) -> list[Example]:

@@ -5,13 +5,21 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from mlxtune.core.machine.proving import BYTES, GRADIENTS, MEMORY, PEER, MachineProof
+from mlxtune.core.machine.proving import (
+    BYTES,
+    DTYPE,
+    GRADIENTS,
+    MEMORY,
+    PEER,
+    MachineProof,
+)
 from mlxtune.core.text import count
 from mlxtune.errors import printable
 from mlxtune.terminal.tables import plain_table
 
 _HEADINGS = {
     GRADIENTS: "loss and gradients",
+    DTYPE: "gradients in 16 bits",
     BYTES: "bytes of the adapter",
     MEMORY: "peak memory",
     PEER: "beside mlx-lm",

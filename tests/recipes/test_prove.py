@@ -30,6 +30,7 @@ PACKAGES = cache(requirements.packages)
 DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
 GRADIENT = {"way": "gpu", "loss": 1e-7, "gradient": 2e-7, "seconds": 0.5}
+IN_16_BITS = {"way": "bfloat16, gpu", "cosine": 0.9995, "norm": 0.99, "seconds": 0.5}
 PEAK = {"tokens": 128, "predicted": 1000, "measured": 1100, "seconds": 0.5}
 BENCH = {
     "ours": {"real_tokens_per_s": {"median": 300.0}},
@@ -48,6 +49,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What the workbench gives, to be changed, without any process; scratch goes to a folder."""
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
+        "kernels": [GRADIENT | {"way": "attention with sinks"}],
+        "reference": [{}],
+        "dtype": [IN_16_BITS],
         "memory": [PEAK],
         "trained": HASH,
         "resumed": (HASH, 2),
@@ -60,7 +64,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
             raise values[name]
         return values[name]
 
-    def measure(self: Workbench, job: str, *_: Path) -> Iterator[dict[str, Any]]:
+    def measure(
+        self: Workbench, job: str, *_: Path, exact: bool = True
+    ) -> Iterator[dict[str, Any]]:
+        # TF32 and the device's own 16-bit kernels are what training runs.
+        assert exact is (job != "dtype")
         assert list(tmp_path.glob("mlxtune-prove-*")) == [self.scratch]
         yield from give(job)
 
@@ -81,7 +89,7 @@ def documented() -> dict[str, dict[str, set[str]]]:
     tables: dict[str, dict[str, set[str]]] = {}
     name = ""
     for line in text.splitlines():
-        if bold := re.match(r"\*\*`([\w-]+)`\*\*", line):
+        if bold := re.match(r"\*\*`([\w -]+)`\*\*", line):
             name = bold[1]
         if line.startswith("| `"):
             key, types = (cell.strip() for cell in line.split("|")[1:3])
@@ -124,6 +132,7 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
     assert_documented(proof)
     assert {check["kind"] for check in proof["checks"]} == {
         "gradients",
+        "16 bits",
         "bytes",
         "memory",
         "mlx-lm",
@@ -139,7 +148,10 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
         ("gradients", [GRADIENT | {"gradient": 2e-4}], 3),
         ("gradients", [GRADIENT, GRADIENT | {"loss": 2e-5}], 3),
         ("resumed", ("other", 2), 2),
-        ("memory", [PEAK | {"measured": 1400}], 1),
+        ("kernels", [GRADIENT | {"gradient": float("nan")}], 1),
+        ("dtype", [IN_16_BITS | {"cosine": 0.998}], 2),
+        ("dtype", [IN_16_BITS | {"norm": 1.04}, IN_16_BITS], 2),
+        ("memory", [PEAK | {"measured": 1600}], 1),
         ("bench", BENCH | {"losses_agree": False}, 1),
     ],
 )
@@ -175,11 +187,13 @@ def test_run_that_writes_other_bytes_the_second_time_fails(
 @pytest.mark.parametrize(
     ("part", "failed", "passed"),
     [
-        ("gradients", 3, 6),
-        ("trained", 4, 5),
-        ("resumed", 2, 7),
-        ("memory", 1, 8),
-        ("bench", 1, 8),
+        ("gradients", 3, 9),
+        ("kernels", 1, 11),
+        ("reference", 2, 10),
+        ("trained", 4, 8),
+        ("resumed", 2, 10),
+        ("memory", 1, 11),
+        ("bench", 1, 11),
     ],
 )
 def test_error_fails_its_checks_and_the_others_still_run(
@@ -218,7 +232,7 @@ def test_interrupt_ends_with_130_and_leaves_no_folder(
 def test_finished_proof_leaves_no_folder(fakes: dict[str, Any], tmp_path: Path) -> None:
     seen: list[str] = []
     recipe.prove(seen.append)
-    assert seen[0] == "1/9 gradients: demo-qwen3"
+    assert seen[0] == "1/12 gradients: demo-qwen3"
     assert not list(tmp_path.iterdir())
     fakes["memory"] = RuntimeError()
     assert not recipe.prove().passed

@@ -80,11 +80,42 @@ def gradient_differences(
         yield way.name, abs(loss / expected_loss - 1), float(apart / largest)
 
 
+def write_reference(folder: Path, examples: Sequence[Example], path: Path) -> None:
+    """Write the gradients of the plain path in float32, on dequantised weights."""
+    plain = Way("", replace(best_execution(0, kind="plain"), micro_batch_tokens=1))
+    found: dict[str, Any] = _computed(folder, examples, plain, "dequantized")[1]
+    np.savez(path, **found)
+
+
+def dtype_differences(
+    folder: Path, examples: Sequence[Example], reference: Path
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each 16-bit dtype and way, the least cosine of a matrix's gradient with the reference
+    in float32, and the ratio of their norms that is farthest from 1.
+    """
+    with np.load(reference) as expected:
+        for dtype in ("bfloat16", "float16"):
+            for kind in ("plain", "gpu"):
+                execution = replace(best_execution(0, kind=kind), micro_batch_tokens=_ONE_STEP)
+                _, found = _computed(folder, examples, Way("", execution), "auto", dtype)
+                cosines, ratios = zip(
+                    *(_cosine_and_ratio(found[name], expected[name]) for name in expected),
+                    strict=True,
+                )
+                farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
+                yield f"{dtype}, {kind}", float(np.min(cosines)), farthest
+
+
+def _cosine_and_ratio(found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> tuple[float, float]:
+    norm, expected = float(np.linalg.norm(found)), float(np.linalg.norm(wanted))
+    return float((found * wanted).sum()) / (norm * expected), norm / expected
+
+
 def _computed(
-    folder: Path, examples: Sequence[Example], way: Way, compute: str
+    folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[float, Gradients]:
     """Return loss and gradients of a step, with seeded LoRA matrices."""
-    base = loading.load_base(folder, "float32", quantized_compute=compute)
+    base = loading.load_base(folder, dtype, quantized_compute=compute)
     config = InstructConfig(targets=("all",), lora_rank=8, dropout=way.dropout)
     pipeline = InstructPipeline(base.model, config, execution=way.execution)
     _fill_lora_b(pipeline)
