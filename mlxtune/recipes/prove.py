@@ -3,6 +3,7 @@
 What is checked runs in other processes, so that a crash fails one check and leaves the others.
 """
 
+import getpass
 import platform
 import signal
 import tempfile
@@ -12,7 +13,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from mlxtune.core.machine import facts, proving, requirements
+from mlxtune.core.machine import facts, files, proving, requirements
 from mlxtune.core.machine.proving import MachineProof, ProofCheck
 from mlxtune.errors import ModelError, one_line
 from mlxtune.setup.children import probe_device
@@ -61,13 +62,23 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
     )
 
 
-def show(*, as_json: bool) -> bool:
-    """Print the table, and JSON if asked for; return whether all checks passed."""
+def show(*, as_json: bool, share: Path | None = None) -> bool:
+    """Print the table, and JSON if asked for; return whether all checks passed.
+
+    `share` is a file for the result without names and paths. Raises OutputError.
+    """
+    if share is not None:
+        files.check_outputs([share], [], "--share")
     with closing(RunConsole()) as console:
         proof = prove(console.show)
     if as_json:
         print_json(proof.as_dict())
     show_proof(proof, result_console(stderr=as_json))
+    if share is not None:
+        names = (platform.node(), getpass.getuser(), str(Path.home()), Path.home().name)
+        files.write_json(share, proving.shareable(proof, names))
+        with closing(RunConsole()) as console:
+            console.say("Share", f"{share} has no names or paths: attach it to an issue")
     return proof.passed
 
 

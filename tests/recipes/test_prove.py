@@ -273,3 +273,32 @@ def test_machine_that_runs_the_tests_proves_itself(tmp_path: Path) -> None:
     stopped = [check["values"].get("stopped_after") for check in proof["checks"]]
     assert sum(step is not None and 1 <= step < 12 for step in stopped) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_shared_file_holds_neither_names_nor_paths(
+    cli: Cli, fakes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe.platform, "node", lambda: "annas-macbook.local")
+    monkeypatch.setattr(recipe.getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(Path, "home", lambda: Path("/Users/anna"))
+    fakes["memory"] = ChildError("anna: /Users/anna/My models/wedding on annas-macbook.local")
+    path = tmp_path / "proof.json"
+    outcome = cli("doctor", "--prove", "--share", path)
+    assert outcome.code == 1
+    assert f"{path} has no names or paths" in outcome.out + outcome.err
+    text = path.read_text(encoding="utf-8")
+    for secret in ("anna", "/Users", "wedding", HASH, str(tmp_path)):
+        assert secret not in text
+    shared = json.loads(text)
+    assert shared["device"]["name"] == "Apple M9"
+    assert shared["versions"]["mlx"]
+    assert {check["passed"] for check in shared["checks"]} >= {True, False}
+    in_16_bits = next(each["values"] for each in shared["checks"] if each["kind"] == "16 bits")
+    assert in_16_bits == {"cosine": IN_16_BITS["cosine"], "norm_ratio": IN_16_BITS["norm"]}
+
+
+def test_share_without_prove_and_a_folder_as_its_file_are_one_line(
+    cli: Cli, tmp_path: Path
+) -> None:
+    assert "--share is the result of --prove" in cli("doctor", "--share", "x.json").error
+    assert "is a folder" in cli("doctor", "--prove", "--share", tmp_path).error

@@ -1,0 +1,109 @@
+"""Write docs/devices.md from docs/devices/*.json, which `mlxtune doctor --prove --share` wrote.
+
+    python docs/make_devices.py
+
+The files come from strangers: what is not of the documented type and size is an error.
+`tests/test_devices.py` fails if the page is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).with_name("devices")
+PAGE = FOLDER.with_suffix(".md")
+LARGEST, LONGEST, MOST_CHECKS = 200_000, 80, 200
+PACKAGES = ("mlxtune", "mlx", "mlx-lm")
+HEAD = """# Devices
+
+What `mlxtune doctor --prove` found on the machines of those who shared it, made by
+`python docs/make_devices.py` from the files in `docs/devices/`. [First boot](first-boot.md) says
+how to add yours. Speeds are those of the proof's small model, not of a real one.
+
+"""
+COLUMNS = (
+    *("device", "kind", "memory, GB", "system", "mlxtune, mlx, mlx-lm", "checks", "failed"),
+    *("16 bits, least cosine", "peak / predicted", "speed beside mlx-lm"),
+)
+
+
+class BadProofError(Exception):
+    """A file is not what `--share` writes."""
+
+
+def page(files: list[Path]) -> str:
+    """Return the page for these files. Raises BadProofError, which names the file."""
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for file in sorted(files):
+        try:
+            rows.append(row(read(file)))
+        except (BadProofError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise BadProofError(f"{file.name}: {error!r}") from None
+    return HEAD + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return a shared proof. Raises BadProofError."""
+    if file.stat().st_size > LARGEST:
+        raise BadProofError(f"more than {LARGEST:,} bytes")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("schema_version") != 1:
+        raise BadProofError("not a proof of schema version 1")
+    checks = found["checks"]
+    if not isinstance(checks, list) or not 1 <= len(checks) <= MOST_CHECKS:
+        raise BadProofError(f"needs 1 to {MOST_CHECKS} checks")
+    return found
+
+
+def row(proof: dict[str, Any]) -> list[str]:
+    """Return the cells of a proof."""
+    checks, device, machine = proof["checks"], proof["device"], proof["machine"]
+    failed = [f"{check['kind']}: {check['name']}" for check in checks if check["passed"] is False]
+    peaks = [
+        number(check["values"]["measured"]) / number(check["values"]["predicted"])
+        for check in checks
+        if check["kind"] == "memory" and check["values"]
+    ]
+    cosines = [
+        number(check["values"]["cosine"])
+        for check in checks
+        if check["kind"] == "16 bits" and check["values"]
+    ]
+    ratios = [check["values"].get("ratio") for check in checks if check["kind"] == "mlx-lm"]
+    speed = next((number(ratio) for ratio in ratios if ratio is not None), None)
+    return [
+        text(device["name"]),
+        text(device["kind"]),
+        f"{number(machine['memory']) / 1e9:.0f}",
+        text(machine["system"]),
+        ", ".join(text(proof["versions"][name]) for name in PACKAGES),
+        str(len(checks)),
+        ", ".join(map(text, failed)) or "none",
+        f"{min(cosines):.5f}" if cosines else "",
+        f"{max(peaks):.2f}" if peaks else "",
+        f"{speed:.1f}×" if speed is not None else "",
+    ]
+
+
+def number(value: Any) -> float:
+    """Return a finite number above 0. Raises BadProofError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadProofError("a number is none")
+    if not (math.isfinite(value) and value > 0):
+        raise BadProofError("a number is not above 0")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """Return a text for a cell, without markup. Raises BadProofError."""
+    if not isinstance(value, str) or not 0 < len(value) <= LONGEST:
+        raise BadProofError(f"a text is none, or longer than {LONGEST} characters")
+    return re.sub(r"[^\w .,:+()-]", "", value, flags=re.ASCII)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(list(FOLDER.glob("*.json"))), encoding="utf-8")
