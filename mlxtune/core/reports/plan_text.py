@@ -30,7 +30,8 @@ def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
     if then.micro_batch_tokens > now.micro_batch_tokens:
         gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"
     if now.recompute and not then.recompute:
-        gains += f"{'' if gains else ' run'} without recomputing activations"
+        gains += "" if gains else " run"
+        gains += " without recomputing activations, which takes 25 to 33% of a step"
     # The plan leaves its margin where it can.
     needed = min(math.ceil(larger.peak.total * (1 + MARGIN) / 1e9), most)
     return gains and f"the device has {most} GB: --memory-limit {needed} would{gains}"

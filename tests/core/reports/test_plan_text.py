@@ -62,13 +62,13 @@ def test_larger_limit_is_named_with_what_it_gains() -> None:
     wide = replace(MEMORY, execution=Execution(None, 8192), peak=peak)
     assert larger_limit_line(recomputed, wide, 64) == (
         "the device has 64 GB: --memory-limit 3 would run micro-batches of up to 8,192 tokens "
-        "without recomputing activations"
+        "without recomputing activations, which takes 25 to 33% of a step"
     )
     assert larger_limit_line(MEMORY, wide, 64).endswith(
         "would run micro-batches of up to 8,192 tokens"
     )
     assert larger_limit_line(recomputed, MEMORY, 64).endswith(
-        "would run without recomputing activations"
+        "would run without recomputing activations, which takes 25 to 33% of a step"
     )
     assert "--memory-limit 1 would" in larger_limit_line(recomputed, MEMORY, 1)
     assert larger_limit_line(MEMORY, replace(MEMORY, limit=64_000_000_000), 64) == ""
