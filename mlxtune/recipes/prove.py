@@ -5,15 +5,16 @@ What is checked runs in other processes, so that a crash fails one check and lea
 
 import getpass
 import platform
+import re
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from mlxtune.core.machine import facts, files, proving, requirements
+from mlxtune.core.machine import facts, files, proving, requirements, sharing
 from mlxtune.core.machine.proving import MachineProof, ProofCheck
 from mlxtune.errors import ModelError, one_line
 from mlxtune.setup.children import probe_device
@@ -47,7 +48,9 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
         bench = Workbench(Path(name).resolve())
         checks = list(carry_out(parts(bench, device.kind), on_progress))
     system = facts.read_system()
-    names = (system.get("name"), system.get("release"))
+    # What follows the numbers of a Linux kernel's release is the choice of who built it.
+    numbers = re.match(r"[\d.]*", system.get("release") or "")
+    names = (system.get("name"), numbers and numbers[0].rstrip("."))
     return MachineProof(
         checks=checks,
         machine={
@@ -75,11 +78,19 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
         print_json(proof.as_dict())
     show_proof(proof, result_console(stderr=as_json))
     if share is not None:
-        names = (platform.node(), getpass.getuser(), str(Path.home()), Path.home().name)
-        files.write_json(share, proving.shareable(proof, names))
+        files.write_json(share, sharing.shareable(proof, _names()))
         with closing(RunConsole()) as console:
             console.say("Share", f"{share} has no names or paths: attach it to an issue")
     return proof.passed
+
+
+def _names() -> list[str]:
+    """Return the names of the host, the user and the home folder, as far as there are some."""
+    found = [platform.node(), Path.home().name]
+    # A container may run as a user that has no name.
+    with suppress(OSError, KeyError, ImportError):
+        found.append(getpass.getuser())
+    return found
 
 
 def parts(bench: Workbench, device: str) -> list[Part]:

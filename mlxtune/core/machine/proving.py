@@ -3,7 +3,6 @@
 A check passes or fails; one whose `passed` is None only reports.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
@@ -72,23 +71,6 @@ class MachineProof:
             "versions": dict(self.versions),
             "checks": [asdict(check) for check in self.checks],
         }
-
-
-def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
-    """Return a proof for JSON without what tells whose machine it is.
-
-    Hashes, paths and the `names` (of the host, the user and the home folder) are left out, also of
-    the errors that ended checks.
-    """
-    found = proof.as_dict()
-    secret = "|".join(
-        [r"(?:~|[A-Za-z]:)?(?:[/\\\\][\w.@+ -]*)+", *map(re.escape, filter(None, names))]
-    )
-    for check in found["checks"]:
-        check["found"] = re.sub(secret, "…", check["found"])
-        numbers = check["values"].items()
-        check["values"] = {key: value for key, value in numbers if not isinstance(value, str)}
-    return found
 
 
 def check_gradients(model: str, way: str, loss: float, gradient: float) -> ProofCheck:
