@@ -17,8 +17,8 @@ from pathlib import Path
 from mlxtune.core.machine import facts, files, proving, requirements, sharing
 from mlxtune.core.machine.proving import MachineProof, ProofCheck
 from mlxtune.errors import ModelError, one_line
-from mlxtune.setup.children import probe_device
-from mlxtune.setup.workbench import BASE, GEMMA, QWEN, Workbench
+from mlxtune.setup.children import ChildTimeoutError, probe_device
+from mlxtune.setup.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
 from mlxtune.terminal.prove_console import show_proof
@@ -102,7 +102,8 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     for name in (QWEN, GEMMA, BASE):
         found.append((proving.GRADIENTS, name, partial(_gradients, bench, name)))
     found.append((proving.GRADIENTS, "kernels", partial(_kernels, bench)))
-    for name in (QWEN, BASE):
+    found.append((proving.DTYPE, "kernels", partial(_kernels16, bench)))
+    for name in (DENSE, BASE):
         found.append((proving.DTYPE, name, partial(_dtype, bench, name)))
     for name in (QWEN, BASE):
         what = f"{name}: run twice"
@@ -112,6 +113,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
         found.append((proving.BYTES, what, partial(_resumed, bench, stop, what, promised)))
     margin = proving.MEMORY_MARGIN if device == "CPU" else proving.GPU_MEMORY_MARGIN
     found.append((proving.MEMORY, BASE, partial(_memory, bench, margin)))
+    found.append((proving.SPEED, DENSE, partial(_speed, bench)))
     found.append((proving.PEER, BASE, partial(_peer, bench, timed)))
     return found
 
@@ -126,6 +128,9 @@ def carry_out(
         try:
             for check in part():
                 yield check if check.seconds else check.taking(time.monotonic() - began)
+        except ChildTimeoutError as error:
+            late = proving.unfinished_check(kind, name, one_line(error))
+            yield late.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
             # Whatever it is, it belongs in the report, and the other checks still run.
             failed = proving.failed_check(kind, name, one_line(error))
@@ -140,7 +145,19 @@ def _gradients(bench: Workbench, name: str) -> Iterator[ProofCheck]:
 
 def _kernels(bench: Workbench) -> Iterator[ProofCheck]:
     for found in bench.measure("kernels"):
-        check = proving.check_gradients("kernels", found["way"], found["loss"], found["gradient"])
+        if "error" in found:
+            check = proving.failed_check(proving.GRADIENTS, found["way"], found["error"])
+        else:
+            check = proving.check_gradients("", found["way"], found["loss"], found["gradient"])
+        yield check.taking(found["seconds"])
+
+
+def _kernels16(bench: Workbench) -> Iterator[ProofCheck]:
+    for found in bench.measure("kernels16", exact=False):
+        if "error" in found:
+            check = proving.failed_check(proving.DTYPE, found["way"], found["error"])
+        else:
+            check = proving.check_dtype("", found["way"], found["cosine"], found["norm"])
         yield check.taking(found["seconds"])
 
 
@@ -148,8 +165,8 @@ def _dtype(bench: Workbench, name: str) -> Iterator[ProofCheck]:
     expected = bench.scratch / f"{name}.npz"
     list(bench.measure("reference", bench.model(name), bench.step, expected))
     for found in bench.measure("dtype", bench.model(name), bench.step, expected, exact=False):
-        check = proving.check_dtype(name, found["way"], found["cosine"], found["norm"])
-        yield check.taking(found["seconds"])
+        values = (found["cosine"], found["norm"], found["unpacked"])
+        yield proving.check_dtype(name, found["way"], *values).taking(found["seconds"])
 
 
 def _twice(bench: Workbench, name: str, what: str, promised: bool) -> Iterator[ProofCheck]:
@@ -169,6 +186,12 @@ def _memory(bench: Workbench, margin: float) -> Iterator[ProofCheck]:
     for found in bench.measure("memory", bench.model(BASE), bench.rows):
         name = f"{BASE}: {found['tokens']:,} tokens"
         check = proving.check_memory(name, found["predicted"], found["measured"], margin)
+        yield check.taking(found["seconds"])
+
+
+def _speed(bench: Workbench) -> Iterator[ProofCheck]:
+    for found in bench.measure("steps", bench.model(DENSE), bench.rows, exact=False):
+        check = proving.check_speed(f"{DENSE}: {found['shapes']}", found["tokens_per_s"])
         yield check.taking(found["seconds"])
 
 

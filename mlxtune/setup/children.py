@@ -25,6 +25,10 @@ class ChildError(MlxTuneError):
     """A process ended otherwise than it should."""
 
 
+class ChildTimeoutError(ChildError):
+    """A process did not end in time."""
+
+
 @dataclass(frozen=True)
 class Children:
     """Starts Python with this package; all temporary files go to `scratch`.
@@ -46,8 +50,8 @@ class Children:
     ) -> int:
         """Run in a new folder; return the exit status. The output goes to files there.
 
-        Once `until` returns true, the process gets the signal `stop`. Raises ChildError if it
-        takes too long. Whatever ends this call also ends the process and those it started.
+        Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
+        if it takes too long. Whatever ends this call also ends the process and those it started.
         """
         folder.mkdir(exist_ok=True)
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
@@ -72,7 +76,7 @@ class Children:
                         process.send_signal(stop)
                         stopped = True
                     if time.monotonic() > deadline:
-                        raise ChildError(f"no end within {self.limit:.0f} seconds")
+                        raise ChildTimeoutError(f"no end within {self.limit:.0f} seconds")
                     time.sleep(_POLL_SECONDS)
                 return process.returncode
             finally:

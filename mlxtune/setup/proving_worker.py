@@ -22,6 +22,8 @@ from mlxtune.setup.dataset import Reader, load_dataset
 
 # Tokens of a micro-batch, and rows that fill the largest.
 SIZES, ROWS = (128, 512, 2048), 24
+# Rows of the steps that are timed.
+TIMED_ROWS = 12
 
 
 def gradients(model: Path, data: Path) -> Iterator[dict[str, Any]]:
@@ -39,14 +41,24 @@ def reference(model: Path, data: Path, out: Path) -> Iterator[dict[str, Any]]:
 def dtype(model: Path, data: Path, expected: Path) -> Iterator[dict[str, Any]]:
     """Yield how far the gradients of each 16-bit dtype and way are from the reference."""
     found = proving.dtype_differences(model, _examples(model, data), expected)
-    for way, cosine, norm in found:
-        yield {"way": way, "cosine": cosine, "norm": norm}
+    for way, cosine, norm, unpacked in found:
+        yield {"way": way, "cosine": cosine, "norm": norm, "unpacked": unpacked}
 
 
 def kernels() -> Iterator[dict[str, Any]]:
     """Yield how far each kernel is from the CPU's operations."""
-    for way, loss, gradient in kernel_differences():
-        yield {"way": way, "loss": loss, "gradient": gradient}
+    yield from kernel_differences("float32")
+
+
+def kernels16() -> Iterator[dict[str, Any]]:
+    """Yield how far each kernel in 16 bits is from the CPU's operations in float32."""
+    yield from kernel_differences("bfloat16")
+
+
+def steps(model: Path, data: Path) -> Iterator[dict[str, Any]]:
+    """Yield the speed of steps, in each choice of their shapes."""
+    for name, speed in proving.timed_steps(model, _examples(model, data)[:TIMED_ROWS]):
+        yield {"shapes": name, "tokens_per_s": speed}
 
 
 def memory(model: Path, data: Path) -> Iterator[dict[str, Any]]:
@@ -63,7 +75,14 @@ def base(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-JOBS = {job.__name__: job for job in (gradients, reference, dtype, kernels, memory, base)}
+def dense(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Write the base in 16 bits."""
+    write_base(like, folder, quantized=False)
+    yield {}
+
+
+_ALL = (gradients, reference, dtype, kernels, kernels16, memory, steps, base, dense)
+JOBS = {job.__name__: job for job in _ALL}
 
 
 def _examples(model: Path, data: Path) -> list[Example]:

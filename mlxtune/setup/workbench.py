@@ -13,7 +13,10 @@ from mlxtune.config.demo import DATA, demo_file
 from mlxtune.core.machine.files import file_hash, read_json
 from mlxtune.setup.children import ChildError, Children, describe_end
 
-QWEN, GEMMA, BASE = "demo-qwen3", "demo-gemma3", "4-bit base"
+QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
+# Made here, each by a job of the worker.
+BASE, DENSE = "4-bit base", "16-bit base"
+_MADE = {BASE: "base", DENSE: "dense"}
 # Threads slow down products as small as these. By default the newest GPUs round the factors of
 # float32 products to 19 bits.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -41,12 +44,12 @@ class Workbench:
         return Children(self.scratch)
 
     def model(self, name: str) -> Path:
-        """Return a model's folder; the base in 4 bits is made when first asked for."""
-        if name != BASE:
+        """Return a model's folder; the bases are made when first asked for."""
+        if name not in _MADE:
             return demo_file(name)
-        folder = self.scratch / "base"
+        folder = self.scratch / _MADE[name]
         if not folder.exists():
-            list(self.measure("base", demo_file(QWEN), folder))
+            list(self.measure(_MADE[name], demo_file(QWEN), folder))
         return folder
 
     @cached_property

@@ -11,6 +11,7 @@ from mlxtune.core.machine.proving import (
     GRADIENTS,
     MEMORY,
     PEER,
+    SPEED,
     MachineProof,
 )
 from mlxtune.core.text import count
@@ -22,6 +23,7 @@ _HEADINGS = {
     DTYPE: "gradients in 16 bits",
     BYTES: "bytes of the adapter",
     MEMORY: "peak memory",
+    SPEED: "speed of steps",
     PEER: "beside mlx-lm",
 }
 _RESULTS = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("–")}
@@ -42,6 +44,8 @@ def show_proof(proof: MachineProof, console: Console) -> None:
                 f"{check.seconds:.1f}",
             )
     console.print(table)
+    for check in proof.failures:
+        console.print(Text(printable(check.advice)), soft_wrap=True)
     console.print(Text(summary(proof), "bold"), soft_wrap=True)
 
 
@@ -50,6 +54,7 @@ def summary(proof: MachineProof) -> str:
     device = f"{proof.device['name']} ({proof.device['kind']})"
     took = f"{proof.seconds:.0f} s on {device}"
     if proof.passed:
-        return f"{count(len(proof.checks), 'check')}, nothing failed, in {took}"
+        late = f", {len(proof.unfinished)} did not end in time" if proof.unfinished else ""
+        return f"{count(len(proof.checks), 'check')}, nothing failed{late}, in {took}"
     failed = f"{len(proof.failures)} of {count(len(proof.checks), 'check')} failed, in {took}"
     return f"{failed}: attach the output of mlxtune doctor --prove --json to an issue"

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.machine import proving, requirements
+from mlxtune.core.machine import facts, proving, requirements
 from mlxtune.core.machine.facts import Device
 from mlxtune.core.machine.proving import ProofCheck
 from mlxtune.errors import ModelError
 from mlxtune.recipes import prove as recipe
-from mlxtune.setup.children import ChildError
+from mlxtune.setup.children import ChildError, ChildTimeoutError
 from mlxtune.setup.workbench import Workbench
 from tests.command import Cli, finish, start
 from tests.paths import DOCS
@@ -30,7 +30,10 @@ PACKAGES = cache(requirements.packages)
 DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
 GRADIENT = {"way": "gpu", "loss": 1e-7, "gradient": 2e-7, "seconds": 0.5}
-IN_16_BITS = {"way": "bfloat16, gpu", "cosine": 0.9995, "norm": 0.99, "seconds": 0.5}
+IN_16_BITS = {"way": "bfloat16, gpu", "cosine": 0.9995, "norm": 0.99, "seconds": 0.5} | {
+    "unpacked": ""
+}
+STEPS = {"shapes": "shapes as they are", "tokens_per_s": 1000.0, "seconds": 0.5}
 PEAK = {"tokens": 128, "predicted": 1000, "measured": 1100, "seconds": 0.5}
 BENCH = {
     "ours": {"real_tokens_per_s": {"median": 300.0}},
@@ -50,9 +53,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
         "kernels": [GRADIENT | {"way": "attention with sinks"}],
+        "kernels16": [IN_16_BITS | {"way": "attention with sinks, bfloat16"}],
         "reference": [{}],
         "dtype": [IN_16_BITS],
         "memory": [PEAK],
+        "steps": [STEPS],
         "trained": HASH,
         "resumed": (HASH, 2),
         "bench": BENCH,
@@ -68,7 +73,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         self: Workbench, job: str, *_: Path, exact: bool = True
     ) -> Iterator[dict[str, Any]]:
         # TF32 and the device's own 16-bit kernels are what training runs.
-        assert exact is (job != "dtype")
+        assert exact is (job not in ("dtype", "kernels16", "steps"))
         assert list(tmp_path.glob("mlxtune-prove-*")) == [self.scratch]
         yield from give(job)
 
@@ -135,6 +140,7 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
         "16 bits",
         "bytes",
         "memory",
+        "speed",
         "mlx-lm",
     }
     assert proof["passed"] is True
@@ -149,8 +155,11 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
         ("gradients", [GRADIENT, GRADIENT | {"loss": 2e-5}], 3),
         ("resumed", ("other", 2), 2),
         ("kernels", [GRADIENT | {"gradient": float("nan")}], 1),
+        ("kernels", [{"way": "sinks", "error": "NYI", "seconds": 1.0}, GRADIENT], 1),
+        ("kernels16", [{"way": "sinks", "error": "NYI", "seconds": 1.0}, IN_16_BITS], 1),
         ("dtype", [IN_16_BITS | {"cosine": 0.998}], 2),
         ("dtype", [IN_16_BITS | {"norm": 1.04}, IN_16_BITS], 2),
+        ("dtype", [IN_16_BITS | {"unpacked": "its hidden states differ"}], 2),
         ("memory", [PEAK | {"measured": 1600}], 1),
         ("bench", BENCH | {"losses_agree": False}, 1),
     ],
@@ -165,6 +174,26 @@ def test_what_is_not_equal_fails_and_exits_1(
     assert [check["passed"] for check in proof["checks"]].count(False) == failures
     assert_documented(proof)
     assert f"{failures} of {len(proof['checks'])} checks failed" in outcome.err
+
+
+def test_failure_prints_what_it_means_and_what_to_do(cli: Cli, fakes: dict[str, Any]) -> None:
+    fakes["kernels"] = [{"way": "attention with sinks", "error": "NYI", "seconds": 1.0}]
+    outcome = cli("doctor", "--prove")
+    assert outcome.code == 1
+    (line,) = [each for each in outcome.out.splitlines() if each.startswith("attention with sinks")]
+    assert "NYI" in line
+    assert "report it" in line
+
+
+@pytest.mark.parametrize("part", ["gradients", "kernels", "trained", "resumed", "memory", "bench"])
+def test_busy_machine_fails_nothing(cli: Cli, fakes: dict[str, Any], part: str) -> None:
+    fakes[part] = ChildTimeoutError("no end within 300 seconds")
+    fakes["steps"] = [STEPS | {"tokens_per_s": 0.01}]
+    outcome = cli("doctor", "--prove", "--json")
+    assert outcome.code == 0
+    late = [each for each in json.loads(outcome.out)["checks"] if each["expected"] == "an end"]
+    assert late
+    assert f"nothing failed, {len(late)} did not end in time" in outcome.err
 
 
 def test_run_that_writes_other_bytes_the_second_time_fails(
@@ -187,13 +216,15 @@ def test_run_that_writes_other_bytes_the_second_time_fails(
 @pytest.mark.parametrize(
     ("part", "failed", "passed"),
     [
-        ("gradients", 3, 9),
-        ("kernels", 1, 11),
-        ("reference", 2, 10),
-        ("trained", 4, 8),
-        ("resumed", 2, 10),
-        ("memory", 1, 11),
-        ("bench", 1, 11),
+        ("gradients", 3, 10),
+        ("kernels", 1, 12),
+        ("kernels16", 1, 12),
+        ("steps", 1, 13),
+        ("reference", 2, 11),
+        ("trained", 4, 9),
+        ("resumed", 2, 11),
+        ("memory", 1, 12),
+        ("bench", 1, 12),
     ],
 )
 def test_error_fails_its_checks_and_the_others_still_run(
@@ -232,7 +263,7 @@ def test_interrupt_ends_with_130_and_leaves_no_folder(
 def test_finished_proof_leaves_no_folder(fakes: dict[str, Any], tmp_path: Path) -> None:
     seen: list[str] = []
     recipe.prove(seen.append)
-    assert seen[0] == "1/12 gradients: demo-qwen3"
+    assert seen[0] == "1/14 gradients: demo-qwen3"
     assert not list(tmp_path.iterdir())
     fakes["memory"] = RuntimeError()
     assert not recipe.prove().passed
@@ -287,7 +318,7 @@ def test_shared_file_holds_neither_names_nor_paths(
     assert outcome.code == 1
     assert f"{path} has no names or paths" in outcome.out + outcome.err
     text = path.read_text(encoding="utf-8")
-    for secret in ("anna", "/Users", "wedding", HASH, str(tmp_path)):
+    for secret in ("anna", "Users", "wedding", HASH, tmp_path.name, "/", "\\\\"):
         assert secret not in text
     shared = json.loads(text)
     assert shared["device"]["name"] == "Apple M9"
@@ -295,6 +326,26 @@ def test_shared_file_holds_neither_names_nor_paths(
     assert {check["passed"] for check in shared["checks"]} >= {True, False}
     in_16_bits = next(each["values"] for each in shared["checks"] if each["kind"] == "16 bits")
     assert in_16_bits == {"cosine": IN_16_BITS["cosine"], "norm_ratio": IN_16_BITS["norm"]}
+
+
+def test_user_without_a_name_shares_a_proof(
+    cli: Cli, fakes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(recipe.getpass, "getuser", nameless)
+    path = tmp_path / "proof.json"
+    assert cli("doctor", "--prove", "--share", path).code == 0
+    assert json.loads(path.read_text(encoding="utf-8"))["passed"] is True
+
+
+def test_release_of_a_kernel_keeps_its_numbers_only(
+    fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = {"name": "Debian", "release": "6.18.44-annas-build", "memory": facts.Memory()}
+    monkeypatch.setattr(facts, "read_system", lambda: system)
+    assert recipe.prove().machine["system"] == "Debian 6.18.44"
 
 
 def test_share_without_prove_and_a_folder_as_its_file_are_one_line(

@@ -1,6 +1,7 @@
 """Every way to compute a step, measured on the device at hand for `mlxtune doctor --prove`."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxtune.backend.measure.apart import cosine_and_ratio, largest_difference
 from mlxtune.backend.model import loading, memory
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.device import finish, on_cpu
 from mlxtune.backend.prediction.shapes import model_shapes, planned_execution
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -23,6 +25,11 @@ from mlxtune.core.steps.execution import Execution, load_of, predict
 _LARGE = 10**9
 _ONE_STEP, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
+_TIMED_ROWS = 4
+# The shapes that steps are timed in; a way to round them is one more entry.
+SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
+    "shapes as they are": lambda execution: execution,
+}
 
 Gradients = dict[str, npt.NDArray[Any]]
 
@@ -72,12 +79,10 @@ def gradient_differences(
         for dropout in (0.0, _DROPOUT)
     }
     for way in ways():
-        loss, gradients = _computed(folder, examples, way, "auto")
-        expected_loss, expected = references[way.dropout]
-        largest = max(np.abs(value).max() for value in expected.values())
-        # Python's max may pass over a NaN.
-        apart = np.max([np.abs(gradients[name] - value).max() for name, value in expected.items()])
-        yield way.name, abs(loss / expected_loss - 1), float(apart / largest)
+        loss, gradients, _ = _computed(folder, examples, way, "auto")
+        expected_loss, expected, _ = references[way.dropout]
+        apart = largest_difference(gradients, expected)
+        yield way.name, abs(loss / expected_loss - 1), apart
 
 
 def write_reference(folder: Path, examples: Sequence[Example], path: Path) -> None:
@@ -89,38 +94,52 @@ def write_reference(folder: Path, examples: Sequence[Example], path: Path) -> No
 
 def dtype_differences(
     folder: Path, examples: Sequence[Example], reference: Path
-) -> Iterator[tuple[str, float, float]]:
-    """Yield each 16-bit dtype and way, the least cosine of a matrix's gradient with the reference
-    in float32, and the ratio of their norms that is farthest from 1.
+) -> Iterator[tuple[str, float, float, str]]:
+    """Yield each 16-bit dtype and way, and how far its gradients are from the reference in float32.
+
+    That is the least cosine of a matrix's gradient, and the ratio of norms that is farthest from 1.
+    Last comes why packing was refused, empty if it was not.
     """
-    with np.load(reference) as expected:
-        for dtype in ("bfloat16", "float16"):
-            for kind in ("plain", "gpu"):
-                execution = replace(best_execution(0, kind=kind), micro_batch_tokens=_ONE_STEP)
-                _, found = _computed(folder, examples, Way("", execution), "auto", dtype)
-                cosines, ratios = zip(
-                    *(_cosine_and_ratio(found[name], expected[name]) for name in expected),
-                    strict=True,
-                )
-                farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
-                yield f"{dtype}, {kind}", float(np.min(cosines)), farthest
+    with np.load(reference) as arrays:
+        expected = dict(arrays)
+    for dtype in ("bfloat16", "float16"):
+        for kind in ("plain", "gpu"):
+            execution = replace(best_execution(0, kind=kind), micro_batch_tokens=_ONE_STEP)
+            _, found, problem = _computed(folder, examples, Way("", execution), "auto", dtype)
+            yield f"{dtype}, {kind}", *cosine_and_ratio(found, expected), problem
 
 
-def _cosine_and_ratio(found: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> tuple[float, float]:
-    norm, expected = float(np.linalg.norm(found)), float(np.linalg.norm(wanted))
-    return float((found * wanted).sum()) / (norm * expected), norm / expected
+def timed_steps(folder: Path, examples: Sequence[Example]) -> Iterator[tuple[str, float]]:
+    """Yield each choice of shapes, and its speed in real tokens/s: the second time that steps run.
+
+    The model computes in its own dtype on a GPU.
+    """
+    config = InstructConfig(targets=("all",), lora_rank=8)
+    steps = [examples[i : i + _TIMED_ROWS] for i in range(0, len(examples), _TIMED_ROWS)]
+    for name, change in SHAPES.items():
+        base = loading.load_base(folder, "auto")
+        execution = change(best_execution(base.parameters, base.dtype))
+        pipeline = InstructPipeline(base.model, config, execution=execution)
+        for _ in range(2):
+            began = time.perf_counter()
+            for step in steps:
+                pipeline.train_batch(step)
+            finish()
+        seconds = time.perf_counter() - began
+        yield name, sum(len(example.tokens) for example in examples) / seconds
 
 
 def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
-) -> tuple[float, Gradients]:
-    """Return loss and gradients of a step, with seeded LoRA matrices."""
+) -> tuple[float, Gradients, str]:
+    """Return loss and gradients of a step, with seeded LoRA matrices, and why it is not packed."""
     base = loading.load_base(folder, dtype, quantized_compute=compute)
     config = InstructConfig(targets=("all",), lora_rank=8, dropout=way.dropout)
     pipeline = InstructPipeline(base.model, config, execution=way.execution)
     _fill_lora_b(pipeline)
     result = pipeline.loss_and_gradients(examples, step=1)
-    return result.loss, {name: np.array(value) for name, value in tree_flatten(result.gradients)}
+    gradients = {name: np.array(value) for name, value in tree_flatten(result.gradients)}
+    return result.loss, gradients, pipeline.forward.packing_problem
 
 
 def _fill_lora_b(pipeline: InstructPipeline) -> None:

@@ -1,4 +1,4 @@
-"""A base model in 4 bits with random weights, made from the tokenizer and config of another."""
+"""A base model with random weights, made from the tokenizer and config of another."""
 
 import json
 import shutil
@@ -16,8 +16,13 @@ _HEAD, _GROUP, _BITS = 64, 64, 4
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
 
 
-def write_base(like: Path, folder: Path, width: int | None = None) -> None:
-    """Write a folder in Qwen 3's shape with seeded weights, `width` wide, as fits the device."""
+def write_base(
+    like: Path, folder: Path, width: int | None = None, *, quantized: bool = True
+) -> None:
+    """Write a folder in Qwen 3's shape with seeded weights, `width` wide, as fits the device.
+
+    Weights are in 4 bits if `quantized`, else in bfloat16.
+    """
     width = width or (_CPU_WIDTH if on_cpu() else _GPU_WIDTH)
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((like / "config.json").read_text(encoding="utf-8")) | {
@@ -26,12 +31,13 @@ def write_base(like: Path, folder: Path, width: int | None = None) -> None:
         "num_attention_heads": width // _HEAD,
         "num_key_value_heads": width // _HEAD // 2,
         "head_dim": _HEAD,
-        "quantization": {"group_size": _GROUP, "bits": _BITS},
     }
     mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, group_size=_GROUP, bits=_BITS)
+    if quantized:
+        nn.quantize(model, group_size=_GROUP, bits=_BITS)
+        config["quantization"] = {"group_size": _GROUP, "bits": _BITS}
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

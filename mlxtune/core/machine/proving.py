@@ -20,7 +20,33 @@ COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
-PEER = "mlx-lm"
+SPEED, PEER = "speed", "mlx-lm"
+# What a check that ran out of time lacks.
+_END = "an end"
+# What a failed check of a kind means, and what to do.
+_ADVICE = {
+    GRADIENTS: (
+        "a step would learn something else here",
+        "train on nothing that matters, update MLX and the system, and report it",
+    ),
+    DTYPE: (
+        "training in 16 bits would learn something else here",
+        "train with --dtype float32, update MLX and the system, and report it",
+    ),
+    BYTES: (
+        "a run cannot be repeated or resumed to the same adapter here",
+        "runs still learn; report it",
+    ),
+    MEMORY: (
+        "plans ask for less memory than runs take",
+        "lower --memory-limit by as much, and report it",
+    ),
+    SPEED: ("the speed of steps is unknown", "report it"),
+    PEER: (
+        "mlxtune and mlx-lm learn different things here",
+        "train on nothing that matters, and report it",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,14 @@ class ProofCheck:
     passed: bool | None
     values: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def advice(self) -> str:
+        """What failed, what it means and what to do, in a line; empty unless it failed."""
+        if self.passed is not False:
+            return ""
+        meaning, remedy = _ADVICE[self.kind]
+        return f"{self.name}: {self.found}, expected {self.expected}: {meaning}: {remedy}"
 
     def taking(self, seconds: float) -> Self:
         """Return the check with the time it took."""
@@ -60,6 +94,11 @@ class MachineProof:
         """The checks that failed."""
         return [check for check in self.checks if check.passed is False]
 
+    @property
+    def unfinished(self) -> list[ProofCheck]:
+        """The checks that ran out of time."""
+        return [check for check in self.checks if check.expected == _END]
+
     def as_dict(self) -> dict[str, Any]:
         """Return all of it for JSON; docs/doctor.md describes it."""
         return {
@@ -74,10 +113,13 @@ class MachineProof:
 
 
 def check_gradients(model: str, way: str, loss: float, gradient: float) -> ProofCheck:
-    """Judge how far loss and gradients of a way to compute a step are from the plain ones."""
+    """Judge how far loss and gradients of a way to compute a step are from the plain ones.
+
+    `model` is empty for a kernel.
+    """
     return ProofCheck(
         kind=GRADIENTS,
-        name=f"{model}: {way}",
+        name=": ".join(filter(None, (model, way))),
         expected=f"≤ {LOSS_TOLERANCE:.0e}, {GRADIENT_TOLERANCE:.0e}",
         found=f"{loss:.0e}, {gradient:.0e}",
         # A NaN is within nothing.
@@ -86,15 +128,19 @@ def check_gradients(model: str, way: str, loss: float, gradient: float) -> Proof
     )
 
 
-def check_dtype(model: str, way: str, cosine: float, norm: float) -> ProofCheck:
-    """Judge gradients in 16 bits: the least cosine with float32's, and the worst ratio of norms."""
+def check_dtype(model: str, way: str, cosine: float, norm: float, unpacked: str = "") -> ProofCheck:
+    """Judge gradients in 16 bits: the least cosine with float32's, and the worst ratio of norms.
+
+    `unpacked` says why packing was refused, which fails too: the models of the proof allow it.
+    """
+    right = cosine >= COSINE_TOLERANCE and abs(norm - 1) <= NORM_TOLERANCE
     return ProofCheck(
         kind=DTYPE,
-        name=f"{model}: {way}",
-        expected=f"cosine ≥ {COSINE_TOLERANCE}, norms ±{NORM_TOLERANCE:.0%}",
-        found=f"{cosine:.5f}, {norm - 1:+.1%}",
+        name=": ".join(filter(None, (model, way))),
+        expected=f"≥ {COSINE_TOLERANCE}, ±{NORM_TOLERANCE:.0%}",
+        found=f"{cosine:.5f}, {norm - 1:+.1%}" + (f", not packed: {unpacked}" if unpacked else ""),
         # A NaN is within nothing.
-        passed=cosine >= COSINE_TOLERANCE and abs(norm - 1) <= NORM_TOLERANCE,
+        passed=right and not unpacked,
         values={"cosine": _finite(cosine), "norm_ratio": _finite(norm)},
     )
 
@@ -137,6 +183,12 @@ def check_memory(
     )
 
 
+def check_speed(name: str, tokens_per_s: float) -> ProofCheck:
+    """Report the speed of steps; other programs may slow them down."""
+    found = f"{tokens_per_s:,.0f} tokens a second"
+    return ProofCheck(SPEED, name, "–", found, None, {"tokens_per_s": tokens_per_s})
+
+
 def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
     """Report the speed beside mlx-lm; judge whether both had the same losses.
 
@@ -147,7 +199,7 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
     ratio = theirs and benchmark["ratio"]["real_tokens_per_s"]
     speed = ProofCheck(
         kind=PEER,
-        name="real tokens/s",
+        name="real tokens a second",
         expected=f"mlx-lm {theirs:,.0f}" if theirs else "–",
         found=f"{ours:,.0f} ({ratio:.2f}x)" if theirs else sides[1]["failed"],
         passed=None,
@@ -171,6 +223,12 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
 def failed_check(kind: str, name: str, error: str) -> ProofCheck:
     """Return a check that an error ended."""
     return ProofCheck(kind, name, "no error", error, passed=False)
+
+
+def unfinished_check(kind: str, name: str, error: str) -> ProofCheck:
+    """Return a check that ran out of time, on a machine that may only be busy."""
+    found = f"{error}: run it again while nothing else runs"
+    return ProofCheck(kind, name, _END, found, passed=None)
 
 
 def _finite(value: float) -> float | None:

@@ -29,9 +29,9 @@ def test_each_way_is_compared_with_gradients_that_are_not_zero(
     whole = proving._computed
 
     def computed(*arguments: Any) -> Any:
-        loss, gradients = whole(*arguments)
-        seen.append(gradients)
-        return loss, gradients
+        found = whole(*arguments)
+        seen.append(found[1])
+        return found
 
     monkeypatch.setattr(proving, "_computed", computed)
     found = list(proving.gradient_differences(folder, random_examples(3)))
@@ -85,8 +85,8 @@ def test_dropout_of_the_ways_is_that_of_the_plain_step(folder: Path) -> None:
     way = next(way for way in proving.ways() if way.dropout)
     assert way.execution.recompute
     examples = random_examples(3)
-    with_dropout, _ = proving._computed(folder, examples, way, "auto")
-    without, _ = proving._computed(folder, examples, replace(way, dropout=0.0), "auto")
+    with_dropout, *_ = proving._computed(folder, examples, way, "auto")
+    without, *_ = proving._computed(folder, examples, replace(way, dropout=0.0), "auto")
     assert abs(with_dropout - without) > 1e-4
 
 
@@ -102,3 +102,13 @@ def test_memory_is_that_of_each_size(folder: Path) -> None:
         assert predicted > 0
     assert small[1] < large[1]
     assert small[2] < large[2]
+
+
+def test_steps_are_timed_in_each_choice_of_shapes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = {"as they are": lambda each: each, "padded": lambda each: replace(each, packs=False)}
+    monkeypatch.setattr(proving, "SHAPES", padded)
+    found = dict(proving.timed_steps(folder, random_examples(5)))
+    assert list(found) == list(padded)
+    assert min(found.values()) > 0

@@ -93,6 +93,61 @@ def test_mlx_lm_that_fails_fails_nothing_of_ours() -> None:
     assert speed.values["tokens_per_s"] == 300.0
 
 
+def test_speed_of_steps_is_only_reported() -> None:
+    check = proving.check_speed("16-bit base: shapes as they are", 1234.5)
+    assert (check.passed, check.found) == (None, "1,234 tokens a second")
+
+
+@pytest.mark.parametrize(
+    ("cosine", "norm", "unpacked", "passed"),
+    [
+        (0.999, 1.029, "", True),
+        (0.9989, 1.0, "", False),
+        (1.0, 0.96, "", False),
+        (math.nan, 1.0, "", False),
+        (1.0, math.nan, "", False),
+        (1.0, 1.0, "its hidden states differ", False),
+    ],
+)
+def test_16_bits_pass_within_both_tolerances_and_packed(
+    cosine: float, norm: float, unpacked: str, passed: bool
+) -> None:
+    check = proving.check_dtype("demo", "bfloat16, gpu", cosine, norm, unpacked)
+    assert check.passed is passed
+    assert unpacked in check.found
+    json.dumps(check.values, allow_nan=False)
+
+
+FAILED = (
+    proving.check_gradients("demo", "gpu", 1.0, 1.0),
+    proving.check_dtype("demo", "bfloat16, gpu", 0.5, 1.0),
+    proving.check_bytes("run twice", "a", "b", promised=True),
+    proving.check_memory("128 tokens", 100, 1000),
+    proving.check_peer(benchmark(losses_agree=False))[1],
+    proving.failed_check(proving.GRADIENTS, "gated delta rule", "[METAL] failed"),
+    proving.failed_check(proving.SPEED, "16-bit base", "[METAL] failed"),
+)
+
+
+@pytest.mark.parametrize("check", FAILED, ids=lambda check: f"{check.kind}: {check.name}")
+def test_failed_check_says_what_it_means_and_what_to_do_in_a_line(check: ProofCheck) -> None:
+    _, meaning, remedy = check.advice.rsplit(": ", 2)
+    assert check.found in check.advice
+    assert check.name in check.advice
+    assert "\n" not in check.advice
+    assert "report it" in remedy
+    assert meaning
+    assert proving.replace(check, passed=True).advice == ""
+
+
+def test_check_that_did_not_end_in_time_fails_nothing() -> None:
+    late = proving.unfinished_check("mlx-lm", "4-bit base", "no end within 300 seconds")
+    proof = MachineProof([late], {}, {}, {}, 1.0)
+    assert proof.passed
+    assert proof.unfinished == [late]
+    assert "run it again" in late.found
+
+
 def test_proof_passes_unless_a_check_fails() -> None:
     def proof(*passed: bool | None) -> MachineProof:
         checks = [ProofCheck("bytes", "a", "", "", each) for each in passed]
