@@ -51,8 +51,24 @@ def test_part_gets_the_time_that_is_left_or_none(tmp_path: Path) -> None:
     assert found["longer"]["skipped"].endswith("s are left")
 
 
+def test_report_of_a_proof_that_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(arguments: list[str], seconds: float) -> None:
+        Path(arguments[-1]).write_text('{"passed": false}')
+        raise RuntimeError("1 of 42 checks failed")
+
+    monkeypatch.setattr(gpu, "command", failing)
+    parts = Parts(tmp_path / "gpu.json", {"parts": {}})
+    parts.run("doctor --prove", 10, lambda seconds: gpu.proof(seconds, tmp_path))
+    found = report(parts.path)["doctor --prove"]
+    assert found["report"] == {"passed": False}
+    assert found["failed"] == "1 of 42 checks failed"
+    assert parts.failed == ["doctor --prove"]
+
+
 def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     environments = []
 
@@ -63,7 +79,8 @@ def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.delenv("MLX_ENABLE_TF32")
     gpu.equality(10, [])
-    gpu.proof(10)
+    (tmp_path / "proof.json").write_text("{}")
+    gpu.proof(10, tmp_path)
     assert [each.get("MLX_ENABLE_TF32") for each in environments] == ["0", None]
     assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {kernel_cache()}
 
