@@ -62,6 +62,8 @@ def read(file: Path) -> dict[str, Any]:
 def row(proof: dict[str, Any]) -> list[str]:
     """Return the cells of a proof."""
     checks, device, machine = proof["checks"], proof["device"], proof["machine"]
+    if any(check["passed"] not in (True, False, None) for check in checks):
+        raise BadProofError("a check neither passed nor failed")
     failed = [f"{check['kind']}: {check['name']}" for check in checks if check["passed"] is False]
     peaks = [
         number(check["values"]["measured"]) / number(check["values"]["predicted"])
@@ -102,7 +104,12 @@ def text(value: Any) -> str:
     """Return a text for a cell, without markup. Raises BadProofError."""
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST:
         raise BadProofError(f"a text is none, or longer than {LONGEST} characters")
-    return re.sub(r"[^\w .,:+()-]", "", value, flags=re.ASCII)
+    plain = re.sub(r"[^A-Za-z0-9 .,:+()-]", "", value)
+    # A dot within a word is a link to some, and a word between colons a picture.
+    plain = re.sub(r"\.(?=[A-Za-z])|:(?! )", " ", plain).strip()
+    if not plain:
+        raise BadProofError("a text has no letter")
+    return plain
 
 
 if __name__ == "__main__":

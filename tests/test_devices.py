@@ -62,6 +62,8 @@ def test_machine_becomes_a_row(tmp_path: Path) -> None:
         proof(machine={"system": "macOS", "memory": "much"}),
         proof(machine={"system": "macOS", "memory": float("inf")}),
         proof(versions={}),
+        proof(checks=[proof()["checks"][0] | {"passed": "yes"}]),
+        proof(device={"kind": "Metal", "name": "<>"}),
     ],
 )
 def test_file_that_is_no_proof_is_an_error_that_names_it(tmp_path: Path, content: Any) -> None:
@@ -70,7 +72,17 @@ def test_file_that_is_no_proof_is_an_error_that_names_it(tmp_path: Path, content
 
 
 def test_markup_of_a_stranger_is_removed(tmp_path: Path) -> None:
-    name = "M9 | [x](http://evil) <script>`\n# h"
+    name = "M9 | [x](http://evil) <b>`\n# h www.evil.org :bomb: _x_ *y*"
     last = page_of(tmp_path, proof(device={"kind": "Metal", "name": name})).splitlines()[-1]
     assert last.count("|") == 11
-    assert not set("<>[]`#/") & set(last)
+    assert not set("<>[]`#/_*") & set(last)
+    assert "www." not in last
+    assert ":bomb" not in last
+    assert "0.32.4" in last
+
+
+def test_page_has_a_row_for_each_file_and_a_cpu_is_called_one() -> None:
+    files = list(devices.FOLDER.glob("*.json"))
+    rows = devices.PAGE.read_text(encoding="utf-8").splitlines()[-len(files) :]
+    assert files
+    assert any("| CPU |" in row for row in rows)
