@@ -2,10 +2,24 @@
 
 import mlx.core as mx
 
+from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
+
+# Metal's fused attention takes blocks of 32 queries (`steel_attention_*_bq32_*` in mlx.metallib).
+# On CUDA its gradient is fused for multiples of 128 only, and cuDNN plans each new shape
+# (`ScaledDotProductAttentionVJP::use_fallback` in mlx/backend/cuda).
+_METAL, _CUDA = Rounding(line=64, width=32), Rounding(line=64, width=128)
+
 
 def on_cpu() -> bool:
     """Return whether MLX computes on the CPU."""
     return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def rounding() -> Rounding:
+    """Return the lengths that suit the device in use; the CPU pads nothing."""
+    if on_cpu():
+        return NOT_ROUNDED
+    return _METAL if mx.metal.is_available() else _CUDA
 
 
 def device_name() -> str:

@@ -13,6 +13,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from mlxtune.backend.model.chosen_rows import ChosenRows
 from mlxtune.core.steps.pack import Segment
+from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 Ints = npt.NDArray[np.int32]
 
@@ -25,10 +26,12 @@ class CannotPackError(Exception):
 class Layout:
     """The segments of a line; `positions` int32 (T,) is each token's position in its example.
 
-    `windows` holds the masks (T, T) that layers were given, by the length of their window.
+    `windows` holds the masks (T, T) that layers were given, by the length of their window. Side by
+    side, the width is rounded.
     """
 
     segments: Sequence[Segment]
+    rounding: Rounding = NOT_ROUNDED
     positions: Ints = field(init=False)
     windows: dict[int, mx.array] = field(init=False, default_factory=dict)
 
@@ -102,7 +105,9 @@ class Layout:
             lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
         lengths = [len(line) for line in lines]
         # Tokens that some rows share, and others do not, need a place of padding: see `shared`.
-        width = max(lengths) + (min(lengths) == max(lengths) and len(continued) > 1)
+        may_share = len(ends) > 1 and len(continued) > 1
+        width = max(lengths) + (min(lengths) == max(lengths) and may_share)
+        width = self.rounding.rounded_width(width)
         rows = np.full((len(ends), width), -1, dtype=np.int32)
         places = np.zeros(len(self.positions), dtype=np.int32)
         for i, line in enumerate(lines):

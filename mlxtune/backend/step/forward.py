@@ -140,7 +140,7 @@ class Forward:
         arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
         if isinstance(batch, Pack):
             return arrays | {
-                "layout": Layout(batch.segments),
+                "layout": Layout(batch.segments, self.execution.rounding),
                 "keys": None if keys is None else keys[mx.array(batch.owners)][None],
                 "positions": mx.array(batch.places),
                 "rows": ChosenRows(batch.places, batch.inputs.size),

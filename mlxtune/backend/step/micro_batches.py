@@ -57,7 +57,7 @@ class MicroBatches:
         for group in self.plan(examples, self.max_tokens):
             chosen = [examples[i] for i in group.examples]
             if self._forward.execution.packs:
-                yield group, pack(chosen, keyed=self._keyed)
+                yield group, pack(chosen, keyed=self._keyed, padding=group.added)
             else:
                 yield group, collate(chosen, group.width)
 

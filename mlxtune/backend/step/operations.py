@@ -15,7 +15,7 @@ from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.mixers.replacements import MIXERS
 from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.device import on_cpu, rounding
 from mlxtune.backend.step import linear_head
 from mlxtune.backend.step.gates import replace_gates
 from mlxtune.backend.step.loss import softmax_cross_entropies
@@ -120,7 +120,7 @@ def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") 
     if kind == "plain":
         return Execution(PLAIN, split_head=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
-        return Execution(MLX, fixed_cost=_GPU_COST)
+        return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
     # The kernels need the extra `cpu`, and arrays large enough for their calls.
     has_kernels = all(map(importlib.util.find_spec, ("numba", "threadpoolctl")))
     if parameters >= _LARGE_MODEL and has_kernels and CPU.serves(getattr(mx, dtype)):

@@ -23,6 +23,7 @@ from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.steps.groups import Group, plan_step
 from mlxtune.core.steps.liveness import Size, terms
 from mlxtune.core.steps.pack import plan_packs
+from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 # Each width is compiled anew.
 _COMPILED_WIDTHS = 32
@@ -329,7 +330,7 @@ class Execution:
     lay examples end to end instead of padding them, and run what they start with alike once.
     `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
     `compile`: have MLX compile the graph of a micro-batch. `fixed_cost` is the cost of a
-    micro-batch beyond its tokens, in units of one token's time.
+    micro-batch beyond its tokens, in units of one token's time. `rounding` is that of packed lines.
     """
 
     operations: Operations
@@ -340,13 +341,23 @@ class Execution:
     compile: bool = False
     loss_chunk: int = 256
     fixed_cost: int = 32
+    rounding: Rounding = NOT_ROUNDED
 
     def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
         """Return the micro-batches of a step; with `keyed`, only equal keys share tokens."""
         if self.packs:
-            return plan_packs(examples, self.micro_batch_tokens, self.fixed_cost, keyed=keyed)
+            tokens, fixed, rounding = self.micro_batch_tokens, self.fixed_cost, self.rounding
+            return plan_packs(examples, tokens, fixed, keyed=keyed, rounding=rounding)
         multiple = _COMPILED_WIDTHS if self.compile else 1
         return plan_step(examples, self.micro_batch_tokens, self.fixed_cost, multiple)
+
+    def rounded(self, load: Load) -> Load:
+        """Return the load of one example as it is run."""
+        if not self.packs:
+            return load
+        added = self.rounding.padding(load.tokens, self.micro_batch_tokens)
+        width = self.rounding.rounded_width(load.width + added)
+        return replace(load, tokens=load.tokens + added, width=width)
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,19 @@ class Group:
     """The examples of a micro-batch, as indices into those of the step.
 
     `tokens` run through the model, padding included. `width` are those of the longest example: side
-    by side, each takes as many.
+    by side, each takes as many. `added` of the tokens are padding at the end of a line.
     """
 
     examples: tuple[int, ...]
     width: int
     tokens: int
+    added: int = 0
 
     def padding(self, examples: Sequence[Example]) -> int:
         """Return how many of the tokens are padding; `examples` are all of the step."""
-        return max(self.tokens - sum(run_length(examples[i]) for i in self.examples), 0)
+        run = sum(run_length(examples[i]) for i in self.examples)
+        # A line runs fewer tokens than its examples have where they share some.
+        return max(self.tokens - self.added - run, 0) + self.added
 
 
 def plan_step(

@@ -92,7 +92,7 @@ def _plans(
         sized = replace(base, micro_batch_tokens=tokens)
         steps = [(step, sized.plan(step, keyed=work.keyed)) for step in work.steps]
         groups = [(group, step) for step, planned in steps for group in planned]
-        loads = {*(load_of(group, step) for group, step in groups), *work.alone}
+        loads = {*(load_of(group, step) for group, step in groups), *map(sized.rounded, work.alone)}
         time = sum(group.tokens + base.fixed_cost for group, _ in groups) or 1
         run = sum(group.tokens for group, _ in groups)
         padding = sum(group.padding(step) for group, step in groups)

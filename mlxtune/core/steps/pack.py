@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.groups import AT_ONCE, Group, cheapest_cut
+from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 _Ints = npt.NDArray[np.int32]
 
@@ -47,6 +48,7 @@ class Pack:
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in it that predict `targets`
     int32 (P,), one for each supervised token; `counts` gives their number for each example. `rows`
     identifies the examples for their randomness, and `owners` int32 (T,) the example of each token.
+    With `is_rounded`, the last segment is padding, which nothing sees.
     """
 
     inputs: _Ints
@@ -56,6 +58,7 @@ class Pack:
     counts: tuple[int, ...]
     rows: tuple[int, ...]
     owners: _Ints
+    is_rounded: bool = False
 
     @property
     def supervised(self) -> int:
@@ -65,7 +68,8 @@ class Pack:
     @property
     def stretches(self) -> list[tuple[int, int]]:
         """The real tokens that run one after the other, each with how many stand before them."""
-        return [(len(segment), segment.position) for segment in self.segments]
+        real = self.segments[:-1] if self.is_rounded else self.segments
+        return [(len(segment), segment.position) for segment in real]
 
 
 def plan_packs(
@@ -74,12 +78,13 @@ def plan_packs(
     fixed: int,
     *,
     keyed: bool = False,
+    rounding: Rounding = NOT_ROUNDED,
 ) -> list[Group]:
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
     `fixed` is the cost of a line beyond its tokens, in units of one token's time. A single longer
     example stands alone. The shared prefix of a line's examples counts once, with `keyed` only if
-    their `key` is equal. A function of the arguments.
+    their `key` is equal. Lengths are rounded at the end. A function of the arguments.
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
@@ -87,8 +92,10 @@ def plan_packs(
         lines = _Lines([len(texts[i]) for i in chosen], shared, max_tokens)
         for line in lines.least(fixed):
             members = tuple(chosen[place] for place in line)
-            longest = max(len(texts[i]) for i in members)
-            packs.append(Group(members, longest, lines.tokens(line)))
+            tokens, longest = lines.tokens(line), max(len(texts[i]) for i in members)
+            added = rounding.padding(tokens, max_tokens)
+            width = rounding.rounded_width(max(longest, lines.shortest(line) + added))
+            packs.append(Group(members, width, tokens + added, added))
     return sorted(packs, key=lambda pack: (-pack.tokens, pack.examples))
 
 
@@ -156,6 +163,11 @@ class _Lines:
         """Return the number of tokens in a line."""
         return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
 
+    def shortest(self, line: Sequence[int]) -> int:
+        """Return the tokens of the shortest example that no other continues."""
+        ends = [self._runs[i] for i, j in pairwise(line) if self._common(i, j) < self._runs[i]]
+        return min([*ends, self._runs[line[-1]]])
+
     def _common(self, i: int, j: int) -> int:
         return self._shared[i][j - i - 1]
 
@@ -204,10 +216,11 @@ class _Lines:
         return [line for line in lines if line]
 
 
-def pack(examples: Sequence[Example], *, keyed: bool = False) -> Pack:
+def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) -> Pack:
     """Lay examples end to end and shift them: each position predicts the token after it.
 
-    An example shares the tokens with which it and the previous one start.
+    An example shares the tokens with which it and the previous one start. `padding` tokens of id 0
+    follow at the end, behind the shortest example: side by side, there is most room.
     """
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
@@ -230,15 +243,30 @@ def pack(examples: Sequence[Example], *, keyed: bool = False) -> Pack:
         supervised = np.flatnonzero(example.assistant_mask[1 : run + 1])
         places.append(at[supervised])
         targets.append(example.tokens[1:][supervised])
+    segments = tuple(_segments(links, total))
+    if padding:
+        inputs.append(np.zeros(padding, dtype=np.int32))
+        owners.append(np.zeros(padding, dtype=np.int32))
+        segments += (_behind_shortest(segments, padding),)
     return Pack(
         inputs=np.concatenate(inputs).astype(np.int32)[None],
-        segments=tuple(_segments(links, total)),
+        segments=segments,
         places=np.concatenate(places),
         targets=np.concatenate(targets).astype(np.int32),
         counts=tuple(map(len, targets)),
         rows=tuple(example.key for example in examples),
         owners=np.concatenate(owners),
+        is_rounded=padding > 0,
     )
+
+
+def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
+    """Return a segment at the end of a line, which continues the shortest example in it."""
+    continued = {segment.parent for segment in segments}
+    ends = [i for i in range(len(segments)) if i not in continued]
+    parent = min(ends, key=lambda i: segments[i].position + len(segments[i]))
+    start, last = segments[-1].end, segments[parent]
+    return Segment(start, start + length, last.position + len(last), parent)
 
 
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:

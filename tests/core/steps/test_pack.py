@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.pack import Pack, Segment, pack, plan_packs
+from mlxtune.core.steps.rounding import Rounding
 
 BOUNDS = st.sampled_from([1, 30, 90, 1000])
 
@@ -126,6 +127,32 @@ def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
 
 
 @given(steps(), BOUNDS, st.integers(0, 100), st.booleans())
+def test_rounding_adds_padding_that_no_token_sees(
+    examples: list[Example], bound: int, fixed: int, keyed: bool
+) -> None:
+    exact = plan_packs(examples, bound, fixed, keyed=keyed)
+    rounding = Rounding(line=64, width=32)
+    rounded = plan_packs(examples, bound, fixed, keyed=keyed, rounding=rounding)
+    by_examples = (sorted(each, key=lambda one: one.examples) for each in (exact, rounded))
+    for plain, one in zip(*by_examples, strict=True):
+        chosen = [examples[i] for i in one.examples]
+        line, padded = pack(chosen, keyed=keyed), pack(chosen, keyed=keyed, padding=one.added)
+        assert one.examples == plain.examples
+        assert plain.tokens == one.tokens - one.added == line.inputs.size
+        assert padded.inputs.size == padded.owners.size == one.tokens
+        assert one.padding(examples) == plain.padding(examples) + one.added
+        assert padded.stretches == line.stretches
+        assert list(taught_by(padded)) == list(taught_by(line))
+        # Side by side, no example is wider than planned.
+        widest = max(map(len, chains(padded)))
+        assert one.width == -(-widest // 32) * 32
+        if one.added:
+            assert one.tokens <= bound
+            assert one.added <= 0.03 * plain.tokens
+            assert padded.segments[-1].start == plain.tokens
+
+
+@given(steps(), BOUNDS, st.integers(0, 100), st.booleans())
 def test_each_example_stands_in_one_line_that_is_short_enough(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
@@ -204,3 +231,17 @@ def test_nothing_to_pack() -> None:
     assert plan_packs([], 100, 50) == []
     with pytest.raises(ValueError):
         pack([])
+
+
+def test_padding_stands_behind_the_shortest_example() -> None:
+    """Side by side, `a b c d e`, `a b x . .` and `p q r s` are no wider for it.
+
+    tokens      a b c d e x p q r s . .
+    segments    [a b] [c d e] [x] [p q r s] [. .]
+    """
+    a, b, c, d, e, x, p, q, r, s, end = range(1, 12)
+    first, second = example([a, b], [c, d, e, end]), example([a, b], [x, end])
+    line = pack([first, second, example([p, q, r], [s, end])], padding=2)
+    assert line.inputs[0, -2:].tolist() == [0, 0]
+    assert line.segments[-1] == Segment(10, 12, 3, 2)
+    assert line.segments[2] == Segment(5, 6, 2, 0)

@@ -1,0 +1,42 @@
+"""Lengths rounded up, so that a GPU meets fewer shapes, and those that its kernels serve.
+
+A line and its examples side by side, where each `.` is padding that nothing sees:
+
+    line             a b c d p q . .
+    side by side     a b c d . .
+                     p q . . . .
+"""
+
+from dataclasses import dataclass
+
+# The most padding that a line gets, as a share of its tokens, and the least multiple that is tried.
+_MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Multiples for the tokens of a line, a power of two, and for the width of examples in it."""
+
+    line: int = 1
+    width: int = 1
+
+    def padding(self, tokens: int, max_tokens: int) -> int:
+        """Return how many tokens of padding a line gets at its end.
+
+        They make its length a multiple of `line`, or of half of it and so on, whichever adds at
+        most 3%: every layer runs them. A line never grows beyond `max_tokens`.
+        """
+        multiple = self.line
+        while multiple >= _LEAST_MULTIPLE:
+            added = -tokens % multiple
+            if added <= _MOST_PADDING * tokens and (not added or tokens + added <= max_tokens):
+                return added
+            multiple //= 2
+        return 0
+
+    def rounded_width(self, width: int) -> int:
+        """Return the width that examples take side by side, where only mixers run the padding."""
+        return -(-width // self.width) * self.width
+
+
+NOT_ROUNDED = Rounding()

@@ -1,0 +1,111 @@
+"""Lines rounded up for a GPU: the same loss and gradients, and padding that counts as padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxtune.backend.model import device
+from mlxtune.backend.model.packed import Layout
+from mlxtune.backend.step.evaluator import Evaluator
+from mlxtune.backend.step.operations import best_execution
+from mlxtune.core.steps import rounding
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import Segment
+from mlxtune.core.steps.rounding import Rounding
+from tests.backend.step.executions import (
+    IN_LINE,
+    PLAIN,
+    WAYS,
+    assert_same,
+    computed,
+    fixed_step,
+    fresh,
+    model_folder,
+)
+from tests.long.architectures import ARCHITECTURES
+from tests.models import write_model
+from tests.slow import slow_except
+
+ROUNDING = Rounding(line=64, width=32)
+# Windows, sinks, experts, and mixers that are no attention.
+NAMES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5", "mamba2", "lfm2")
+HOW = {
+    name: replace(WAYS[name], rounding=ROUNDING)
+    for name in ("in one line", "in one line with recompute", "all")
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_lines_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these short lines have more padding than 3%."""
+    monkeypatch.setattr(rounding, "_MOST_PADDING", 1.0)
+
+
+def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config: Any) -> None:
+    """Compare a rounded step with the plain one; check what it counts."""
+    made = fresh(folder, how, tokens, **config)
+    assert made.forward.execution.packs
+    for group, batch in made.micro_batches(fixed_step()):
+        assert batch.inputs.size == group.tokens
+    found = computed(made, fixed_step())
+    assert_same(found, computed(fresh(folder, PLAIN, **config), fixed_step()))
+    exact = fresh(folder, replace(how, rounding=Rounding()), tokens, **config)
+    padding = made.loss_and_gradients(fixed_step(), step=3).padding
+    assert padding == found.run_tokens - computed(exact, fixed_step()).run_tokens > 0
+
+
+@pytest.mark.parametrize("name", slow_except(NAMES, "gpt_oss", "qwen3_5"))
+def test_rounded_line_gives_the_same_step(name: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", name, **ARCHITECTURES.get(name, {}))
+    assert_rounded(HOW["in one line"], folder)
+
+
+@pytest.mark.parametrize("way", slow_except(HOW, "all"))
+def test_rounded_line_gives_the_same_step_in_every_way(way: str) -> None:
+    assert_rounded(HOW[way], model_folder("gemma3_text"), dropout=0.3)
+
+
+def test_several_rounded_lines_give_the_same_step() -> None:
+    assert_rounded(HOW["in one line"], model_folder("qwen3"), tokens=50)
+
+
+def test_evaluation_of_rounded_lines_is_the_same() -> None:
+    def losses(how: Execution) -> Any:
+        model = fresh(model_folder("qwen3")).model
+        each = Evaluator(model, 0, warn=lambda text: None, execution=how)
+        return each.losses(fixed_step())
+
+    rounded = losses(replace(HOW["in one line"], micro_batch_tokens=10_000))
+    expected = losses(replace(IN_LINE, micro_batch_tokens=10_000))
+    np.testing.assert_allclose(rounded, expected, rtol=1e-5)
+
+
+def test_width_side_by_side_is_rounded() -> None:
+    segments = [Segment(0, 21, 0, -1), Segment(21, 40, 0, -1)]
+    assert Layout(segments, ROUNDING).rows.shape == (2, 32)
+    assert Layout(segments).rows.shape == (2, 21)
+    # Nothing shares what one example has, so it needs no place of padding.
+    alone = [Segment(0, 60, 0, -1), Segment(60, 64, 60, 0)]
+    assert Layout(alone, ROUNDING).rows.shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "metal", "expected"),
+    [
+        (False, True, Rounding()),
+        (True, True, Rounding(line=64, width=32)),
+        (True, False, Rounding(line=64, width=128)),
+    ],
+)
+def test_each_device_has_its_own_rounding(
+    gpu: bool, metal: bool, expected: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "on_cpu", lambda: not gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    assert best_execution(0, kind="gpu").rounding == expected
