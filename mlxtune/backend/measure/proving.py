@@ -20,6 +20,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, load_of, predict
+from mlxtune.core.steps.rounding import NOT_ROUNDED
 
 # Large enough for the CPU's kernels to be chosen, whatever the model.
 _LARGE = 10**9
@@ -28,7 +29,8 @@ _DROPOUT = 0.3
 _TIMED_ROWS = 4
 # The shapes that steps are timed in; a way to round them is one more entry.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
-    "shapes as they are": lambda execution: execution,
+    "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
+    "shapes rounded": lambda execution: execution,
 }
 
 Gradients = dict[str, npt.NDArray[Any]]
