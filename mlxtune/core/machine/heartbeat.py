@@ -72,8 +72,16 @@ class Heartbeat:
             self._thread.join(2 * INTERVAL)
         for peer in self._peers:
             with contextlib.suppress(OSError):
+                peer.connection.settimeout(INTERVAL)
                 peer.connection.sendall(_BYE)
-            peer.connection.close()
+                peer.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + INTERVAL
+        for peer in self._peers:
+            # A connection that closes on unread signs of life is reset, and a reset may
+            # overtake the goodbye.
+            with contextlib.suppress(OSError), peer.connection:
+                while peer.connection.recv(4096) and time.monotonic() < deadline:
+                    pass
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -110,6 +118,7 @@ class Heartbeat:
         peer.said_bye |= _BYE in said
         if not said or peer.said_bye:
             selector.unregister(peer.connection)
+            peer.connection.close()
             if not peer.said_bye:
                 self.lost = peer.rank
 

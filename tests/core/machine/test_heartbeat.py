@@ -72,3 +72,19 @@ def test_ranks_that_run_hear_each_other_and_part_in_peace() -> None:
     time.sleep(0.5)
     first.close()
     assert not lost
+
+
+def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = connected([])
+    other.settimeout(5)
+    # Nothing reads this one any more.
+    monkeypatch.setattr(first, "_hear", lambda *_: None)
+    other.sendall(b".")
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    said = b""
+    while more := other.recv(64):
+        said += more
+    other.close()
+    closing.join()
+    assert said.endswith(b"q")
