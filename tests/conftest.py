@@ -68,7 +68,7 @@ def quick_disk() -> Iterator[None]:
     """Have nothing wait for the disk: a run flushes some fifty times, and there are hundreds.
 
     The processes that tests start flush; that files are flushed before they are renamed is tested
-    in tests/core/machine/test_files.py.
+    in tests/core/files/test_files.py.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         # A descriptor that is closed is still an error.

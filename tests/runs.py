@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import TrainConfig
-from mlxtune.core.machine.files import file_hash, write_json
+from mlxtune.core.files.files import file_hash, write_json
 
 LEDGER = {
     "path": "data/chat.jsonl",

@@ -11,7 +11,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from mlxtune.config import user_cache
 from mlxtune.core.data.cache import key_of
-from mlxtune.core.machine.files import make_folder, read_json, write_json
+from mlxtune.core.files.files import make_folder, read_json, write_json
 from mlxtune.errors import DataError, OutputError, one_line
 from mlxtune.hub.client import asking
 from mlxtune.hub.names import DatasetName, is_commit

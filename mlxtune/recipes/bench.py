@@ -17,7 +17,7 @@ from mlxtune.backend.measure import peers
 from mlxtune.backend.model import device, model_folder
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine import files
+from mlxtune.core.files import files
 from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Counts, Side, TimedStep
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError

@@ -16,7 +16,7 @@ from mlxtune.config import ChatConfig, as_path
 from mlxtune.core.data.conversation import to_json
 from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.machine.files import append_line
+from mlxtune.core.files.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.interrupt import stop_on_interrupt

@@ -9,7 +9,7 @@ from mlxtune.backend.step import operations
 from mlxtune.config import EvalConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.files.datafiles import held_out_file
-from mlxtune.core.machine.files import read_json
+from mlxtune.core.files.files import read_json
 from mlxtune.core.reports import run_text
 from mlxtune.core.reports.evaluation_text import evaluation_lines
 from mlxtune.core.training.checkpoint import BEST

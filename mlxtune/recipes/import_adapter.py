@@ -9,7 +9,7 @@ from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, rea
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ImportConfig, as_path
-from mlxtune.core.machine.output_folder import new_folder
+from mlxtune.core.files.output_folder import new_folder
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.setup.proof import find_base

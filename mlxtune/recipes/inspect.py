@@ -7,7 +7,7 @@ from contextlib import closing
 from mlxtune.backend.model import model_folder
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
-from mlxtune.core.machine.files import check_outputs, make_folder, write_file
+from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.core.reports import run_text
 from mlxtune.core.reports.inspect_page import PAGE, render_page
 from mlxtune.core.steps import order

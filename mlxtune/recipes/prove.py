@@ -14,7 +14,8 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from mlxtune.core.machine import facts, files, proving, requirements, sharing
+from mlxtune.core.files import files
+from mlxtune.core.machine import facts, proving, requirements, sharing
 from mlxtune.core.machine.proving import MachineProof, ProofCheck
 from mlxtune.errors import ModelError, one_line
 from mlxtune.setup.children import ChildTimeoutError, probe_device

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxtune.backend.adapters.formats import mlx_lm, peft
 from mlxtune.config import ExportConfig, as_path
-from mlxtune.core.machine.files import file_hash, make_folder, write_file
+from mlxtune.core.files.files import file_hash, make_folder, write_file
 from mlxtune.core.reports.model_card import card_lines, quoted_samples
 from mlxtune.core.runs.run import Run, read_run, run_folder_at
 from mlxtune.core.runs.summary import summarize

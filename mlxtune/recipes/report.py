@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import as_path
-from mlxtune.core.machine.files import check_outputs, make_folder, write_file
+from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs, verdict_sentence
 from mlxtune.core.runs.run import Run, read_run, run_folder_at
 from mlxtune.core.runs.summary import (

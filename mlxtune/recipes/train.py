@@ -17,8 +17,8 @@ from mlxtune.backend.step import operations
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.machine.files import check_outputs, check_writable, write_json
-from mlxtune.core.machine.hashing import hash_in_background
+from mlxtune.core.files.files import check_outputs, check_writable, write_json
+from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.reports import plan_text, run_text
 from mlxtune.core.reports.result_card import ResultCard
 from mlxtune.core.reports.run_page import write_page

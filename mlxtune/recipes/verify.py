@@ -10,8 +10,8 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import loading, model_folder
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.config import StepConfig, TrainConfig, as_path, user_cache
-from mlxtune.core.machine.files import file_hash
-from mlxtune.core.machine.hashing import model_hash
+from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.runs.run import run_folder_at
 from mlxtune.core.runs.verification import Verification, verify_files
 from mlxtune.core.training.checkpoint import ADAPTER, METRICS, Checkpoint

@@ -31,7 +31,7 @@ from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
-from mlxtune.core.machine.files import file_hash
+from mlxtune.core.files.files import file_hash
 from mlxtune.core.reports import run_text
 from mlxtune.errors import DataError, ModelError
 from mlxtune.hub.datasets import HubData, fetch

@@ -17,7 +17,7 @@ from mlxtune.config import RunParts, UseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
-from mlxtune.core.machine.files import write_json
+from mlxtune.core.files.files import write_json
 from mlxtune.core.text import count
 from mlxtune.core.training.evaluation import (
     Evaluation,

@@ -16,10 +16,10 @@ from pathlib import Path
 from mlxtune.backend.model.model_folder import find_folder
 from mlxtune.backend.model.ranks import Ranks
 from mlxtune.config import user_cache
+from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.machine.diagnosis import PROBLEM, Check
 from mlxtune.core.machine.facts import machine_id
-from mlxtune.core.machine.files import file_hash
-from mlxtune.core.machine.hashing import model_hash
 from mlxtune.core.machine.ranks import Link, RankReport, judge_ranks, launched_several
 from mlxtune.core.training.checkpoint import BEST
 from mlxtune.core.training.run_folder import ResumePoint, find_resume_point

@@ -18,8 +18,8 @@ from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig
 from mlxtune.config.use import ImportConfig, OutgoingConfig
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.machine.files import file_hash, read_json, write_json
-from mlxtune.core.machine.output_folder import new_folder
+from mlxtune.core.files.files import file_hash, read_json, write_json
+from mlxtune.core.files.output_folder import new_folder
 from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check, hashes
 from mlxtune.core.runs.retention import Retention
 from mlxtune.core.training.checkpoint import ADAPTER, METADATA

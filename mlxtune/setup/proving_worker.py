@@ -17,7 +17,7 @@ from mlxtune.backend.measure.kernel_proofs import kernel_differences
 from mlxtune.backend.model.made_base import write_base
 from mlxtune.config import DataConfig, StepConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import append_line
+from mlxtune.core.files.files import append_line
 from mlxtune.setup.dataset import Reader, load_dataset
 
 # Tokens of a micro-batch, and rows that fill the largest.

@@ -12,7 +12,7 @@ from mlxtune.backend.model.model_folder import is_local
 from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.machine.files import file_hash, same_place
+from mlxtune.core.files.files import file_hash, same_place
 from mlxtune.core.machine.ranks import launched_several
 from mlxtune.core.runs.run import mapping, run_folder_at
 from mlxtune.core.text import count

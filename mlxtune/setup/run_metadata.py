@@ -20,7 +20,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import RunConfig, RunParts
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
-from mlxtune.core.machine.files import file_hash, read_json
+from mlxtune.core.files.files import file_hash, read_json
 from mlxtune.core.runs.run import text
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.metrics import InstructTrainResult

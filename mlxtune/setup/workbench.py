@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.demo import DATA, demo_file
-from mlxtune.core.machine.files import file_hash, read_json
+from mlxtune.core.files.files import file_hash, read_json
 from mlxtune.setup.children import ChildError, Children, describe_end
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlxtune.config import RunConfig
-from mlxtune.core.machine.files import read_json, write_json
+from mlxtune.core.files.files import read_json, write_json
 from mlxtune.core.reports.run_text import tokens_per_second
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,

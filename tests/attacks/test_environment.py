@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.lock import NoLocks
+from mlxtune.core.files.lock import NoLocks
 from mlxtune.core.training import run_folder
 from tests.attacks.attack import Ended, attack, refused
 from tests.command import Cli

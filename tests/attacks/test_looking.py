@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.lock import Lock
+from mlxtune.core.files.lock import Lock
 from mlxtune.core.training import run_folder
 from tests.attacks.attack import attack, contents
 from tests.command import Cli

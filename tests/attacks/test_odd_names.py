@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.files import check_outputs, same_place
-from mlxtune.core.machine.output_folder import new_folder
+from mlxtune.core.files.files import check_outputs, same_place
+from mlxtune.core.files.output_folder import new_folder
 from mlxtune.errors import OutputError
 from tests.command import Cli, files_in
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlxtune import TrainConfig, resume
 from mlxtune.config import BenchConfig
-from mlxtune.core.machine.files import file_hash
+from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ConfigError, ModelError
 from tests.cli.test_resume import stop_after
 from tests.command import Cli

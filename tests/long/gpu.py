@@ -37,7 +37,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from mlxtune.backend.model.device import device_name, on_cpu
-from mlxtune.core.machine.files import write_json
+from mlxtune.core.files.files import write_json
 from mlxtune.setup.children import kernel_cache
 from mlxtune.setup.run_metadata import versions
 from tests.long import bench_table

@@ -36,7 +36,7 @@ from mlxtune.backend.model.loading import BaseModel, load_base
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.core.machine.files import write_file
+from mlxtune.core.files.files import write_file
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError

@@ -194,9 +194,9 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     # The recipe and the options only say what to encode, and these only read and check files.
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
     hashed = set(mlxtune.setup.dataset._code_hashes())
-    used -= {"backend/model/model_folder", "backend/model/model_config", "core/machine/files"}
+    used -= {"backend/model/model_folder", "backend/model/model_config", "core/files/files"}
     # It passes lines on.
-    used -= {"core/machine/limited_process"}
+    used -= {"core/files/limited_process"}
     assert used <= hashed
 
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.ranks import alpha_of
-from mlxtune.core.machine.files import read_json, write_file
+from mlxtune.core.files.files import read_json, write_file
 from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.errors import ModelError, OutputError, one_line

@@ -34,7 +34,7 @@ from mlxtune.backend.model.layers import dequantized_weight
 from mlxtune.backend.model.loading import load_lazily
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, quantized_config
-from mlxtune.core.machine.files import as_output_error
+from mlxtune.core.files.files import as_output_error
 from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 

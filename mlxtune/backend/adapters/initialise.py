@@ -23,7 +23,7 @@ from mlxtune.backend.adapters.files import (
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear
 from mlxtune.backend.lora.pissa import init_pissa
-from mlxtune.core.machine.files import file_hash
+from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ModelError
 
 # The scales of an adapter and of the options are rounded separately.

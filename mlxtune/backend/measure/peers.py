@@ -24,7 +24,7 @@ from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, read_one_by_one
 from mlxtune.config import InstructConfig, RunParts
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import make_folder
+from mlxtune.core.files.files import make_folder
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.training.checkpoint import ADAPTER
 

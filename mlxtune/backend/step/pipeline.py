@@ -33,7 +33,7 @@ from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.stages import Graph, Stages
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import make_folder
+from mlxtune.core.files.files import make_folder
 from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group

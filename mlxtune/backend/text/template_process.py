@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import INVALID, RANDOM, REFUSED, TEXT, Reply
-from mlxtune.core.machine.limited_process import LimitedProcess, TooMuchMemory
+from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
 
 __all__ = ["INVALID", "RANDOM", "REFUSED", "TEXT", "Asked", "Harmful", "Reply", "TemplateProcess"]
 

@@ -7,8 +7,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from mlxtune.backend.text import tokenizer_child
-from mlxtune.core.machine.files import file_hash
-from mlxtune.core.machine.limited_process import LimitedProcess, TooMuchMemory
+from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
 from mlxtune.errors import ModelError
 
 _MEMORY = 2**30

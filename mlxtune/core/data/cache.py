@@ -21,7 +21,7 @@ from mlxtune.core.data.corpus import ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
-from mlxtune.core.machine.files import as_output_error, file_hash
+from mlxtune.core.files.files import as_output_error, file_hash
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
 # Of all entries together; the least recently used are removed first.

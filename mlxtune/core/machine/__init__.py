@@ -1,1 +1,1 @@
-"""The machine: files written whole, locks, reservations, facts and diagnosis."""
+"""The machine: reservations, facts and diagnosis."""

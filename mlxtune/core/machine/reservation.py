@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.machine.lock import Held, Lock, holder_of
+from mlxtune.core.files.lock import Held, Lock, holder_of
 from mlxtune.errors import MemoryLimitError
 
 _SUFFIX = ".run"

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mlxtune.core.machine.files import as_output_error
+from mlxtune.core.files.files import as_output_error
 from mlxtune.core.reports import visible
 from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
 from mlxtune.errors import OutputError

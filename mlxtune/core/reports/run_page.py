@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mlxtune.core.machine.files import write_file
+from mlxtune.core.files.files import write_file
 from mlxtune.core.reports.charts import Chart, draw
 from mlxtune.core.reports.page import PageType
 from mlxtune.core.reports.run_charts import charts_of, comparison_charts, style_of

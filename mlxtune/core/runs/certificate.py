@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.machine.files import file_hash
+from mlxtune.core.files.files import file_hash
 from mlxtune.core.runs.retention import Retention
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError

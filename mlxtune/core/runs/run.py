@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.machine.files import read_json, read_own
-from mlxtune.core.machine.lock import holder_of
+from mlxtune.core.files.files import read_json, read_own
+from mlxtune.core.files.lock import holder_of
 from mlxtune.core.training.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
 from mlxtune.core.training.evaluation import Evaluation, parse_evaluation
 from mlxtune.core.training.metrics import SkippedStep, StepRecord

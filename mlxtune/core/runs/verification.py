@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import file_hash, read_json, read_own
+from mlxtune.core.files.files import file_hash, read_json, read_own
 from mlxtune.core.runs.run import read_ledgers
 from mlxtune.core.text import count
 from mlxtune.core.training.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import (
+from mlxtune.core.files.files import (
     beside,
     file_hash,
     is_temporary,
@@ -24,7 +24,7 @@ from mlxtune.core.machine.files import (
     write_file,
     write_json,
 )
-from mlxtune.core.machine.output_folder import is_folder, put_back, replaced_folder
+from mlxtune.core.files.output_folder import is_folder, put_back, replaced_folder
 
 # The names mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mlxtune.config import user_cache
-from mlxtune.core.machine.files import append_line, read_own, write_file
+from mlxtune.core.files.files import append_line, read_own, write_file
 
 # Marks a folder whose files of known names are a run's.
 MARK = ".mlxtune"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import append_line
+from mlxtune.core.files.files import append_line
 from mlxtune.errors import OutputError
 
 PROFILE = "profile.jsonl"

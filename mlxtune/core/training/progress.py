@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from mlxtune.core.machine.files import as_output_error, make_folder, open_to_append, write_file
+from mlxtune.core.files.files import as_output_error, make_folder, open_to_append, write_file
 from mlxtune.core.training.checkpoint import METRICS
 from mlxtune.core.training.metrics import (
     InstructEpochMetrics,

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.machine.files import as_output_error, make_folder, write_file
-from mlxtune.core.machine.lock import Held, Lock, NoLocks
-from mlxtune.core.machine.output_folder import is_folder
+from mlxtune.core.files.files import as_output_error, make_folder, write_file
+from mlxtune.core.files.lock import Held, Lock, NoLocks
+from mlxtune.core.files.output_folder import is_folder
 from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import (
     BEST,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.machine.files import make_folder, read_json, write_json
+from mlxtune.core.files.files import make_folder, read_json, write_json
 from mlxtune.core.training.metrics import StepRecord
 from mlxtune.errors import OutputError
 

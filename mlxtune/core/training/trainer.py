@@ -13,7 +13,7 @@ from typing import Any
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import make_folder, write_json
+from mlxtune.core.files.files import make_folder, write_json
 from mlxtune.core.steps import order
 from mlxtune.core.training import run_folder
 from mlxtune.core.training.checkpoint import BEST

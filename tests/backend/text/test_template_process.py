@@ -31,8 +31,8 @@ from mlxtune.backend.text.template_process import (
     TemplateProcess,
 )
 from mlxtune.core.data.problems import BadRow
-from mlxtune.core.machine import limited_process
-from mlxtune.core.machine.limited_process import resident_memory
+from mlxtune.core.files import limited_process
+from mlxtune.core.files.limited_process import resident_memory
 from mlxtune.errors import ModelError
 from tests.slow import slow_except
 

@@ -93,7 +93,7 @@ def test_file_that_says_nonsense_counts_for_nothing(tmp_path: Path, content: str
 def test_door_that_another_process_holds_is_an_error_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.core.machine.lock import Lock
+    from mlxtune.core.files.lock import Lock
 
     monkeypatch.setattr(reservation, "_DOOR_SECONDS", 0.05)
     door = Lock(tmp_path / "door.lock")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.core.machine.lock import Lock
+from mlxtune.core.files.lock import Lock
 from mlxtune.core.runs.run import Run, read_run
 from mlxtune.core.runs.summary import (
     SORTS,

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.machine.files import write_file, write_json
+from mlxtune.core.files.files import write_file, write_json
 from mlxtune.core.training.metrics import InstructBatchResult, InstructTrainResult, perplexity
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.own_runs import MARK

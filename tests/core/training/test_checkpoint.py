@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mlxtune
-from mlxtune.core.machine.files import write_file, write_json
+from mlxtune.core.files.files import write_file, write_json
 from mlxtune.core.training.checkpoint import find_checkpoints, prune, recover, write_checkpoint
 from mlxtune.errors import OutputError
 from tests.faults import FaultyDisk
@@ -138,7 +138,7 @@ def test_checkpoint_whose_save_fails_otherwise_leaves_the_old_one_and_says_what_
 KILLED = """
 import os, sys
 from pathlib import Path
-from mlxtune.core.machine import files
+from mlxtune.core.files import files
 from mlxtune.core.training import checkpoint
 
 def write(target, text):

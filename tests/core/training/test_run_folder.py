@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.files import write_file
+from mlxtune.core.files.files import write_file
 from mlxtune.core.training.checkpoint import ADAPTER, write_checkpoint
 from mlxtune.core.training.run_folder import (
     MARK,

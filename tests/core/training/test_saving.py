@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.machine.files import write_file
+from mlxtune.core.files.files import write_file
 from mlxtune.core.training.checkpoint import write_checkpoint
 from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver
 from mlxtune.errors import OutputError

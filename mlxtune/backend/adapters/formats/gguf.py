@@ -23,7 +23,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     updates_in,
 )
 from mlxtune.backend.model.loading import BaseModel
-from mlxtune.core.machine.files import as_output_error
+from mlxtune.core.files.files import as_output_error
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError
 

@@ -22,7 +22,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Update,
     path_in_layer,
 )
-from mlxtune.core.machine.files import write_file, write_json
+from mlxtune.core.files.files import write_file, write_json
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 

@@ -30,7 +30,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     path_in_layer,
 )
 from mlxtune.backend.model.model_folder import NOT_TEXT, json_object, weight_names
-from mlxtune.core.machine.files import write_json
+from mlxtune.core.files.files import write_json
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 

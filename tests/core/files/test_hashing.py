@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine import hashing
-from mlxtune.core.machine.hashing import hash_in_background, model_hash
+from mlxtune.core.files import hashing
+from mlxtune.core.files.hashing import hash_in_background, model_hash
 from mlxtune.errors import ModelError
 
 

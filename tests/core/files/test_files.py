@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.files import (
+from mlxtune.core.files.files import (
     MAX_OWN_BYTES,
     check_writable,
     file_hash,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from mlxtune.core.machine.files import file_hash, make_folder, read_json, write_json
+from mlxtune.core.files.files import file_hash, make_folder, read_json, write_json
 from mlxtune.errors import ModelError, OutputError
 
 # The cache of file hashes by path, with the size and times that the file had.

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.lock import Held, Lock, NoLocks, holder_of
+from mlxtune.core.files.lock import Held, Lock, NoLocks, holder_of
 from tests.holders import hold_elsewhere
 
 HOLDER = """
 import sys
 from pathlib import Path
-from mlxtune.core.machine.lock import Lock
+from mlxtune.core.files.lock import Lock
 lock = Lock(Path(sys.argv[1]), {"run": "theirs"})
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlxtune.core.machine.files import (
+from mlxtune.core.files.files import (
     as_output_error,
     beside,
     check_writable,

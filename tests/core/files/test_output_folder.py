@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.output_folder import new_folder
+from mlxtune.core.files.output_folder import new_folder
 from mlxtune.errors import OutputError
 from tests.command import files_in
 

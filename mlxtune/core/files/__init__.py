@@ -1,0 +1,1 @@
+"""Files: written whole, owned, hashed, locked; and limited child processes."""
