@@ -15,10 +15,12 @@ from mlxtune.backend.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.mixers.rwkv7 import ChunkedTimeMixing
 from mlxtune.backend.mixers.selective_scan import Mamba
 from mlxtune.backend.model.replaced import Replacements, subclasses
+from mlxtune.backend.model.windows import create_attention_mask
 
 MAMBAS = jamba.JambaMambaMixer, mamba.MambaBlock
 # By the identity of what is replaced.
 FUNCTIONS: dict[int, Any] = {
+    id(base.create_attention_mask): create_attention_mask,
     id(base.scaled_dot_product_attention): scaled_dot_product_attention,
     id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update,
     id(ssm.ssm_update): state_space.ssm_update,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mlx_lm.models.base import create_causal_mask
 
 from mlxtune.backend.model.chosen_rows import ChosenRows
+from mlxtune.backend.model.windows import window_mask
 from mlxtune.core.steps.pack import Segment
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
@@ -26,14 +27,12 @@ class CannotPackError(Exception):
 class Layout:
     """The segments of a line; `positions` int32 (T,) is each token's position in its example.
 
-    `windows` holds the masks (T, T) that layers were given, by the length of their window. Side by
-    side, the width is rounded.
+    Side by side, the width is rounded.
     """
 
     segments: Sequence[Segment]
     rounding: Rounding = NOT_ROUNDED
     positions: Ints = field(init=False)
-    windows: dict[int, mx.array] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         each = [np.arange(len(one), dtype=np.int32) + one.position for one in self.segments]
@@ -117,14 +116,6 @@ class Layout:
 
 
 _layout: Layout | None = None
-# The layout around a mixer that runs with its examples side by side.
-_around: Layout | None = None
-
-
-def window_of(mask: Any) -> int | None:
-    """Return the length of the window that a mask was made for; None for any other mask."""
-    known = {} if _around is None else _around.windows
-    return next((window for window, each in known.items() if each is mask), None)
 
 
 def layout() -> Layout | None:
@@ -135,12 +126,12 @@ def layout() -> Layout | None:
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
     """Compute on a line with this layout inside the block; None for examples side by side."""
-    global _layout, _around
-    before, _layout, _around = (_layout, _around), layout, layout or _around
+    global _layout
+    before, _layout = _layout, layout
     try:
         yield
     finally:
-        _layout, _around = before
+        _layout = before
 
 
 class LineCache:
@@ -166,8 +157,7 @@ class LineCache:
         width = length if _layout is None else _layout.rows.shape[1]
         window = options.get("window_size")
         if window is not None and width > window:
-            known = {} if _layout is None else _layout.windows
-            return known.setdefault(window, create_causal_mask(width, window_size=window))
+            return window_mask(width, window)
         return create_causal_mask(width) if options.get("return_array") else "causal"
 
     def __getitem__(self, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +18,31 @@ from mlxtune.backend.mixers.attention import (
     scaled_dot_product_attention,
 )
 from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.model.windows import create_attention_mask
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.pack import Segment
 from tests.backend.conftest import random_examples
-from tests.backend.step.executions import IN_LINE, PLAIN, SPLIT, fresh, gradients_of, model_folder
+from tests.backend.step.executions import (
+    IN_LINE,
+    PLAIN,
+    SPLIT,
+    assert_same_gradients,
+    computed,
+    fixed_step,
+    fresh,
+    gradients_of,
+    model_folder,
+)
+from tests.slow import slow_except
 
 fused = mx.fast.scaled_dot_product_attention
+WINDOW_WAYS = {
+    "padded": SPLIT,
+    "padded with recompute": replace(SPLIT, recompute=True),
+    "padded and compiled": replace(SPLIT, compile=True),
+    "in one line": IN_LINE,
+    "in one line with recompute": replace(IN_LINE, recompute=True),
+}
 
 
 def arrays(length: int, rows: int = 2, heads: int = 4, groups: int = 2, size: int = 8) -> Any:
@@ -97,35 +117,64 @@ def test_blocks_are_attention_in_a_window(
     assert_same(blocks, wanted, given)
 
 
-def test_long_windows_take_blocks_and_keep_less() -> None:
-    """The mask of a line is known by its identity, and any other mask is used as it is."""
+def in_line(length: int, window: int) -> Any:
+    """Return the mask of a line, as its layers are given it."""
+    with laid_out(Layout([Segment(0, length, 0, -1)])):
+        return LineCache().make_mask(length, window_size=window)
+
+
+def padded(length: int, window: int) -> Any:
+    """Return the mask of padded examples, as the replaced function of mlx-lm makes it."""
+    return create_attention_mask(mx.zeros((1, length, 8)), None, window_size=window)
+
+
+@pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), (padded, None)])
+def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache: Any) -> None:
+    """A mask is known by its identity; one that a model changed is another."""
     length, window = 4096, 128
     q, k, v, _ = arrays(length, rows=1, heads=2, groups=1, size=8)
-    with laid_out(Layout([Segment(0, length, 0, -1)])):
-        mask = LineCache().make_mask(length, window_size=window)
-        same = LineCache().make_mask(length, window_size=window)
-        assert mask is same
-        with laid_out(None):
-            found = scaled_dot_product_attention(q, k, v, LineCache(), 0.3, mask)
-            # A mask that a model changed is another.
-            changed = scaled_dot_product_attention(q, k, v, LineCache(), 0.3, mask & mask)
-    assert mx.allclose(found, changed, atol=1e-5)
+    mask = make(length, window)
+    changed = mask & mask
+
+    def run(mask: Any, *given: mx.array) -> mx.array:
+        return scaled_dot_product_attention(*given, cache, 0.3, mask)
+
+    assert mx.allclose(run(mask, q, k, v), run(changed, q, k, v), atol=1e-5)
 
     def peak(mask: Any) -> int:
-        def loss(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            with laid_out(layout), laid_out(None):
-                return scaled_dot_product_attention(q, k, v, LineCache(), 0.3, mask).sum()
-
         mx.eval(q, k, v)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(mx.grad(loss, argnums=[0, 1, 2])(q, k, v))
+        mx.eval(mx.grad(lambda *given: run(mask, *given).sum(), argnums=[0, 1, 2])(q, k, v))
         return mx.get_peak_memory() - before
 
-    layout = Layout([Segment(0, length, 0, -1)])
-    with laid_out(layout):
-        mask = LineCache().make_mask(length, window_size=window)
-    assert peak(mask) < 0.5 * peak(mask & mask)
+    assert peak(mask) < 0.5 * peak(changed)
+
+
+@pytest.mark.parametrize(
+    "way", slow_except(WINDOW_WAYS, "padded", "padded with recompute", "in one line")
+)
+@pytest.mark.parametrize("model_type", slow_except(["gemma3_text", "gpt_oss"], "gemma3_text"))
+def test_step_in_windows_takes_blocks(
+    way: str, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded micro-batches as well as lines, and layers that run again in the backward pass."""
+    monkeypatch.setattr(attention, "_BLOCK", 4)
+    folder = model_folder(model_type, overrides=(("sliding_window", 6),))
+    wanted = computed(fresh(folder, PLAIN, 10_000), fixed_step())
+    lengths: list[int] = []
+
+    def counted(queries: mx.array, *given: Any) -> mx.array:
+        lengths.append(queries.shape[2])
+        return attention_in_blocks(queries, *given)
+
+    pipeline = fresh(folder, WINDOW_WAYS[way], 10_000)
+    monkeypatch.setattr(attention, "attention_in_blocks", counted)
+    found = computed(pipeline, fixed_step())
+    assert lengths
+    assert min(lengths) > 12
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+    assert_same_gradients(found.gradients, wanted.gradients)
 
 
 def metal(monkeypatch: pytest.MonkeyPatch) -> None:
