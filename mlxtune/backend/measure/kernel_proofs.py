@@ -18,7 +18,7 @@ from mlx_lm.models import gemma3_text, gpt_oss, qwen3
 
 from mlxtune.backend.measure.apart import cosine_and_ratio, largest_difference
 from mlxtune.backend.mixers import gated_delta
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.device import has_metal, on_cpu
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -185,7 +185,7 @@ KERNELS: tuple[Attends | Pair, ...] = (
         partial(_gated_delta, "gated_delta_rule"),
         _gated_delta_inputs,
         # CUDA's library says "has no CUDA implementation"; on the CPU it is mlx-lm's loop.
-        lambda: on_cpu() or mx.metal.is_available(),
+        lambda: on_cpu() or has_metal(),
     ),
 )
 

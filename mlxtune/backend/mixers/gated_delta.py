@@ -15,6 +15,7 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from mlxtune.backend.mixers import delta_chunks
 from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.device import has_metal
 
 # The tokens of all rows that are computed at once, which bounds the memory of long rows.
 _TOKENS = 2048
@@ -75,7 +76,7 @@ def best_rule(
 
 
 def _on_metal() -> bool:
-    return mx.metal.is_available() and mx.default_device() == mx.gpu
+    return has_metal() and mx.default_device() == mx.gpu
 
 
 def kernel_rule(

@@ -15,11 +15,17 @@ def on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+def has_metal() -> bool:
+    """Return whether this MLX has Metal and a device for it."""
+    metal = getattr(mx, "metal", None)
+    return metal is not None and bool(metal.is_available())
+
+
 def rounding() -> Rounding:
     """Return the lengths that suit the device in use; the CPU pads nothing."""
     if on_cpu():
         return NOT_ROUNDED
-    return _METAL if mx.metal.is_available() else _CUDA
+    return _METAL if has_metal() else _CUDA
 
 
 def device_name() -> str:

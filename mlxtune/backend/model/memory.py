@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.device import has_metal, on_cpu
 from mlxtune.config import user_cache
 from mlxtune.core.machine.reservation import reservations
 
@@ -98,7 +98,7 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     mx.set_memory_limit(limits.memory)
     mx.set_cache_limit(limits.cache)
     forget_peak()
-    if mx.metal.is_available() and limits.recommended is not None:
+    if has_metal() and limits.recommended is not None:
         mx.set_wired_limit(min(limits.memory, int(_WIRED_SHARE * limits.recommended)))
     return limits
 

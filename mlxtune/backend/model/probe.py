@@ -32,7 +32,7 @@ def device_facts() -> Device:
     a = np.random.default_rng(0).random((size, size), dtype=np.float32)
     b = mx.array(a)
     return Device(
-        kind="CPU" if on_cpu else "Metal" if mx.metal.is_available() else "CUDA",
+        kind="CPU" if on_cpu else "Metal" if device.has_metal() else "CUDA",
         name=str(info.get("device_name", "unknown")),
         capacity=memory.capacity(),
         recommended=limits.recommended,

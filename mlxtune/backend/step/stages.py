@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.device import has_metal, on_cpu
 from mlxtune.backend.step.side_by_side import Mixers
 
 # The seconds that a stage may take; operations a second before any was timed, which the slowest
@@ -61,7 +61,7 @@ class Stages:
     def __init__(self, mixers: Mixers, parameters: int, *, splits: bool) -> None:
         self._mixers = mixers
         # CUDA ends no command of a card that draws no display.
-        cuda = not on_cpu() and not mx.metal.is_available()
+        cuda = not on_cpu() and not has_metal()
         self._most = max(2 * mixers.count, 1) if splits and not cuda else 1
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
