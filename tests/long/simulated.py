@@ -33,16 +33,11 @@ HIDDEN = ("numba", "llvmlite", "mkl", "threadpoolctl")
 # Where a device's answers decide something.
 WHERE_IT_MATTERS = (
     "tests/backend/model/test_memory.py",
-    "tests/backend/step/test_pipeline.py",
-    "tests/backend/step/test_execution.py",
-    "tests/backend/step/test_micro_batches.py",
-    "tests/backend/step/test_stages.py",
+    "tests/backend/step",
     "tests/backend/prediction",
     "tests/cli/test_plan.py",
     "tests/core/machine",
-    "tests/recipes/test_doctor.py",
-    "tests/recipes/test_end_to_end.py",
-    "tests/recipes/test_train.py",
+    "tests/recipes",
     "tests/test_demo.py",
 )
 

@@ -187,6 +187,7 @@ def test_replay_finds_a_run_that_was_not_trained_as_it_says(
         rewrite(metadata, lambda found: found | {"config": found["config"] | {"seed": 7}})
         folder.unlink()
         folder.write_text(json.dumps(_manifest(folder.parent)))
+    monkeypatch.setattr("mlxtune.recipes.verify.on_cpu", lambda: True)
     outcome = cli("verify", run, "--replay")
     assert outcome.code == 1
     assert "to 8: the adapter differs\n" in outcome.out

@@ -279,7 +279,9 @@ def weights_of(evaluator: Evaluator) -> int:
     return sum(array.nbytes for _, array in parameters)
 
 
-def test_evaluation_in_stages_gives_the_same_bytes() -> None:
+def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A card has one stage.
+    monkeypatch.setattr("mlxtune.backend.step.stages.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
     staged._losses._stages.seconds_per_token = 10.0
     batches = len(list(staged._losses._batches.of(fixed_step())))

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.model.layers import PackedRows
+from mlxtune.backend.model.layers import DEQUANTIZED, PackedRows
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step import head
 from mlxtune.backend.step.forward import Forward
@@ -87,7 +87,8 @@ def test_quantised_head_is_no_plain_product() -> None:
 
 def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
     for architecture in ("llama", "qwen3"):  # a head of its own, and tied
-        model = load_base(model_folder(architecture, 4), "float32").model
+        folder = model_folder(architecture, 4)
+        model = load_base(folder, "float32", quantized_compute=DEQUANTIZED).model
         split = SplitModel(model)
         assert isinstance(split.weight, PackedRows)
         assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)

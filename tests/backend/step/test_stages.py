@@ -20,6 +20,12 @@ from tests.backend.step.executions import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card has one stage, whatever the clock says."""
+    monkeypatch.setattr("mlxtune.backend.step.stages.has_metal", lambda: True)
+
+
 def trained(pipeline: InstructPipeline) -> list[bytes]:
     for _ in range(3):
         pipeline.train_batch(fixed_step())
@@ -124,6 +130,7 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
 
 def test_card_computes_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.backend.step.stages.on_cpu", lambda: False)
+    monkeypatch.setattr("mlxtune.backend.step.stages.has_metal", lambda: False)
     stages = fresh(model_folder("qwen3"), IN_LINE, 10_000)._stages
     stages.seconds_per_token = 1.0
     assert stages.count(1000) == 1
