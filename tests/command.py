@@ -47,7 +47,7 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **{**pipes, **options})
 
 
-def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 60) -> Outcome:
+def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 600) -> Outcome:
     """Wait for the end; `read` is what has been read of stderr."""
     try:
         out, err = process.communicate(timeout=timeout)

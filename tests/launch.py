@@ -8,9 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,8 +32,7 @@ def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subpr
     The command is what stands behind `python`, or begins with `bash`.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
-    # Below the ports that the system gives away.
-    port = random.SystemRandom().randrange(10_000, 32_000)
+    port = free_port(ranks)
     program = [] if command[0] == "bash" else [sys.executable]
     options = [
         *("-n", ranks, "--backend", "ring", "--starting-port", port),
@@ -62,6 +60,17 @@ def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subpr
             process.stdin.close()
 
 
+def free_port(count: int) -> int:
+    """Return the first of so many ports in a row that nothing listens on now."""
+    while True:
+        # Below the ports that the system gives away.
+        first = random.SystemRandom().randrange(10_000, 32_000)
+        with suppress(OSError), ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports that nothing listens on now."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
@@ -71,7 +80,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def run(ranks: int, command: Sequence[object], log: Path, timeout: float = 120) -> str:
+def run(ranks: int, command: Sequence[object], log: Path, timeout: float = 600) -> str:
     """Run a command on so many ranks to its end; return what they wrote."""
     with launched(ranks, command, log) as process:
         process.wait(timeout)
@@ -89,12 +98,3 @@ def pid_of(launch: subprocess.Popen[bytes], rank: int) -> int:
             if of_launch and f"MLX_RANK={rank}".encode() in environment:
                 return int(folder.name)
     raise LookupError(rank)
-
-
-def wait_until(happens: Callable[[], bool], seconds: float = 60) -> float:
-    """Wait until something happens; return the seconds that it took."""
-    started = time.monotonic()
-    while not happens():
-        assert time.monotonic() - started < seconds
-        time.sleep(0.05)
-    return time.monotonic() - started

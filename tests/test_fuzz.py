@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[Callable[[Place], object], str]] = {
         lambda place: print("warning: \x1b[31m", file=sys.stderr),
         "sent control characters",
     ),
-    "slow": (lambda place: time.sleep(0.2), "took 0."),
+    "slow": (lambda place: time.sleep(0.2), "took "),
 }
 
 

@@ -15,10 +15,10 @@ from nbclient import NotebookClient
 from mlxtune import TrainConfig, train
 from tests.command import Cli
 from tests.kernels import Kernel, Shown, kernel
-from tests.launch import wait_until
 from tests.models import sums, write_chat
 from tests.paths import DOCS, ROOT
 from tests.slow import slow
+from tests.waiting import wait_until
 
 NOTEBOOK = DOCS / "notebook.ipynb"
 

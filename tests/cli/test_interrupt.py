@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from tests.command import Cli, Outcome, files_in, finish, read_until, start
 from tests.models import sums, write_chat
 from tests.slow import slow
+from tests.waiting import SECONDS, wait_until
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcom
     paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
     process = start("train", *paths, "--batch-size", 6000)
     read = read_until(process, "Plan")
-    time.sleep(0.3)
+    # Written before the first step.
+    wait_until((output.parent / "checkpoints" / "run.json").exists)
     process.send_signal(number)
     read += read_until(process, "stopping")
     process.send_signal(number)
@@ -187,6 +188,6 @@ def test_run_whose_terminal_is_closed_saves_and_ends(long_run: list[object], out
         seen += os.read(ours, 4096)
     os.close(ours)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 129
+    assert process.wait(SECONDS) == 129
     steps = list((output.parent / "checkpoints").glob("step-*/manifest.json"))
     assert len(steps) == 1

@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlxtune import TrainConfig, train
-from tests.launch import free_ports, launched, needs_ring, pid_of, run, wait_until
+from tests.launch import free_ports, launched, needs_ring, pid_of, run
 from tests.paths import DATA
+from tests.waiting import SECONDS, wait_until
 
 pytestmark = needs_ring
 OPTIONS = {
@@ -130,8 +131,8 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path)
         wait_until(lambda: steps_in(tmp_path) > 8)
         first, second = pid_of(launch, 0), pid_of(launch, 1)
         os.kill(second, signal.SIGKILL)
-        wait_until(lambda: has_ended(first), 30)
-        launch.wait(30)
+        wait_until(lambda: has_ended(first))
+        launch.wait(SECONDS)
     said = (tmp_path / "log").read_text()
     (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
     assert "rank 1 is gone after step" in line
@@ -170,7 +171,7 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
             os.kill(process, signal.SIGINT)
         pressed.touch()
         for process in ranks:
-            wait_until(lambda process=process: has_ended(process), 30)
+            wait_until(lambda process=process: has_ended(process))
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     said = (tmp_path / "log").read_text().splitlines()
     (line,) = [line for line in said if line.startswith("mlxtune: ")]
@@ -257,16 +258,16 @@ os.fsync = fsync"""
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_hangs_ends_all_within_half_a_minute(ranks: int, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_all(ranks: int, tmp_path: Path) -> None:
     with launched(ranks, arguments(tmp_path), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 8)
         processes = [pid_of(launch, rank) for rank in range(ranks)]
         os.kill(processes[-1], signal.SIGSTOP)
         for process in processes[:-1]:
-            wait_until(lambda process=process: has_ended(process), 30)
+            wait_until(lambda process=process: has_ended(process))
         # The launcher waits for the last one.
         gone = f"rank {ranks - 1} is gone after step"
-        wait_until(lambda: gone in (tmp_path / "log").read_text(), 10)
+        wait_until(lambda: gone in (tmp_path / "log").read_text())
 
 
 def test_one_rank_of_the_launcher_is_a_plain_run(tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_ranks_that_never_come_are_not_waited_for(
     )
     environment = {**os.environ, "MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=60, text=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 1
     assert ended.stdout == "waiting for the others, up to 1 s\n"

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from mlxtune import TrainConfig, train
 from mlxtune.errors import ConfigError
 from tests.cli.test_ranks import adapter, arguments, has_ended, resumed, steps_in
-from tests.launch import launched, needs_ring, pid_of, run, wait_until
+from tests.launch import launched, needs_ring, pid_of, run
 from tests.models import sums, write_chat, write_model
 from tests.paths import DATA
+from tests.waiting import SECONDS, wait_until
 
 OPTIONS = {"max_steps": 8, "save_steps": 2, "parallel": "tensor"}
 
@@ -25,7 +26,7 @@ OPTIONS = {"max_steps": 8, "save_steps": 2, "parallel": "tensor"}
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    run(2, arguments(folder, **OPTIONS), folder / "log", timeout=300)
+    run(2, arguments(folder, **OPTIONS), folder / "log")
     return folder
 
 
@@ -74,8 +75,8 @@ def test_a_killed_rank_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_pa
         wait_until(lambda: steps_in(tmp_path) > 3)
         first = pid_of(launch, 0)
         os.kill(pid_of(launch, 1), signal.SIGKILL)
-        wait_until(lambda: has_ended(first), 30)
-        launch.wait(30)
+        wait_until(lambda: has_ended(first))
+        launch.wait(SECONDS)
     said = (tmp_path / "log").read_text()
     assert "rank 1 is gone after step" in said
     resumed(2, tmp_path)

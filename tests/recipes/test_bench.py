@@ -10,8 +10,7 @@ import pty
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat
 from tests.paths import DOCS
 from tests.slow import slow
+from tests.waiting import SECONDS, wait_until
 
 PAGE = DOCS / "bench.md"
 
@@ -131,7 +131,8 @@ def test_counts_are_of_the_same_steps(compared: tuple[Outcome, dict[str, Any]]) 
     assert theirs["launches_per_step"]["head"] == 0
     assert ours["evaluations_per_step"] == theirs["evaluations_per_step"] == 1
     assert (ours["execution"], theirs["execution"]) == ("gpu", "eager" if on_cpu() else "compiled")
-    assert ours["compiled_shapes"] == 1  # the update
+    if "MLX_DISABLE_COMPILE" not in os.environ:
+        assert ours["compiled_shapes"] == 1  # the update
 
 
 def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:
@@ -143,7 +144,9 @@ def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -
         found[kind] = report["ours"]["runs"][0]["steps"]
     for one, other in zip(found["gpu"], found["plain"], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert one["padding"] == 0 < other["padding"]
+        # A GPU's lines are rounded.
+        assert one["padding"] <= (0 if on_cpu() else 0.03 * one["tokens_run"])
+        assert other["padding"] > one["padding"]
 
 
 def test_ratios_are_of_the_numbers_that_stand_beside_them(
@@ -469,17 +472,10 @@ def workers(scratch: Path) -> list[str]:
     return found
 
 
-def wait_for(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
 def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     read = read_until(long_bench, "Steps ")
-    wait_for(lambda: bool(workers(long_bench.scratch)))
+    wait_until(lambda: bool(workers(long_bench.scratch)))
     long_bench.send_signal(signal.SIGINT)
     outcome = finish(long_bench, read)
     assert outcome.code == 130
@@ -495,7 +491,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
 )
 def test_no_process_outlives_the_command(long_bench: Any, number: signal.Signals) -> None:
     read_until(long_bench, "Steps ")
-    wait_for(lambda: bool(workers(long_bench.scratch)))
+    wait_until(lambda: bool(workers(long_bench.scratch)))
     long_bench.send_signal(number)
-    long_bench.wait(20)
-    wait_for(lambda: not workers(long_bench.scratch))
+    long_bench.wait(SECONDS)
+    wait_until(lambda: not workers(long_bench.scratch))

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mlxtune.core.files.files import append_line
 from mlxtune.errors import OutputError
 from tests.command import Cli, Outcome
 from tests.paths import DATA
+from tests.waiting import SECONDS
 
 DEMO = DATA / "demo-qwen3"
 PROMPT = "A table for two, Sunday at noon. Ida Park"
@@ -265,10 +265,10 @@ def start_in_terminal(*arguments: object) -> tuple[subprocess.Popen[bytes], int]
     return process, ours
 
 
-def read_until(terminal: int, pattern: bytes, seconds: float = 180) -> bytes:
-    seen, end = b"", time.monotonic() + seconds
+def read_until(terminal: int, pattern: bytes) -> bytes:
+    seen = b""
     while not re.search(pattern, seen):
-        ready, _, _ = select.select([terminal], [], [], max(end - time.monotonic(), 0))
+        ready, _, _ = select.select([terminal], [], [], SECONDS)
         if not ready:
             raise AssertionError(f"{pattern!r} was never said:\n{seen.decode()}")
         seen += os.read(terminal, 4096)
@@ -282,9 +282,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
     process, terminal = start_in_terminal("chat", "--model-path", DEMO, *endless, "--quiet")
     try:
         read_until(terminal, rb"> ")
-        # With no answer under way; it is heard once the line is waited for.
-        time.sleep(1)
+        # With no answer under way. Before readline waits for a key, it is heard after the line.
         process.send_signal(signal.SIGINT)
+        os.write(terminal, b"\n")
         read_until(terminal, rb"Ctrl-D or /quit quits(.|\s)*> ")
         os.write(terminal, b"Hello\n")
         read_until(terminal, rb"Hello\s+(.|\s){3}")
@@ -293,7 +293,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
         os.write(terminal, b"/reset\n")
         read_until(terminal, rb"new conversation(.|\s)*> ")
         os.write(terminal, b"\x04")
-        assert process.wait(180) == 0
+        assert process.wait(SECONDS) == 0
     finally:
         process.kill()
         process.wait()
@@ -310,7 +310,7 @@ def test_ctrl_c_ends_generate_with_130() -> None:
             assert process.stdout is not None
             process.stdout.read(1)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=180)
+            _, err = process.communicate(timeout=SECONDS)
         finally:
             process.kill()
     assert process.returncode == 130

@@ -146,9 +146,9 @@ def test_pattern_that_would_take_for_ever_to_match_is_given_up(
     hopeless = "(.*)" * 7 + r"\3\4\5\6\7\8\9[Z!]"
     monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.5)
     theirs = peft_folder(tmp_path / "theirs", alpha_pattern={hopeless: 2})
-    began = time.monotonic()
+    began = time.process_time()
     error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert "takes too long to match" in error
 
 

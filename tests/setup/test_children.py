@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from mlxtune.setup.children import ChildError, Children, describe_end, kernel_cache
+from tests.waiting import wait_until
 
 SLEEPING = "import time; time.sleep(60)"
 
@@ -94,8 +94,5 @@ def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
         Children(tmp_path).run(["-c", code], folder, until=interrupt)
     processes = [int(each) for each in (folder / "begun").read_text().split()]
     assert len(processes) == 2
-    deadline = time.monotonic() + 10
-    while any(map(alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, processes))
+    wait_until(lambda: not any(map(alive, processes)))
     assert os.getpid() not in processes

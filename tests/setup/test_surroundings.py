@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.setup.surroundings import kept_awake, watched_surroundings
 from tests.paths import ROOT
 from tests.setup.test_children import alive
+from tests.waiting import wait_until
 
 # As systemd-inhibit does: it starts the command that follows its options, and waits for it.
 INHIBIT = """\
@@ -49,16 +49,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return write
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def pid_of(command: Path) -> int:
     path = command.with_name(f"{command.name}.pid")
-    wait_for(path.exists)
+    wait_until(path.exists)
     return int(path.read_text())
 
 
@@ -80,7 +73,7 @@ def test_linux_is_kept_from_sleep_until_the_block_ends(install: Install) -> None
     with kept_awake("Linux"):
         process = pid_of(command)
         assert alive(process)
-    wait_for(lambda: not alive(process))
+    wait_until(lambda: not alive(process))
     *options, started = asked_of(command)
     assert started == "cat"
     assert options[:2] == ["--what=idle:sleep", "--mode=block"]
@@ -96,7 +89,7 @@ def test_linux_may_sleep_once_the_process_is_killed(install: Install) -> None:
         process = pid_of(command)
         assert alive(process)
         ours.send_signal(signal.SIGKILL)
-    wait_for(lambda: not alive(process))
+    wait_until(lambda: not alive(process))
 
 
 @pytest.mark.parametrize("system", ["Darwin", "Linux"])

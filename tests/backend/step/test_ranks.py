@@ -28,6 +28,6 @@ def test_ranks_that_share_a_model_compute_what_one_does(
     ranks: int, architectures: tuple[str, ...], tmp_path: Path
 ) -> None:
     command = ["-m", "tests.backend.step.on_split_ranks", *architectures]
-    said = run(ranks, command, tmp_path / "log", timeout=300)
+    said = run(ranks, command, tmp_path / "log")
     for rank in range(ranks):
         assert f"rank {rank}: done" in said, said

@@ -35,6 +35,7 @@ from mlxtune.core.files import limited_process
 from mlxtune.core.files.limited_process import resident_memory
 from mlxtune.errors import ModelError
 from tests.slow import slow_except
+from tests.waiting import SECONDS, wait_until
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": " Be <kind> & brief. "},
@@ -192,8 +193,8 @@ def test_template_that_would_take_all_time_or_memory_is_ended_soon(
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with pytest.raises(Harmful, match=r"^(takes more than 0\.3 s|produces more text or values) "):
         render(quick, ATTACKS[name])
-    # So long on a busy machine.
-    assert time.perf_counter() - started < 20
+    # On a machine however busy; without a limit, it would not end.
+    assert time.perf_counter() - started < SECONDS
     # Kilobytes on Linux, bytes on macOS.
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert after - before < (400 << 10 if after < 1 << 30 else 400 << 20)
@@ -376,14 +377,14 @@ def _pid(process: TemplateProcess) -> int:
 
 
 def _wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    def gone() -> bool:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"process {pid} is still there")
+            return True
+        return False
+
+    wait_until(gone)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +397,9 @@ def test_process_ends_with_the_one_that_started_it(end: str, status: int) -> Non
 
 
 def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> None:
-    code = PARENT + f"process.render({LOOP!r}, ['{{\"conversations\": [[]]}}'])"
+    # Without an answer to Ctrl-C, it would go on for longer than is waited.
+    code = PARENT.replace("TemplateProcess()", "TemplateProcess(seconds=3600)")
+    code += f"process.render({LOOP!r}, ['{{\"conversations\": [[]]}}'])"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -409,9 +412,7 @@ def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> Non
         time.sleep(0.5)
         # As a terminal does it.
         os.killpg(parent.pid, signal.SIGINT)
-        started = time.perf_counter()
-        _, errors = parent.communicate()
-    assert time.perf_counter() - started < 5
+        _, errors = parent.communicate(timeout=SECONDS)
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
     _wait_until_gone(pid)

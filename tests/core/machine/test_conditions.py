@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,6 +14,7 @@ import pytest
 from mlxtune.core.machine import conditions
 from mlxtune.core.machine.conditions import Conditions, ConditionsWatch, Pressure, Sensors
 from mlxtune.core.machine.facts import Power
+from tests.waiting import wait_until
 
 Fake = Callable[[str, str], None]
 BATTERY = "Now drawing from 'Battery Power'\n -InternalBattery-0\t85%; discharging; 5:31 remaining"
@@ -200,26 +201,18 @@ class Scripted:
         return "fair"
 
 
-def waited(condition: Callable[[], bool]) -> Iterator[None]:
-    until = time.monotonic() + 30
-    while not condition() and time.monotonic() < until:
-        yield time.sleep(0.001)
-
-
 def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
     # Its thread does not read again within the test.
     with ConditionsWatch(cast(Sensors, Scripted([Pressure.NORMAL])), seconds=60) as watch:
         assert watch.latest == Conditions(Pressure.NORMAL, True, "fair")
     sensors = cast(Sensors, Scripted([Pressure.NORMAL, Pressure.CRITICAL]))
     with ConditionsWatch(sensors, seconds=0.001) as watch:
-        list(waited(lambda: watch.latest.pressure is Pressure.CRITICAL))
+        wait_until(lambda: watch.latest.pressure is Pressure.CRITICAL)
         assert watch.latest == Conditions(Pressure.CRITICAL, True, "fair")
         before = watch.latest
-        list(waited(lambda: watch.latest is not before))
-        assert watch.latest is not before
+        wait_until(lambda: watch.latest is not before)
     # Leaving waits for the thread no longer than for one reading.
-    list(waited(lambda: not watch._thread.is_alive()))
-    assert not watch._thread.is_alive()
+    wait_until(lambda: not watch._thread.is_alive())
 
 
 # Sleep

@@ -1,0 +1,17 @@
+"""Wait in tests for conditions, however long a busy machine takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Only a test that fails waits so long.
+SECONDS = 180
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    """Wait until something happens; fail once it is too late."""
+    started = time.monotonic()
+    while not happens():
+        assert time.monotonic() - started < SECONDS
+        time.sleep(0.005)
