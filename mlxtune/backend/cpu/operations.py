@@ -20,6 +20,7 @@ class CpuOperations:
 
     by_segments = True
     lazy = False
+    joins = False
     memory: MemoryUse = KernelMemory()
 
     def load(self) -> None:

@@ -81,11 +81,17 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
         self.lora_b = mx.zeros((rank, output_dims))
         self.principal: PrincipalFactors | None = None
+        # The dtype of its inputs, if known; the projections that it runs with, and its place there.
+        self.input_dtype: mx.Dtype | None = None
+        self.shared: Any = None
+        self.number = 0
         self._dropout = dropout
         self._dropout_keys = dropout_keys
         self._salt = salt
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self.shared is not None and self.shared.runs:
+            return self.shared.output(self.number, x)
         linear = self.linear
         if not isinstance(linear, Split):
             return self._run(linear, x)
@@ -130,9 +136,14 @@ class LoRALinear(nn.Module):
         # The scale is applied to the smallest of the arrays.
         return ((x @ a.astype(x.dtype)) * self.scale) @ b.astype(x.dtype)
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether dropout applies in training."""
+        return self._dropout != 0
+
     def drops(self) -> bool:
         """Return whether dropout applies to the current forward pass."""
-        return self._dropout_keys.rows is not None and self._dropout != 0
+        return self._dropout_keys.rows is not None and self.has_dropout
 
     def _drop(self, x: mx.array) -> mx.array:
         """Zero entries of x (B, T, in) with probability p and scale the rest by 1 / (1 - p)."""
@@ -177,12 +188,12 @@ def _updated(
         (frozen,) = mx.vjp(product, [x], [cotangent])[1]
         d_narrow = cotangent @ b.T
         d_x = mx.addmm(frozen, d_narrow, a.T, alpha=scale)
-        return [d_x, _summed(x, d_narrow, scale), _summed(narrow, cotangent, scale)]
+        return [d_x, summed_products(x, d_narrow, scale), summed_products(narrow, cotangent, scale)]
 
     return differentiable(forward, backward)(x, a, b)[0]
 
 
-def _summed(x: mx.array, y: mx.array, scale: float) -> mx.array:
+def summed_products(x: mx.array, y: mx.array, scale: float) -> mx.array:
     """Return the sum over all tokens of scale * x y^T, (in, out), for x (..., in), y (..., out)."""
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     return mx.addmm(mx.array(0, x.dtype), x.T, y, alpha=scale, beta=0)

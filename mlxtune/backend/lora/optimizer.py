@@ -1,20 +1,19 @@
 """AdamW over the LoRA matrices, with a separate learning rate for B under LoRA+."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
+from mlxtune.backend.lora.vectors import ROW, LoRAVectors
 from mlxtune.backend.model.compiling import compiled, compiles
 from mlxtune.config import InstructConfig
 
 # Keeps the scale of a clipped gradient finite, as in mlx.optimizers.clip_grad_norm.
 _SMALLEST_NORM = 1e-6
-# Squares are summed in rows of this many entries, and then by row, which rounds less.
-_ROW = 1024
 
 
 class Update(NamedTuple):
@@ -41,11 +40,8 @@ class LoRAOptimizer:
     scaled by each one's rate, as in PEFT's create_loraplus_optimizer with `loraplus_weight_decay`.
     """
 
-    def __init__(self, parameters: Any, config: InstructConfig) -> None:
-        named = tree_flatten(parameters)
-        a, rest = ([n for n, _ in named if n.endswith("lora_a") == is_a] for is_a in (True, False))
-        self._names = [a + rest] if config.lr_ratio == 1 else [a, rest]
-        self._shapes = {name: value.shape for name, value in named}
+    def __init__(self, vectors: LoRAVectors, parameters: Any, config: InstructConfig) -> None:
+        self._layout = vectors
         self._ratios = 1.0, config.lr_ratio
         self._max_norm = config.gradient_clip_norm or math.inf
         self._adamw = optim.AdamW(
@@ -57,37 +53,68 @@ class LoRAOptimizer:
         )
         # Of the last update: the parameters by name, and the vectors that they are parts of.
         self._parts: dict[str, mx.array] = {}
-        self._vectors = vectors = self._join(parameters)
+        self._vectors = joined = vectors.join(parameters)
         self.state: dict[str, Any] = {
             "step": mx.array(0, mx.uint64),
-            "m": [mx.zeros_like(vector) for vector in vectors],
-            "v": [mx.zeros_like(vector) for vector in vectors],
+            "m": [mx.zeros_like(vector) for vector in joined],
+            "v": [mx.zeros_like(vector) for vector in joined],
         }
         # It has the same shapes in each step.
         self._compiled = compiled(self._take)
 
+    def adopt(self, parameters: Any) -> dict[str, Any]:
+        """Return the same parameters as parts of the vectors that the next update starts from."""
+        self._vectors = self._layout.join(parameters)
+        mx.eval(self._vectors)
+        adopted = self._layout.split(self._vectors)
+        self._parts = dict(tree_flatten(adopted))
+        return adopted
+
+    def vectors(self, parameters: Any, after: Update | None = None) -> list[mx.array]:
+        """Return the vectors of the parameters, or of an update that is not committed."""
+        if after is not None:
+            return after.vectors
+        return self._vectors if self._are_parts(parameters) else self._layout.join(parameters)
+
     def update(
         self,
-        parameters: Any,
-        gradients: Any,
+        vectors: list[mx.array],
+        gradients: list[mx.array],
         loss: mx.array,
         rate: float,
         after: Update | None = None,
     ) -> Update:
-        """Return the update at a rate, after one that is not committed; `loss` is checked, too."""
-        state, vectors = (after.state, after.vectors) if after else (self.state, self._vectors)
-        if after is None and not self._are_parts(parameters):
-            vectors = self._join(parameters)
+        """Return the update of vectors by their gradients; `loss` is checked, too.
+
+        It starts from the state after an update that is not committed, if one is given.
+        """
+        state = after.state if after else self.state
         step = self._compiled if compiles() else self._take
-        vectors, state, norm, finite = step(
-            vectors, self._join(gradients), loss, state, mx.array(rate)
-        )
-        return Update(self._split(vectors), vectors, state, norm, finite)
+        vectors, state, norm, finite = step(vectors, gradients, loss, state, mx.array(rate))
+        return Update(self._layout.split(vectors), vectors, state, norm, finite)
 
     def commit(self, update: Update) -> None:
         """Make an update the state that the next one starts from."""
         self.state, self._vectors = update.state, update.vectors
         self._parts = dict(tree_flatten(update.parameters))
+
+    def state_for_file(self) -> dict[str, Any]:
+        """Return the state as files have it, computed."""
+        state = self._with_moments(self._layout.for_file)
+        mx.eval(state)
+        return state
+
+    def take_from_file(self, state: dict[str, Any]) -> None:
+        """Take a state that `state_for_file` gave."""
+        self.state = state
+        self.state = self._with_moments(self._layout.from_file)
+
+    def _with_moments(self, change: Callable[[list[mx.array]], list[mx.array]]) -> dict[str, Any]:
+        return {
+            "step": self.state["step"],
+            "m": change(self.state["m"]),
+            "v": change(self.state["v"]),
+        }
 
     def _are_parts(self, parameters: Any) -> bool:
         """Return whether these are the parameters of the last update, as they were."""
@@ -101,7 +128,8 @@ class LoRAOptimizer:
         state: dict[str, Any],
         rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
-        squares = [mx.square(vector).reshape(-1, _ROW).sum(axis=1).sum() for vector in gradients]
+        # By row, and then their sums, which rounds less.
+        squares = [mx.square(vector).reshape(-1, ROW).sum(axis=1).sum() for vector in gradients]
         norm = mx.sqrt(sum(squares[1:], squares[0]))
         scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)
         step = state["step"] + 1
@@ -122,23 +150,3 @@ class LoRAOptimizer:
             lambda new, old: mx.where(finite, new, old), [updated, new], [parameters, state]
         )
         return *kept, norm, finite
-
-    def _join(self, tree: Any) -> list[mx.array]:
-        """Return the vectors of a tree of matrices, padded with zeros to whole rows."""
-        arrays, vectors = dict(tree_flatten(tree)), []
-        for names in self._names:
-            flat = [arrays[name].reshape(-1) for name in names]
-            padding = -sum(part.size for part in flat) % _ROW
-            vectors.append(mx.concatenate([*flat, mx.zeros(padding)]))
-        return vectors
-
-    def _split(self, vectors: Sequence[mx.array]) -> dict[str, Any]:
-        arrays: list[tuple[str, mx.array]] = []
-        for names, vector in zip(self._names, vectors, strict=True):
-            start = 0
-            for name in names:
-                shape = self._shapes[name]
-                end = start + math.prod(shape)
-                arrays.append((name, vector[start:end].reshape(shape)))
-                start = end
-        return dict(tree_unflatten(arrays))

@@ -25,6 +25,7 @@ from mlxtune.backend.step.loss import (
 )
 from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.recompute import Layerwise
+from mlxtune.backend.step.shared_inputs import share_inputs
 from mlxtune.backend.step.side_by_side import Mixers
 from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.execution import Execution, Operations
@@ -64,6 +65,8 @@ class Forward:
         self.model = model
         self._dropout = dropout
         self._undo_operations = execution.operations.prepare(model)
+        joins = trains and execution.operations.joins
+        self._undo_sharing = share_inputs(model) if joins else lambda: None
         self._split = split = SplitModel(model)
         serves = execution.operations.serves(split.dtype)
         operations: Operations = execution.operations if serves else MLX
@@ -100,6 +103,7 @@ class Forward:
     def restore_model(self) -> None:
         """Make the model compute as it did before."""
         self.mixers.restore()
+        self._undo_sharing()
         self._undo_operations()
 
     @property

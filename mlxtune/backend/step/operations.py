@@ -79,6 +79,7 @@ class MlxOperations:
     def __init__(self, memory: MemoryUse | None = None, *, plain: bool = False) -> None:
         self.memory: MemoryUse = memory or GraphMemory()
         self.plain = plain
+        self.joins = not plain
 
     def load(self) -> None:
         """Do nothing: MLX is loaded."""

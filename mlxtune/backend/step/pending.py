@@ -17,14 +17,15 @@ from mlxtune.errors import NonFiniteLossError
 class StepGradients:
     """Loss and gradients of a step, and how they are computed.
 
-    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are by
-    parameter; both are float32. `run_tokens` go through the model in `micro_batches`, `padding`
-    among them. `graph` computes the last of them. With several ranks, loss and gradients are those
-    of all, and `counts` has the three numbers and what the ranks ask for, float32 (5,), as sums.
+    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are vectors, or
+    by parameter where a caller asks for them; both are float32. `run_tokens` go through the model
+    in `micro_batches`, `padding` among them. `graph` computes the last of them. With several ranks,
+    loss and gradients are those of all, and `counts` has the three numbers and what the ranks ask
+    for, float32 (5,), as sums.
     """
 
     loss: Any
-    gradients: dict[str, Any]
+    gradients: Any
     tokens: int
     micro_batches: int
     run_tokens: int

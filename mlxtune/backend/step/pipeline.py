@@ -16,6 +16,7 @@ from mlxtune.backend.adapters import checkpoints, initialise
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
+from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.compiling import as_on_gpu
 from mlxtune.backend.model.ranks import ALONE, Ranks
@@ -99,7 +100,10 @@ class InstructPipeline:
         self._provenance = provenance
         # SHA-256 of the adapter that LoRA started from, if it did.
         self.initial_hash = initialise.initialise(model, self.lora) if fresh else None
-        self._optimizer = LoRAOptimizer(model.trainable_parameters(), config)
+        self.vectors = LoRAVectors(model, apart=config.lr_ratio != 1)
+        self._optimizer = LoRAOptimizer(self.vectors, model.trainable_parameters(), config)
+        if fresh:
+            self._adopt()
         self.phases = Phases(self.forward)
         self._steps = 0
         self._pending: PendingStep | None = None
@@ -194,9 +198,9 @@ class InstructPipeline:
         self, examples: Sequence[Example], step: int, rate: float, after: Update | None = None
     ) -> Started:
         """Return the graph of a step, to start from an update that is being computed."""
-        found = self._accumulate(examples, step, after)
-        parameters = after.parameters if after else self.model.trainable_parameters()
-        update = self._optimizer.update(parameters, found.gradients, found.loss, rate, after)
+        vectors = self._optimizer.vectors(self.model.trainable_parameters(), after)
+        found = self._accumulate(examples, step, vectors)
+        update = self._optimizer.update(vectors, found.gradients, found.loss, rate, after)
         # All of the step at once: one wait for the device.
         found.graph = replace(found.graph, arrays=(found.loss, found.counts, update))
         return found, update
@@ -232,6 +236,10 @@ class InstructPipeline:
             padding=counts[2],
         )
 
+    def _adopt(self) -> None:
+        """Have the model's parameters be parts of the optimizer's vectors from the start."""
+        self.model.update(self._optimizer.adopt(self.model.trainable_parameters()))
+
     def _settle(self) -> None:
         """Wait for a step that was started."""
         if self._pending is not None:
@@ -242,9 +250,10 @@ class InstructPipeline:
         self._settle()
 
         def compute() -> StepGradients:
-            found = self._accumulate(examples, step)
+            vectors = self._optimizer.vectors(self.model.trainable_parameters())
+            found = self._accumulate(examples, step, vectors)
             self._stages.finish(found.graph)
-            found.loss = float(found.loss)
+            found.loss, found.gradients = float(found.loss), self.vectors.split(found.gradients)
             return found
 
         return self._micro_batches.run(self._share(examples), compute)
@@ -258,11 +267,12 @@ class InstructPipeline:
             return self._build(examples, self._steps + 1, self.learning_rate)[0].graph.arrays
 
     def _accumulate(
-        self, examples: Sequence[Example], step: int, after: Update | None = None
+        self, examples: Sequence[Example], step: int, vectors: list[mx.array]
     ) -> StepGradients:
+        """Return loss and gradients, as vectors, of a step from the LoRA matrices in vectors."""
         self.model.train()
         own = self.model.trainable_parameters()
-        parameters = after.parameters if after else own
+        parameters = self.vectors.matrices_of_step(vectors)
         tokens, examples = _count_tokens(examples), self._share(examples)
         micro_batches = run_tokens = padding = 0
         loss, grads = mx.array(0.0), None
@@ -281,7 +291,8 @@ class InstructPipeline:
                 with np.errstate(all="ignore"):
                     part, part_grads = compute(parameters, arrays, scale)
                 loss = loss + part
-                grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
+                joined = self.vectors.join_gradients(part_grads)
+                grads = joined if grads is None else tree_map(mx.add, grads, joined)
                 graph = self._stages.graph(group.tokens, part_grads, loss, grads)
                 micro_batches += 1
                 run_tokens += group.tokens
@@ -291,15 +302,25 @@ class InstructPipeline:
             # Tracing left its own arrays in the model.
             self.model.update(own)
         if grads is None:  # with more ranks than examples
-            grads = tree_map(mx.zeros_like, own)
+            grads = tree_map(mx.zeros_like, vectors)
         if raised != 1:
             loss, grads = tree_map(lambda each: each / raised, (loss, grads))
         graph, counts = graph or self._stages.graph(0, {}, loss), None
         if self._ranks.size > 1:
             counts = [micro_batches, run_tokens, padding]
-            loss, grads, counts = self._ranks.sum_step(loss, grads, counts, self.lora.alike)
+            loss, grads, counts = self._sum_over_ranks(loss, grads, counts)
             graph = replace(graph, arrays=(loss, grads, counts))
         return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding, graph, counts)
+
+    def _sum_over_ranks(
+        self, loss: mx.array, gradients: list[mx.array], counts: list[int]
+    ) -> list[Any]:
+        if not self._ranks.split_model:
+            return self._ranks.sum_step(loss, gradients, counts, ())
+        # By name: not all of them are weighed alike.
+        named = self.vectors.split(gradients)
+        loss, named, counts = self._ranks.sum_step(loss, named, counts, self.lora.alike)
+        return [loss, self.vectors.join(named), counts]
 
     def _share(self, examples: Sequence[Example]) -> Sequence[Example]:
         """Return the examples of a step that this rank computes."""
@@ -339,7 +360,7 @@ class InstructPipeline:
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
         adapter = checkpoints.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoints.parameters_writer(self.model, self.lora)
-        optimizer = checkpoints.optimizer_writer(self._optimizer.state, settings)
+        optimizer = checkpoints.optimizer_writer(self._optimizer.state_for_file(), settings)
 
         def write(folder: Path) -> None:
             adapter(folder / ADAPTER)
@@ -352,11 +373,13 @@ class InstructPipeline:
         """Read back the adapter of a snapshot. Raises ModelError when it does not fit."""
         self._settle()
         checkpoints.read_parameters(folder, self.model, self.lora)
+        self._adopt()
 
     def take_first(self) -> None:
         """Take the adapter of rank 0."""
         self._settle()
         self.model.update(self._ranks.from_first(self.model.trainable_parameters()))
+        self._adopt()
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
@@ -369,7 +392,7 @@ class InstructPipeline:
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path}: has no step or micro-batch size")
         self.load(folder)
-        self._optimizer.state = state
+        self._optimizer.take_from_file(state)
         # What was halved since the plan stays halved; what the plan gives less is for less memory.
         self.micro_batch_tokens, self._steps = min(tokens, self.micro_batch_tokens), steps
 

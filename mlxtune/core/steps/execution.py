@@ -292,11 +292,12 @@ class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
     `by_segments`: causal attention keeps apart the examples of a line by itself. `lazy`: building a
-    graph computes none of it.
+    graph computes none of it. `joins`: projections of the same input run together in training.
     """
 
     by_segments: bool
     lazy: bool
+    joins: bool
     memory: MemoryUse
 
     def load(self) -> None:

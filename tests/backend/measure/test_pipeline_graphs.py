@@ -66,9 +66,29 @@ def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
     inputs = 2 * T * (ATTENTION - OUTPUT + RANK * 2 * HIDDEN)
     assert again.matmul_flops - once.matmul_flops == forward + lora + inputs
     assert again.attention_flops / once.attention_flops == 8 / 5
-    # Six of the layer and LoRA's four, and five for the inputs.
+    # Six of the layer and LoRA's three, and four for the inputs.
     products = [each.launches["Matmul"] + each.launches["AddMM"] for each in (once, again)]
-    assert products[1] - products[0] == 15
+    assert products[1] - products[0] == 13
+
+
+@pytest.mark.parametrize(
+    ("targets", "most"), [(("all",), 3_600), (("q_proj", "v_proj"), 2_400)], ids=str
+)
+def test_step_of_36_layers_launches_few_kernels(
+    tmp_path: Path, targets: tuple[str, ...], most: int
+) -> None:
+    def launched(layers: int) -> int:
+        folder = write_model(tmp_path / f"{layers}", "qwen3", num_hidden_layers=layers)
+        base = load_base(folder, "bfloat16")
+        config = InstructConfig(lora_rank=8, targets=targets)
+        made = InstructPipeline(base.model, config, execution=best_execution(0, kind="gpu"))
+        launches = count_steps(PipelineGraphs(made), [STEP]).launches
+        assert launches is not None
+        return launches.total()
+
+    two, four = launched(2), launched(4)
+    # Each layer adds as many.
+    assert two + (36 - 2) * (four - two) / 2 <= most
 
 
 def test_smaller_micro_batches_launch_more_for_the_same_products(folder: Path) -> None:

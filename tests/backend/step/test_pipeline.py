@@ -358,8 +358,9 @@ def test_infinite_gradient_norm_of_a_finite_loss_is_an_error_and_changes_nothing
 ) -> None:
     pipeline = make_pipeline("qwen3")
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
-    grads = tree_unflatten([(name, mx.full(x.shape, 1e30)) for name, x in before.items()])
-    computed = replace(pipeline._accumulate(random_examples(2), 1), gradients=grads)
+    vectors = pipeline.vectors.join(tree_unflatten(list(before.items())))
+    grads = [mx.full(vector.shape, 1e30) for vector in vectors]
+    computed = replace(pipeline._accumulate(random_examples(2), 1, vectors), gradients=grads)
     monkeypatch.setattr(pipeline, "_accumulate", lambda *_: computed)
 
     with pytest.raises(NonFiniteLossError, match="gradient norm is inf"):

@@ -1,0 +1,108 @@
+"""Projections that share an input run together: one product with their A matrices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.lora.layers import LoRALinear, summed_products
+from mlxtune.backend.model.autograd import differentiable
+
+# The most columns of joined A matrices. A GPU multiplies tiles of this width, so that the zeros
+# beside each B cost no time.
+MOST_COLUMNS = 64
+
+
+class SharedInput:
+    """Projections that a layer gives the same input, one after the other.
+
+    The first call computes all of them; the others return what it kept for them. Of `members`, the
+    projections with LoRA, a step holds the A matrices side by side, as the first one's `lora_a`
+    (in, R), and each `lora_b` with zeros in the rows of the others, (R, out):
+
+        A  = (A1 | A2)      B1' = (B1 / 0)      B2' = (0 / B2)      y1 = W1 x + scale * (x A) B1'
+    """
+
+    def __init__(self, projections: Sequence[nn.Module]) -> None:
+        self.projections = list(projections)
+        self.members = [each for each in projections if isinstance(each, LoRALinear)]
+        self._columns = sum(each.lora_a.shape[1] for each in self.members)
+        self._x: mx.array | None = None
+        self._kept: dict[int, mx.array] = {}
+
+    @property
+    def runs(self) -> bool:
+        """Whether the matrices are those of a step; otherwise each projection runs alone."""
+        return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
+
+    def output(self, number: int, x: mx.array) -> mx.array:
+        """Return what the projection of this number gives for x (..., in)."""
+        if self._x is not x or number not in self._kept:
+            self._x, self._kept = x, dict(enumerate(self._outputs(x)))
+        output = self._kept.pop(number)
+        if not self._kept:
+            self._x = None
+        return output
+
+    def _outputs(self, x: mx.array) -> list[mx.array]:
+        first = self.members[0].lora_a if self.members else None
+        trained = [] if first is None else [first, *(each.lora_b for each in self.members)]
+        outputs = differentiable(self._forward, self._backward)(
+            x, *(each.astype(x.dtype) for each in trained)
+        )
+        return list(outputs[: len(self.projections)])
+
+    def _forward(self, x: mx.array, *trained: mx.array) -> list[mx.array]:
+        if not trained:
+            return [each(x) for each in self.projections]
+        narrow, bs = x @ trained[0], iter(trained[1:])
+        outputs = [
+            mx.addmm(each.linear(x), narrow, next(bs), alpha=each.scale)
+            if isinstance(each, LoRALinear)
+            else each(x)
+            for each in self.projections
+        ]
+        return [*outputs, narrow]
+
+    def _backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        # A lone array is passed without a list.
+        x, *trained = [primals] if isinstance(primals, mx.array) else primals
+        # There is one more cotangent, of the narrow output, which nothing reads.
+        pairs = list(zip(self.projections, cotangents, strict=False))
+        d_x = _gradient(*pairs[0], x)
+        for each, cotangent in pairs[1:]:
+            d_x = _plus_gradient(d_x, each, cotangent, x)
+        if not trained:
+            return [d_x]
+        (a, *bs), narrow, scale = trained, outputs[-1], self.members[0].scale
+        updated = [cotangent for each, cotangent in pairs if isinstance(each, LoRALinear)]
+        d_narrow = updated[0] @ bs[0].T
+        for cotangent, b in zip(updated[1:], bs[1:], strict=True):
+            d_narrow = mx.addmm(d_narrow, cotangent, b.T)
+        return [
+            mx.addmm(d_x, d_narrow, a.T, alpha=scale),
+            summed_products(x, d_narrow, scale),
+            *(summed_products(narrow, cotangent, scale) for cotangent in updated),
+        ]
+
+
+def _frozen(projection: nn.Module) -> nn.Module:
+    return projection.linear if isinstance(projection, LoRALinear) else projection
+
+
+def _gradient(projection: nn.Module, cotangent: mx.array, x: mx.array) -> mx.array:
+    """Return the gradient of the input of a projection's frozen part."""
+    # The output of this second call is not computed: nothing reads it.
+    (gradient,) = mx.vjp(_frozen(projection), [x], [cotangent])[1]
+    return gradient
+
+
+def _plus_gradient(
+    total: mx.array, projection: nn.Module, cotangent: mx.array, x: mx.array
+) -> mx.array:
+    """Return a total plus that gradient."""
+    linear = _frozen(projection)
+    if type(linear) is nn.Linear and linear.weight.dtype == x.dtype:
+        return mx.addmm(total, cotangent, linear.weight)
+    return total + _gradient(projection, cotangent, x)

@@ -1,0 +1,193 @@
+"""The trained matrices of a model as parts of vectors: for the optimizer, a step and a file."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.lora.apply import adapted_modules
+from mlxtune.backend.lora.layers import LoRALinear
+
+# Vectors are padded with zeros to whole rows of this many entries.
+ROW = 1024
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a vector: one matrix, or A matrices side by side, in the rows of one (in, R).
+
+    A step holds it in `dtype`, with so many rows of zeros `above` and `below` it.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: mx.Dtype = mx.float32
+    above: int = 0
+    below: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, _ = self.shapes[0]
+        return (*rows, sum(shape[-1] for shape in self.shapes))
+
+    @property
+    def padded(self) -> bool:
+        return bool(self.above or self.below)
+
+
+class LoRAVectors:
+    """How the trained matrices of a model lie in vectors, float32.
+
+    There is one vector, or one with all A and one with the rest where `apart`. The A matrices of a
+    `SharedInput` lie side by side, and the B matrices that a step pads alike one after the other,
+    so that few operations make the matrices of a step. In a file, one matrix follows the other, in
+    the order of the model.
+    """
+
+    def __init__(self, model: nn.Module, *, apart: bool) -> None:
+        named = tree_flatten(model.trainable_parameters())
+        a, rest = ([n for n, _ in named if n.endswith("lora_a") == is_a] for is_a in (True, False))
+        self._names = [a, rest] if apart else [a + rest]
+        self._shapes = {name: value.shape for name, value in named}
+        parts = _parts(model, self._shapes)
+        self._parts = [
+            # Stable: only parts with padding change their places.
+            sorted(
+                (parts[name] for name in names if name in parts),
+                key=lambda part: (part.above, part.below, part.shapes if part.padded else ()),
+            )
+            for names in self._names
+        ]
+
+    def join(self, tree: Any) -> list[mx.array]:
+        """Return the vectors of a tree of matrices."""
+        arrays = dict(tree_flatten(tree))
+        return [
+            _joined([_beside([arrays[name] for name in part.names]) for part in parts])
+            for parts in self._parts
+        ]
+
+    def split(self, vectors: Sequence[mx.array]) -> dict[str, Any]:
+        """Return the tree of matrices that are parts of vectors."""
+        arrays: dict[str, mx.array] = {}
+        for parts, vector in zip(self._parts, vectors, strict=True):
+            for part, array in zip(parts, _taken(vector, [p.shape for p in parts]), strict=True):
+                start = 0
+                for name, shape in zip(part.names, part.shapes, strict=True):
+                    end = start + shape[-1]
+                    arrays[name] = array if len(part.names) == 1 else array[:, start:end]
+                    start = end
+        return dict(tree_unflatten([(name, arrays[name]) for name in self._shapes]))
+
+    def matrices_of_step(self, vectors: Sequence[mx.array]) -> dict[str, Any]:
+        """Return the tree of matrices that a step computes with; see `SharedInput`."""
+        arrays: dict[str, mx.array] = {}
+        for parts, vector in zip(self._parts, vectors, strict=True):
+            casts = {part.dtype: vector.astype(part.dtype) for part in parts}
+            start = 0
+            for _, group in groupby(parts, _pads_with):
+                alike = list(group)
+                one, size = alike[0], math.prod(alike[0].shape)
+                end = start + len(alike) * size
+                stack = casts[one.dtype][start:end].reshape(len(alike), *one.shape)
+                start = end
+                if one.padded:
+                    stack = mx.pad(stack, [(0, 0), (one.above, one.below), (0, 0)])
+                each = mx.split(stack, len(alike)) if len(alike) > 1 else [stack]
+                for part, array in zip(alike, each, strict=True):
+                    arrays[part.names[0]] = array.squeeze(0)
+        named = [(name, arrays[name]) for name in self._shapes if name in arrays]
+        return dict(tree_unflatten(named))
+
+    def join_gradients(self, tree: Any) -> list[mx.array]:
+        """Return the vectors of the gradients of `matrices_of_step`."""
+        arrays = dict(tree_flatten(tree))
+        return [
+            _joined(
+                [
+                    arrays[part.names[0]][part.above : part.above + part.shape[0]]
+                    if part.padded
+                    else arrays[part.names[0]]
+                    for part in parts
+                ]
+            )
+            for parts in self._parts
+        ]
+
+    def for_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
+        """Return vectors as they lie in a file."""
+        if self._lie_as_in_file:
+            return list(vectors)
+        arrays = dict(tree_flatten(self.split(vectors)))
+        return [_joined([arrays[name] for name in names]) for names in self._names]
+
+    def from_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
+        """Return vectors that lay in a file as they lie here."""
+        if self._lie_as_in_file:
+            return list(vectors)
+        arrays: list[tuple[str, mx.array]] = []
+        for names, vector in zip(self._names, vectors, strict=True):
+            shapes = [self._shapes[name] for name in names]
+            arrays += zip(names, _taken(vector, shapes), strict=True)
+        return self.join(tree_unflatten(arrays))
+
+    @property
+    def _lie_as_in_file(self) -> bool:
+        here = [[name for part in parts for name in part.names] for parts in self._parts]
+        return here == self._names and all(
+            len(part.names) == 1 for parts in self._parts for part in parts
+        )
+
+
+def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _Part]:
+    """Return the parts of a model's vectors, by their first matrices."""
+    parts = {name: _Part((name,), (shape,)) for name, shape in shapes.items()}
+    modules = adapted_modules(model)
+    paths = {id(module): path for path, module in modules.items()}
+    for path, module in modules.items():
+        if not isinstance(module, LoRALinear) or module.input_dtype is None:
+            continue
+        dtype, shared, name = module.input_dtype, module.shared, f"{path}.lora_b"
+        members = [module] if shared is None else shared.members
+        ranks = [each.lora_a.shape[1] for each in members]
+        number = next(i for i, each in enumerate(members) if each is module)
+        above, below = sum(ranks[:number]), sum(ranks[number + 1 :])
+        parts[name] = _Part((name,), (shapes[name],), dtype, above, below)
+        names = tuple(f"{paths[id(each)]}.lora_a" for each in members)
+        if number:
+            del parts[names[number]]
+        else:
+            parts[names[0]] = _Part(names, tuple(shapes[each] for each in names), dtype)
+    return parts
+
+
+def _pads_with(part: _Part) -> Any:
+    """Return a key that parts share which are padded at once."""
+    return (part.dtype, part.above, part.below, part.shape) if part.padded else part.names
+
+
+def _beside(arrays: Sequence[mx.array]) -> mx.array:
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=1)
+
+
+def _joined(arrays: Sequence[mx.array]) -> mx.array:
+    """Return a float32 vector of arrays, one after the other. It is cast as a whole."""
+    flat = [array.reshape(-1) for array in arrays]
+    padding = -sum(part.size for part in flat) % ROW
+    zeros = mx.zeros(padding, flat[0].dtype if flat else mx.float32)
+    return mx.concatenate([*flat, zeros]).astype(mx.float32)
+
+
+def _taken(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
+    """Return the arrays of these shapes that a vector starts with."""
+    arrays, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        arrays.append(vector[start:end].reshape(shape))
+        start = end
+    return arrays
