@@ -8,42 +8,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.model.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
-from mlxtune.backend.model.packed import Layout, LineCache, laid_out
+from mlxtune.backend.model.packed import LineCache, laid_out
 from mlxtune.backend.model.split import SplitRows, Vocabulary
+from mlxtune.backend.step.packing_trial import LayerInputs, trial_texts
 from mlxtune.backend.step.side_by_side import Mixers
-from mlxtune.core.steps.pack import Segment
 from mlxtune.errors import one_line
 
-# How far results that should be equal may differ in 16 bits, as a share of the largest value.
+# How far logits that should be equal may differ, as a share of the largest.
 _TOLERANCE = 2e-2
-# And in float32.
-_TOLERANCE_FLOAT32 = 1e-4
 # Hidden states so much larger show any soft-capping of the logits.
 _LARGE = 1000.0
 # Rows of the vocabulary to compare.
 _PART = 1024
-# Texts to try a model on, two of which share a prefix, and the same end to end in one line, whose
-# tokens stand at `_PLACES` of the texts. Both are long enough for the kernels of training: Metal
-# runs others for up to 32 queries, times the query heads of a key head (`sdpa_vector`).
-_LENGTH, _PREFIX = 36, 16
-_TEXTS = [
-    [(i * i + 3 * i + max(number - (i < _PREFIX), 0)) % 10 for i in range(_LENGTH)]
-    for number in range(3)
-]
-_REST = _LENGTH - _PREFIX
-_LINE = Layout(
-    [
-        Segment(0, _PREFIX, 0, -1),
-        Segment(_PREFIX, _LENGTH, _PREFIX, 0),
-        Segment(_LENGTH, _LENGTH + _REST, _PREFIX, 0),
-        Segment(_LENGTH + _REST, 2 * _LENGTH + _REST, 0, -1),
-    ]
-)
-_PLACES = [
-    *range(_LENGTH),
-    *range(_LENGTH + _PREFIX, 3 * _LENGTH),
-]
-_LINE_TOKENS = [_TEXTS[place // _LENGTH][place % _LENGTH] for place in _PLACES]
 # How many positions of each text the head is tried at.
 _HEAD_POSITIONS = 4
 
@@ -92,7 +68,8 @@ class SplitModel:
         self.splits = False
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
-        # The hidden states of a few texts, each by itself.
+        # The hidden states of a few texts, each alone: before the layers, and after all of them.
+        self._inputs = LayerInputs(model, trial_texts())
         self._alone = mx.array(0.0)
         if isinstance(self._trunk, nn.Module):
             self._compare()
@@ -125,24 +102,22 @@ class SplitModel:
         """Return whether examples in one line give what each gives by itself, as tried."""
         if self._runs_in_line():
             return True
+        if not mixers.by_segments:
+            return False
         mixers.by_segments = False
         return self._runs_in_line()
 
     def _runs_in_line(self) -> bool:
+        texts, inputs = self._inputs.texts, self._inputs
         try:
-            with laid_out(_LINE):
-                line = self.hidden(mx.array([_LINE_TOKENS]), self.line_caches())[0]
-            alone = self._alone.reshape(-1, line.shape[-1])[mx.array(_PLACES)]
-            tolerance = _TOLERANCE_FLOAT32 if line.dtype == mx.float32 else _TOLERANCE
-            difference = _difference(alone, line)
+            with laid_out(texts.layout()), inputs.compared():
+                line = self.hidden(mx.array([texts.line]), self.line_caches())
+            inputs.compare(self._alone, line)
+            self.packing_problem = inputs.problem()
         # Of any kind: architectures that add positions to tokens do not pack, or have other caches.
         except Exception as error:  # noqa: BLE001
             self.packing_problem = one_line(f"{type(error).__name__}: {error}")
-            return False
-        if difference <= tolerance:
-            return True
-        self.packing_problem = f"in one line, its hidden states differ by up to {difference:.2g}"
-        return False
+        return not self.packing_problem
 
     def line_caches(self) -> list[LineCache]:
         """Return what the layers take for their caches while a line runs."""
@@ -174,7 +149,8 @@ class SplitModel:
         """Check on a few tokens that the head after the trunk is the model; find its weight."""
         try:
             slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
-            logits = self._call(slot, mx.array(_TEXTS))[0]
+            with self._inputs.kept():
+                logits = self._call(slot, mx.array(self._inputs.texts.tokens))[0]
             self._alone, hidden = slot.hidden, slot.hidden[0, :_HEAD_POSITIONS]
             self.dtype = hidden.dtype
             self.weight = next(
