@@ -290,7 +290,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "double_quant": Option("Also quantise the scales of nf4, to 8 bits.", RESULT),
         "quantized_compute": Option(
             "Multiply by quantised weights, or dequantise them for each product; auto takes "
-            "the faster, dequantized on the CPU.",
+            "dequantized on the CPU, and times both on a GPU.",
             RESULT,
             choices=("auto", "quantized", "dequantized"),
         ),

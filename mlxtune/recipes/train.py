@@ -48,6 +48,7 @@ from mlxtune.setup.memory import (
     save_run_speed,
 )
 from mlxtune.setup.model import build_pipeline, open_model
+from mlxtune.setup.products import settle_products
 from mlxtune.setup.ranks import Joined, joined
 from mlxtune.setup.resuming import check_resumed, find_run
 from mlxtune.setup.run_metadata import about_result, about_run, provenance_of
@@ -228,7 +229,8 @@ def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> 
 class Setup:
     """What a run is made of. `plan` is `planned`, corrected to how the loaded model runs.
 
-    `larger_limit` says what a larger --memory-limit would gain here, if anything.
+    `larger_limit` says what a larger --memory-limit would gain here, if anything, and `products`
+    how the form of quantised products was chosen, if it was.
     """
 
     dataset: Dataset
@@ -237,6 +239,7 @@ class Setup:
     planned: MemoryPlan
     plan: MemoryPlan
     larger_limit: str
+    products: str
 
 
 def prepare(
@@ -269,6 +272,9 @@ def prepare(
             console.warn(f"--init-adapter {other}")
     work = planned_work(lora, first_steps(parts.training, dataset), dataset)
     planned = choose_plan(step, lora, base, work)
+    settled, products = settle_products(step, base, work, planned, resume, joint.ranks)
+    if settled is not base:
+        base, planned = settled, choose_plan(step, lora, settled, work)
     if held is not None:
         reserve_memory(parts.run, planned, held, console)
 
@@ -279,7 +285,7 @@ def prepare(
     pipeline, plan = build_pipeline(
         step, lora, base, work, planned, console, provenance, resume, joint.ranks
     )
-    return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work))
+    return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work), products)
 
 
 def make_trainer(
@@ -344,6 +350,8 @@ def print_plan(
     console.say("Plan", run_text.plan_line(trainer))
     console.say("", plan_text.micro_batches_line(setup.plan))
     console.say("", plan_text.peak_line(setup.plan))
+    if setup.products:
+        console.say("", setup.products)
     if setup.larger_limit:
         console.say("", setup.larger_limit)
 

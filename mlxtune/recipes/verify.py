@@ -19,6 +19,7 @@ from mlxtune.core.training.progress import Progress, same_except_measurements
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
 from mlxtune.recipes.train import train
+from mlxtune.setup.products import recorded_products
 from mlxtune.setup.resuming import check_asked_again, check_initial, options_of
 from mlxtune.terminal.output import print_json
 
@@ -97,6 +98,8 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             output=str(Path(scratch) / ADAPTER),
             checkpoint_dir=str(Path(scratch) / "checkpoints"),
             quiet=True,
+            # Timing products anew could choose the other form.
+            quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
             # A replay is neither tracked nor measured.
             track=(),
             profile_interval=0,

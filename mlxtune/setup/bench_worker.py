@@ -75,10 +75,14 @@ class OurSide:
         """Build the pipeline and load the adapter that both sides start from."""
         from mlxtune.setup.memory import choose_plan, planned_work
         from mlxtune.setup.model import build_pipeline
+        from mlxtune.setup.products import settle_products
 
         step, lora, base = self._parts.step, self._parts.lora, self._base
         work = planned_work(lora, steps)
         plan = choose_plan(step, lora, base, work, self._execution)
+        self._base, _ = settle_products(step, base, work, plan)
+        if self._base is not base:
+            base, plan = self._base, choose_plan(step, lora, self._base, work, self._execution)
         self._pipeline, _ = build_pipeline(step, lora, base, work, plan, self._console)
         self._pipeline.load(adapter)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxtune import TrainConfig, resume
+from mlxtune.backend.model import layers, loading
+from mlxtune.backend.model.timed_products import TimedProducts
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ConfigError, ModelError
@@ -53,17 +57,69 @@ def test_resumed_run_writes_the_same_bytes(train: Cli, output: Path) -> None:
     assert file_hash(output) == whole
 
 
-def test_auto_must_mean_the_same_on_resume(
-    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], None]]:
+    """Have products run as on a GPU; return what sets the seconds of each form."""
+    seconds = {"quantized": 1.0, "dequantized": 1.0}
+
+    def time_products(model: Any, dtype: Any, tokens: int) -> TimedProducts:
+        return TimedProducts("mlp.down_proj", tokens, *seconds.values())
+
+    def set_seconds(quantized: float, dequantized: float) -> None:
+        seconds.update(quantized=quantized, dequantized=dequantized)
+
+    for module in (layers, loading):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(loading, "time_products", time_products)
+    yield set_seconds
+
+
+def recorded(output: Path) -> str:
+    checkpoints = output.parent / "checkpoints"
+    newest = max(checkpoints.glob("*/metadata.json"), key=lambda path: path.stat().st_mtime)
+    return str(json.loads(newest.read_text())["quantized_compute"])
+
+
+def test_gpu_takes_the_faster_form_and_prints_the_times(
+    train: Cli, output: Path, on_gpu: Callable[[float, float], None]
 ) -> None:
+    on_gpu(2e-3, 1.5e-3)
+    done = train(*STEPS, "--quantize", "4", quiet=False)
+    assert done.code == 0, done.err
+    line = " ".join(done.err.split())
+    assert "dequantized products: 1.5 ms for" in line
+    assert "of mlp.down_proj and their gradient, quantized 2 ms" in line
+    assert recorded(output) == "dequantized"
+    on_gpu(1.5e-3, 1.45e-3)
+    assert train(*STEPS, "--quantize", "4", "--overwrite").code == 0
+    assert recorded(output) == "quantized"
+
+
+@pytest.mark.parametrize("first", ["quantized", "dequantized"])
+def test_resumed_run_keeps_the_form_whatever_is_faster_now(
+    train: Cli, output: Path, on_gpu: Callable[[float, float], None], first: str
+) -> None:
+    fast = {"quantized": (1.0, 2.0), "dequantized": (2.0, 1.0)}
+    other = next(form for form in fast if form != first)
+    options = ("--quantize", "4", "--lr", "1e-2")
+    on_gpu(*fast[first])
+    assert train(*options).code == 0
+    whole = file_hash(output)
     with pytest.MonkeyPatch.context() as stopping:
         stop_after(2, stopping)
-        assert train("--quantize", "4").code == 130
-    # As if the run went on on a GPU.
-    from mlxtune.backend.model import layers
+        assert train(*options, "--overwrite").code == 130
+    on_gpu(*fast[other])
+    resume(output.parent, quiet=True)
+    assert file_hash(output) == whole
+    assert recorded(output) == first
 
-    monkeypatch.setattr(layers, "on_cpu", lambda: False)
-    with pytest.raises(ModelError, match="auto is quantized on this machine"):
+
+def test_cpu_resumes_no_run_of_the_other_form(train: Cli, output: Path) -> None:
+    with pytest.MonkeyPatch.context() as begun:
+        begun.setattr(layers, "on_cpu", lambda: False)
+        stop_after(2, begun)
+        assert train("--quantize", "4").code == 130
+    with pytest.raises(ModelError, match="auto is dequantized on this machine"):
         resume(output.parent, quiet=True)
 
 

@@ -77,7 +77,7 @@ class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
 
     def __init__(self, linear: nn.QuantizedLinear) -> None:
         nn.Module.__init__(self)
-        _copy_quantized(linear, self)
+        copy_quantized(linear, self)
 
     def __call__(self, x: mx.array) -> mx.array:
         y = _product(x, self.unpacked)
@@ -93,7 +93,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
 
     def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
         nn.Module.__init__(self)
-        _copy_quantized(embedding, self)
+        copy_quantized(embedding, self)
         self.num_embeddings, self.dims = embedding.num_embeddings, embedding.dims
         self.compute_dtype = compute_dtype
 
@@ -109,7 +109,8 @@ class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
         return _product(x, self.unpacked)
 
 
-def _copy_quantized(source: nn.Module, target: nn.Module) -> None:
+def copy_quantized(source: nn.Module, target: nn.Module) -> None:
+    """Give a module the arrays and the format of a quantised one."""
     target.group_size, target.bits, target.mode = source.group_size, source.bits, source.mode
     target.biases = None
     for name, value in source.items():
@@ -204,9 +205,9 @@ def _dequantize(
 def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
-    `auto` takes the faster: MLX's quantised products on a GPU, dequantised matrices on the
-    CPU. Experts are left to the operations; nf4, for which MLX has no products, is always
-    dequantised. Returns the choice, or None if nothing is quantised.
+    `auto` takes dequantised matrices on the CPU and MLX's quantised products on a GPU; what trains
+    asks `time_products` then. Experts are left to the operations; nf4, for which MLX has no
+    products, is always dequantised. Returns the choice, or None if nothing is quantised.
     """
     quantised = [module for _, module in model.named_modules() if "scales" in module]
     if not quantised:
@@ -216,7 +217,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
         option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
 
     def make(module: nn.Module) -> nn.Module | None:
-        if type(module) is nn.QuantizedEmbedding:
+        if type(module) in (nn.QuantizedEmbedding, QuantizedEmbedding):
             kind = DequantizedEmbedding if option == DEQUANTIZED else QuantizedEmbedding
             return kind(module, dtype)
         if type(module) is nn.QuantizedLinear and option == DEQUANTIZED:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ from mlxtune.backend.model.quantize import (
     quantize_lazily,
     read_one_by_one,
 )
+from mlxtune.backend.model.timed_products import TimedProducts, time_products
 from mlxtune.core.text import count, short_number
 from mlxtune.errors import ModelError, one_line
+
+# The forms of a product with quantised weights.
+PRODUCTS = (QUANTIZED, DEQUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,24 @@ def slow_products(base: BaseModel) -> str | None:
             "--quantized-compute dequantized gives the same result many times faster"
         )
     return None
+
+
+def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
+    """Return how long products take in each form on a GPU; None if there is nothing to choose."""
+    if on_cpu() or base.quantized_compute != QUANTIZED:
+        return None
+    return time_products(base.model, getattr(mx, base.dtype), tokens)
+
+
+def with_products(base: BaseModel, form: str) -> BaseModel:
+    """Return a model whose quantised products are computed in a form, if the device allows it.
+
+    On the CPU, and from the dequantised form, a model stays what it is.
+    """
+    if on_cpu() or form == base.quantized_compute or form != DEQUANTIZED:
+        return base
+    compute = compute_quantized(base.model, getattr(mx, base.dtype), form)
+    return replace(base, quantized_compute=compute)
 
 
 def read_weights(base: BaseModel) -> None:
