@@ -1,8 +1,10 @@
 """The commands of docs/first-boot.md exist, and what could go wrong in them is simulated.
 
-Elsewhere: kernels that raise (tests/backend/measure/test_kernel_proofs.py), a busy machine, Ctrl-C
-and a proof that fails (tests/recipes/test_prove.py), no fused attention for a gradient
-(tests/backend/mixers/test_attention.py), a machine without a library (tests/test_package.py).
+Elsewhere: kernels that raise (tests/backend/measure/test_kernel_proofs.py) and end a run
+(tests/cli/test_gpu_faults.py), a proof on a busy machine, one that fails, and Ctrl-C
+(tests/recipes/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py), no
+fused attention for a gradient (tests/backend/mixers/test_attention.py), a machine without a library
+(tests/test_package.py).
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from mlxtune.backend.model import device
 from mlxtune.cli import COMMANDS
-from tests.command import Cli, finish, start
+from tests.command import Cli, Outcome, finish, start
 from tests.paths import DATA, DOCS, ROOT
 
 QWEN, ROWS = DATA / "demo-qwen3", DATA / "bookings.jsonl"
@@ -76,14 +80,66 @@ def test_demo_trains_without_a_network(no_network: dict[str, str], tmp_path: Pat
     assert (tmp_path / "run" / "adapters.safetensors").exists()
 
 
+def without_network(no_network: dict[str, str], *arguments: object) -> Outcome:
+    outcome = finish(start(*arguments, env=no_network))
+    assert "Traceback" not in outcome.err
+    return outcome
+
+
+def test_doctor_needs_no_network(no_network: dict[str, str]) -> None:
+    outcome = without_network(no_network, "doctor", "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["can_train"] is True
+
+
+def test_plan_of_a_model_on_the_hub_without_a_network_is_one_line(
+    no_network: dict[str, str], tmp_path: Path
+) -> None:
+    environment = no_network | {"HF_HOME": str(tmp_path)}
+    data = ["--model-path", "mlx-community/Qwen3-4B-4bit", "--data", ROWS]
+    error = without_network(environment, "plan", *data).error
+    assert error.startswith(
+        "mlx-community/Qwen3-4B-4bit: no such folder, and downloading it failed"
+    )
+
+
 @pytest.mark.slow
 def test_proof_needs_no_network(no_network: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
-    process = start("doctor", "--prove", "--share", path, env=no_network)
-    outcome = finish(process, timeout=600)
+    outcome = without_network(no_network, "doctor", "--prove", "--share", path)
     assert outcome.code == 0, outcome.out
     shared = json.loads(path.read_text(encoding="utf-8"))
     assert not any(each["passed"] is False for each in shared["checks"])
+
+
+@pytest.mark.slow
+def test_run_is_judged_and_benched_without_a_network(
+    no_network: dict[str, str], tmp_path: Path
+) -> None:
+    model = ["--model-path", QWEN]
+    short = ["--max-steps", 1, "--val-split", 0, "--samples", 0, "--no-cache"]
+    adapter = tmp_path / "adapters.safetensors"
+    commands = [
+        ["train", *model, "--data", ROWS, *short, "--output", adapter],
+        ["eval", *model, "--adapter", tmp_path, "--data", DATA / "bookings_test.jsonl"],
+        ["bench", *model, "--data", ROWS, "--against", "mlx-lm", "--steps", 1],
+    ]
+    for command in commands:
+        assert without_network(no_network, *command).code == 0
+
+
+@pytest.mark.parametrize(("cpu", "metal"), [(True, False), (False, True), (False, False)])
+def test_a_run_is_planned_with_metal_and_without(
+    cpu: bool, metal: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU, as in a Mac's virtual machine; Metal; and a GPU that has none."""
+    monkeypatch.setattr(device, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    rounding = device.rounding()
+    assert (rounding.line, rounding.width) == ((1, 1) if cpu else (64, 32 if metal else 128))
+    outcome = cli("plan", "--model-path", QWEN, "--data", ROWS, "--no-cache", "--json")
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["data"]["steps"] > 0
 
 
 def test_half_the_memory_makes_smaller_micro_batches_and_no_other_step(cli: Cli) -> None:

@@ -17,8 +17,7 @@ def on_cpu() -> bool:
 
 def has_metal() -> bool:
     """Return whether this MLX has Metal and a device for it."""
-    metal = getattr(mx, "metal", None)
-    return metal is not None and bool(metal.is_available())
+    return bool(mx.metal.is_available())
 
 
 def rounding() -> Rounding:
