@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.measure import proving
+from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 from tests.backend.conftest import random_examples
 from tests.models import write_model
 
@@ -112,3 +115,10 @@ def test_steps_are_timed_in_each_choice_of_shapes(
     found = dict(proving.timed_steps(folder, random_examples(5)))
     assert list(found) == list(padded)
     assert min(found.values()) > 0
+
+
+def test_steps_are_timed_with_rounded_shapes_and_without() -> None:
+    rounding = Rounding(line=64, width=128)
+    execution = Execution(MLX, rounding=rounding)
+    found = {name: change(execution).rounding for name, change in proving.SHAPES.items()}
+    assert found == {"shapes as they are": NOT_ROUNDED, "shapes rounded": rounding}

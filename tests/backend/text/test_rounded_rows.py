@@ -1,0 +1,46 @@
+"""How many tokens of padding real rows get where a GPU's lines are rounded up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from mlxtune.backend.model import device
+from mlxtune.config import InspectConfig
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.order import shuffled_steps
+from mlxtune.setup.dataset import Reader, load_dataset
+from tests.core.steps.shapes import GRAPH_OPERATIONS
+
+ROWS = 256
+
+
+@pytest.mark.parametrize("rows", ["wikisql_train", "lf_alpaca_en_demo"])
+def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
+    rows: str, shared: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(shared / "tokenizers" / "qwen3", folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with (shared / "chat" / f"{rows}.jsonl").open(encoding="utf-8") as lines:
+        (tmp_path / "rows.jsonl").write_text("".join(islice(lines, ROWS)), encoding="utf-8")
+    data = str(tmp_path / "rows.jsonl")
+    options = InspectConfig(str(folder), data, max_seq_len=512, val_split=0, no_cache=True)
+    corpus = load_dataset(options, Reader(options, folder)).corpus
+    assert corpus.num_rows == ROWS
+    for rounding in (device._METAL, device._CUDA):
+        how = Execution(GRAPH_OPERATIONS, micro_batch_tokens=2048, rounding=rounding)
+        for batch_size in (4, 8):
+            groups = []
+            for step in shuffled_steps(corpus.num_rows, batch_size, 0, 1):
+                groups += how.plan([each for row in step for each in corpus.row(row)])
+            added, tokens = (sum(getattr(g, name) for g in groups) for name in ("added", "tokens"))
+            assert 0 < added <= 0.03 * (tokens - added)
+            # Fewer shapes are what it is for.
+            exact = {group.tokens - group.added for group in groups}
+            assert len({group.tokens for group in groups}) < 0.8 * len(exact)
+            assert all(group.width % rounding.width == 0 for group in groups)
