@@ -1,10 +1,11 @@
-"""Measure the table of docs/performance.md: `mlxtune bench --against mlx-lm` at real sizes.
+"""Measure the tables of docs/performance.md: `mlxtune bench --against mlx-lm` at real sizes.
 
     python -m tests.long.bench_table [NAME ...] [--out docs/measured]
 
-Makes models of random weights, with the real tokenizer of ../shared, in a temporary folder (1.4
-GB), runs one case after the other, keeps what each measured as JSON, and prints the table. Takes
-about an hour, and 15 GB of memory for mlx-lm; close what else runs on the machine.
+Names that begin with `gpu-` run what a GPU gets (`--execution gpu`). Makes models of random
+weights, with the real tokenizer of ../shared, in a temporary folder (1.4 GB), runs one case after
+the other, keeps what each measured as JSON, and prints the tables. Takes about two hours, and 15
+GB of memory for mlx-lm; close what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -66,25 +67,61 @@ SYSTEM_TOKENS = 396  # 400 with the marks of the template around them
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a shape, rows, and how many steps of how many of them."""
+    """One row of a table: a shape, rows, and how many steps of how many of them.
 
+    `execution` is that of `bench`: the device's own, or what a GPU gets. `target` is the ratio of
+    tokens a second that was asked for.
+    """
+
+    title: str
     shape: str
     data: str
     batch_size: int
     steps: int
-    repeats: int
     rows: int | None = None
     system: bool = False
+    execution: str = "auto"
+    target: float | None = None
+    repeats: int = 1
 
 
+_LARGE, _SMALL = "qwen3-0.6b", "small"
+_ALPACA, _WIKISQL = "lf_alpaca_en_demo", "wikisql_train"
 CASES = {
-    "small-wikisql": Case("small", "wikisql_train", 8, 16, 1, rows=128),
-    "small-alpaca": Case("small", "lf_alpaca_en_demo", 4, 6, 1),
-    "wikisql": Case("qwen3-0.6b", "wikisql_train", 4, 6, 1),
-    "wikisql-system": Case("qwen3-0.6b", "wikisql_train", 4, 6, 1, rows=1000, system=True),
-    "tool-calls": Case("qwen3-0.6b", "lf_glaive_toolcall_en", 4, 2, 1),
-    "alpaca": Case("qwen3-0.6b", "lf_alpaca_en_demo", 4, 6, 1),
+    "alpaca": Case("0.6B shape, Alpaca", _LARGE, _ALPACA, 4, 6, target=3),
+    "wikisql": Case("0.6B shape, WikiSQL", _LARGE, _WIKISQL, 4, 6, target=2.5),
+    "wikisql-system": Case(
+        "0.6B shape, WikiSQL behind a 400-token system prompt",
+        *(_LARGE, _WIKISQL, 4, 6, 1000, True),
+        target=6,
+    ),
+    "tool-calls": Case("0.6B shape, tool calls", _LARGE, "lf_glaive_toolcall_en", 4, 2, target=2.5),
+    "small-wikisql": Case(
+        "small shape, WikiSQL, its first 128 rows, steps of 8",
+        *(_SMALL, _WIKISQL, 8, 16, 128),
+        target=4,
+    ),
+    "small-alpaca": Case("small shape, Alpaca", _SMALL, _ALPACA, 4, 6, target=4),
+    "gpu-alpaca": Case(
+        "0.6B shape, Alpaca, steps of 4", _LARGE, _ALPACA, 4, 6, execution="gpu", target=2.6
+    ),
+    "gpu-wikisql": Case(
+        "0.6B shape, WikiSQL, steps of 8", _LARGE, _WIKISQL, 8, 6, execution="gpu", target=3.2
+    ),
+    "gpu-small-alpaca": Case(
+        "small shape, Alpaca, steps of 4", _SMALL, _ALPACA, 4, 6, execution="gpu"
+    ),
+    "gpu-small-wikisql": Case(
+        "small shape, WikiSQL, steps of 8", _SMALL, _WIKISQL, 8, 6, execution="gpu"
+    ),
 }
+# The tables, by execution.
+EXECUTIONS = {"auto": "", "gpu": "`--execution gpu`"}
+HEADER = (
+    "| {} | tokens/s | mlx-lm | ratio (target) | peak, GB | mlx-lm | ratio (target 0.35) "
+    "| step efficiency | start, s | mlx-lm |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -128,6 +165,7 @@ def measure(name: str, scratch: Path, out: Path) -> None:
         "--batch-size": case.batch_size,
         "--steps": case.steps,
         "--repeats": case.repeats,
+        "--execution": case.execution,
     }
     result = run_bench(scratch, f"{name}.json", options)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -146,24 +184,36 @@ def run_bench(folder: Path, name: str, options: Mapping[str, Any], **how: Any) -
 
 
 def line(name: str, out: Path) -> str:
-    """Return the row of the table."""
-    result = json.loads((out / f"{name}.json").read_text())
+    """Return the row of a table, as docs/performance.md has it."""
+    result, case = json.loads((out / f"{name}.json").read_text()), CASES[name]
     if result["ratio"] is None:
-        return f"| {name} | mlx-lm: {result['theirs']['failed']} |"
-    ours, theirs = result["ours"], result["theirs"]
-    seconds = [side["seconds_per_step"]["median"] for side in (ours, theirs)]
-    peaks = [side["peak_memory"]["median"] / 1e9 for side in (ours, theirs)]
-    return (
-        f"| {name} | {ours['real_tokens_per_s']['median']:.0f} | "
-        f"{theirs['real_tokens_per_s']['median']:.0f} | "
-        f"**{result['ratio']['real_tokens_per_s']:.2f}** | {seconds[0]:.1f} | {seconds[1]:.1f} | "
-        f"{peaks[0]:.2f} | {peaks[1]:.2f} | **{result['ratio']['peak_memory']:.2f}** | "
-        f"{result['step_efficiency']:.0%} | {'yes' if result['losses_agree'] else 'NO'} |"
-    )
+        return f"| {case.title} | mlx-lm: {result['theirs']['failed']} |"
+    if not result["losses_agree"]:
+        return f"| {case.title} | the losses differ: {result['loss_difference']} |"
+    sides = [result["ours"], result["theirs"]]
+    speeds = [f"{side['real_tokens_per_s']['median']:.0f}" for side in sides]
+    peaks = [f"{side['peak_memory']['median'] / 1e9:.2f}" for side in sides]
+    starts = [f"{side['startup_s']['median']:.1f}" for side in sides]
+    target = "" if case.target is None else f" ({case.target:g})"
+    ratio = f"**{result['ratio']['real_tokens_per_s']:.2f}**{target}"
+    memory, efficiency = result["ratio"]["peak_memory"], f"{result['step_efficiency']:.0%}"
+    cells = [case.title, *speeds, ratio, *peaks, f"**{memory:.2f}**", efficiency, *starts]
+    return f"| {' | '.join(cells)} |"
+
+
+def tables(out: Path) -> dict[str, str]:
+    """Return the table of each execution, of the cases that were measured."""
+    found = {}
+    for execution, title in EXECUTIONS.items():
+        names = [name for name, case in CASES.items() if case.execution == execution]
+        rows = [line(name, out) for name in names if (out / f"{name}.json").exists()]
+        if rows:
+            found[execution] = "\n".join([HEADER.format(title).replace("|  |", "| |"), *rows])
+    return found
 
 
 def main() -> None:
-    """Measure the cases that are named, or all, and print the table of what was measured."""
+    """Measure the cases that are named, or all, and print the tables of what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))
@@ -174,9 +224,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mlxtune-table-") as scratch:
         for name in given.names or CASES:
             measure(name, Path(scratch), given.out)
-    for name in CASES:
-        if (given.out / f"{name}.json").exists():
-            print(line(name, given.out))
+    print("\n\n".join(tables(given.out).values()))
 
 
 if __name__ == "__main__":

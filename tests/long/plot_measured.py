@@ -1,4 +1,4 @@
-"""Draw docs/bench.png and docs/step.png from what is in docs/measured.
+"""Draw docs/bench.png and docs/step.png from docs/measured, and both with `-gpu` if it has them.
 
 pip install matplotlib && python -m tests.long.plot_measured
 """
@@ -6,21 +6,16 @@ pip install matplotlib && python -m tests.long.plot_measured
 from __future__ import annotations
 
 import json
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from tests.long.bench_table import CASES
 from tests.paths import DOCS
 
-NAMES = {
-    "alpaca": "Alpaca",
-    "wikisql": "WikiSQL",
-    "tool-calls": "tool calls",
-    "wikisql-system": "WikiSQL behind a\n400-token system prompt",
-    "small-wikisql": "small shape,\nWikiSQL",
-    "small-alpaca": "small shape,\nAlpaca",
-}
+PICTURES = {"auto": "bench.png", "gpu": "bench-gpu.png"}
 OURS, THEIRS, INK = "#0f766e", "#c7c9cc", "#24292f"
 
 
@@ -29,9 +24,12 @@ def measured(name: str) -> Any:
     return json.loads((DOCS / "measured" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def draw_bench() -> None:
-    """Draw tokens a second and peak memory of both sides, case by case."""
-    cases = [name for name in NAMES if (DOCS / "measured" / f"{name}.json").exists()]
+def draw_bench(execution: str) -> None:
+    """Draw tokens a second and peak memory of both sides, case by case, if any was measured."""
+    every = [name for name, case in CASES.items() if case.execution == execution]
+    cases = [name for name in every if (DOCS / "measured" / f"{name}.json").exists()]
+    if not cases:
+        return
     found = [measured(name) for name in cases]
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 0.62 * len(cases) + 1.2), sharey=True)
     panels = (
@@ -57,17 +55,19 @@ def draw_bench() -> None:
         axis.margins(x=0.28)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(left=False, bottom=False, labelbottom=False)
-    axes[0].set_yticks(range(len(cases)), [NAMES[name] for name in cases], size=9)
+    axes[0].set_yticks(range(len(cases)), [fill(CASES[name].title, 26) for name in cases], size=9)
     axes[0].invert_yaxis()
     handles = [mpl.patches.Patch(color=colour) for colour in (THEIRS, OURS)]
     figure.legend(handles, ["mlx-lm", "mlxtune"], loc="upper right", ncols=2, frameon=False)
     figure.tight_layout()
-    figure.savefig(DOCS / "bench.png", dpi=130)
+    figure.savefig(DOCS / PICTURES[execution], dpi=130)
 
 
-def draw_step() -> None:
-    """Draw the shares of a step's time."""
-    found = measured("step")
+def draw_step(name: str) -> None:
+    """Draw the shares of a step's time, if it was measured."""
+    if not (DOCS / "measured" / f"{name}.json").exists():
+        return
+    found = measured(name)
     total = sum(found["seconds"].values())
     parts = list(found["seconds"].items())
     figure, axis = plt.subplots(figsize=(8, 0.36 * len(parts) + 0.7))
@@ -83,11 +83,13 @@ def draw_step() -> None:
     axis.tick_params(left=False, bottom=False, labelbottom=False)
     axis.set_title("where the time of a step goes", loc="left", size=10)
     figure.tight_layout()
-    figure.savefig(DOCS / "step.png", dpi=130)
+    figure.savefig(DOCS / f"{name}.png", dpi=130)
 
 
 if __name__ == "__main__":
     mpl.use("Agg")
     mpl.rcParams.update({"font.family": "DejaVu Sans", "text.color": INK})
-    draw_bench()
-    draw_step()
+    for execution in PICTURES:
+        draw_bench(execution)
+    for name in ("step", "step-gpu"):
+        draw_step(name)
