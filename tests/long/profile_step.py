@@ -1,9 +1,13 @@
 """Say where the time of a step goes, on the Qwen3-0.6B shape and Alpaca rows, on the CPU.
 
-    python -m tests.long.profile_step [--out docs/measured]
+    python -m tests.long.profile_step [--execution gpu] [--shape small] [--out docs/measured]
 
 Takes three minutes. The profiler lengthens calls of Python, not what they compute; the shares of
 work done between them (`everything else`) are a little too large.
+
+With `--execution gpu`, MLX computes a step in one evaluation, which a profiler of Python cannot
+see: the parts are timed alone, in its shapes (`step_parts.py`), and `everything else` is
+the rest of the step's time. Takes ten minutes.
 
 Results: docs/performance.md.
 """
@@ -15,7 +19,9 @@ import cProfile
 import json
 import pstats
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +29,13 @@ from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InspectConfig, InstructConfig
+from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.setup.dataset import Reader, load_dataset
-from tests.long.bench_table import CASES, write_data, write_model
+from tests.long.bench_table import CASES, SHAPES, write_data, write_model
+from tests.long.step_parts import StepParts
+
+Steps = Sequence[Sequence[Example]]
 
 # What each function of ours does by itself, by file and name; what is called takes its own time.
 PARTS = {
@@ -52,41 +62,63 @@ def part_of(file: str, function: str) -> str:
     return "everything else"
 
 
+def profiled(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
+    """Return the seconds of each part of the steps, by a profiler of Python."""
+    profile = cProfile.Profile()
+    for examples in steps:
+        profile.enable()
+        pipeline.train_batch(examples)
+        profile.disable()
+    seconds: dict[str, float] = defaultdict(float)
+    for (file, _, function), (_, _, own, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        seconds[part_of(file, function)] += own
+    return seconds
+
+
+def timed_alone(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
+    """Return the seconds of each part of the steps, timed alone, and of all the rest."""
+    parts, total = StepParts(pipeline), 0.0
+    for examples in steps:
+        started = time.perf_counter()
+        pipeline.train_batch(examples)
+        total += time.perf_counter() - started
+        parts.add(examples)
+    return {**parts.seconds, "everything else": max(total - parts.seconds.total(), 0)}
+
+
 def main() -> None:
     """Profile the steps after the first, which finds out how the model may be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))
-    out = parser.parse_args().out
-    case = CASES["alpaca"]
+    parser.add_argument("--execution", choices=("auto", "gpu"), default="auto")
+    parser.add_argument("--shape", choices=SHAPES, default=CASES["alpaca"].shape)
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mlxtune-profile-") as name:
-        folder, data = Path(name) / case.shape, Path(name) / "alpaca.jsonl"
-        write_model(folder, case.shape)
-        write_data(data, case)
+        folder, data = Path(name) / given.shape, Path(name) / "alpaca.jsonl"
+        write_model(folder, given.shape)
+        write_data(data, CASES["alpaca"])
         options = InspectConfig(str(folder), str(data), max_seq_len=512, val_split=0, no_cache=True)
         corpus = load_dataset(options, Reader(options, folder)).corpus
         config = InstructConfig(lora_rank=8, targets=("q_proj", "v_proj"))
         base = load_base(folder, "float32")
-        execution = replace(best_execution(base.parameters), micro_batch_tokens=1024)
-        model = base.model
-        pipeline = InstructPipeline(model, config, execution=execution)
-        profile = cProfile.Profile()
-        tokens = 0
-        for step, rows in enumerate(shuffled_steps(corpus.num_rows, 4, 42, 1)[:5]):
-            examples = [example for row in rows for example in corpus.row(row)]
-            if step:
-                profile.enable()
-                tokens += sum(map(len, examples))
-            pipeline.train_batch(examples)
-            profile.disable()
-    seconds: dict[str, float] = defaultdict(float)
-    for (file, _, function), (_, _, own, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        seconds[part_of(file, function)] += own
-    found = {"tokens": tokens, "seconds": dict(sorted(seconds.items(), key=lambda kv: -kv[1]))}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+        execution = best_execution(base.parameters, kind=given.execution)
+        execution = replace(execution, micro_batch_tokens=1024)
+        pipeline = InstructPipeline(base.model, config, execution=execution)
+        order = shuffled_steps(corpus.num_rows, 4, 42, 1)[: given.steps + 1]
+        first, *steps = [[each for row in rows for each in corpus.row(row)] for rows in order]
+        pipeline.train_batch(first)
+        measure = timed_alone if given.execution == "gpu" else profiled
+        seconds = measure(pipeline, steps)
+    tokens = sum(len(example) for examples in steps for example in examples)
+    parts = dict(sorted(seconds.items(), key=lambda kv: -kv[1]))
+    given.out.mkdir(parents=True, exist_ok=True)
+    name = "step-gpu.json" if given.execution == "gpu" else "step.json"
+    (given.out / name).write_text(json.dumps({"tokens": tokens, "seconds": parts}, indent=1) + "\n")
     total = sum(seconds.values())
-    for part, took in found["seconds"].items():  # type: ignore[attr-defined]
-        print(f"{part:<30}{took:7.2f} s {took / total:6.1%}")
+    print(f"{tokens:,} tokens in {len(steps)} steps, {total:.1f} s")
+    for part, took in parts.items():
+        print(f"{part:<45}{took:7.2f} s {took / total:6.1%}")
 
 
 if __name__ == "__main__":
