@@ -12,6 +12,7 @@ from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.backend.model.ranks import ALONE, Ranks
 from mlxtune.backend.model.split import split_base
+from mlxtune.backend.step.gate_kernels import gate_kernels_problem
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Generator, seed
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
@@ -76,6 +77,8 @@ def build_pipeline(
         console.warn(warning)
     if problem := pipeline.forward.packing_problem:
         console.say("Packing", f"off, examples are padded: {problem}")
+    if problem := gate_kernels_problem():
+        console.say("SwiGLU", f"by MLX's operations, our kernels do not serve: {problem}")
     confirmed = confirm(step, pipeline, work, plan)
     pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
     pipeline.limit_evaluation(confirmed.peak.total)

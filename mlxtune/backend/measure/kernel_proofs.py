@@ -19,6 +19,8 @@ from mlx_lm.models import gemma3_text, gpt_oss, qwen3
 from mlxtune.backend.measure.apart import cosine_and_ratio, largest_difference
 from mlxtune.backend.mixers import gated_delta
 from mlxtune.backend.model.device import has_metal, on_cpu
+from mlxtune.backend.step.gate_kernels import device_kernels
+from mlxtune.backend.step.gates import plain_swiglu
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -162,6 +164,15 @@ def _gated_delta_inputs(rng: np.random.Generator) -> list[npt.NDArray[Any]]:
     return [q, k, v, log_gates, beta]
 
 
+def _gate_inputs(rng: np.random.Generator) -> list[npt.NDArray[Any]]:
+    """Draw gate and up for some groups of threads and a part of one."""
+    return [2 * rng.standard_normal((3, 1031)) for _ in range(2)]
+
+
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return device_kernels().swiglu(gate, up)
+
+
 def _gated_delta(rule: str, q: mx.array, *arrays: mx.array) -> mx.array:
     y, _ = getattr(gated_delta, rule)(q, *arrays, mx.zeros((1, 32, 128, 128)))
     return y
@@ -187,6 +198,7 @@ KERNELS: tuple[Attends | Pair, ...] = (
         # CUDA's library says "has no CUDA implementation"; on the CPU it is mlx-lm's loop.
         lambda: on_cpu() or has_metal(),
     ),
+    Pair("SwiGLU", _swiglu, plain_swiglu, _gate_inputs, lambda: not on_cpu()),
 )
 
 

@@ -26,6 +26,11 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     return call
 
 
+def exporting() -> bool:
+    """Return whether a graph is being built to be exported."""
+    return _instead is not None
+
+
 class ExportableVjp:
     """`mx.vjp` for graphs to export, which cannot contain functions with a custom gradient.
 

@@ -1,4 +1,4 @@
-"""SwiGLU with a gradient of fewer operations than MLX's own, for which less is kept."""
+"""SwiGLU by a pair of kernels, or with a gradient of fewer operations than MLX's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.model.autograd import differentiable, exporting
+from mlxtune.backend.step.gate_kernels import gate_kernels, serves
 from mlxtune.backend.step.intercept import intercept
 
 # How far a trial may differ from the formula.
@@ -27,6 +28,15 @@ def replace_gates(model: nn.Module) -> Callable[[], None]:
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, arXiv:2002.05202, section 2."""
+    # Graphs to export hold no kernels of ours.
+    kernels = None if exporting() else gate_kernels()
+    if kernels is not None and serves(gate, up):
+        return kernels.swiglu(gate, up)
+    return plain_swiglu(gate, up)
+
+
+def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """Return SwiGLU by MLX's operations."""
 
     def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
         sigmoid = mx.sigmoid(gate)

@@ -10,9 +10,11 @@ import pytest
 
 from mlxtune.backend.measure import kernel_proofs, proving
 from mlxtune.backend.measure.kernel_proofs import KERNELS, kernel_differences
+from mlxtune.backend.step.gate_kernels import GateKernels
 from mlxtune.backend.step.head import SplitModel
 from mlxtune.core.machine.proving import check_dtype, check_gradients
 from tests.backend.conftest import random_examples
+from tests.backend.step.test_gate_kernels import FakeDevice
 from tests.models import write_model
 from tests.slow import slow
 
@@ -42,6 +44,27 @@ def only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tuple(each for each in kernel_proofs.KERNELS if each.name == name)
     assert chosen
     monkeypatch.setattr(kernel_proofs, "KERNELS", chosen)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.05)])
+def test_wrong_swiglu_kernel_is_found(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, factor: float
+) -> None:
+    only("SwiGLU", monkeypatch)
+    monkeypatch.setattr(kernel_proofs, "on_cpu", lambda: False)
+    for made, names in ((1.0, []), (factor, ["SwiGLU"])):
+        kernels = GateKernels(FakeDevice(made).make, metal=True)
+        monkeypatch.setattr(kernel_proofs, "device_kernels", lambda kernels=kernels: kernels)
+        assert [name.partition(",")[0] for name in failed(dtype)] == names
+
+
+def test_swiglu_kernel_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    only("SwiGLU", monkeypatch)
+    monkeypatch.setattr(kernel_proofs, "on_cpu", lambda: False)
+    # There is no GPU to compile for.
+    (found,) = kernel_differences("float32")
+    assert found["way"] == "SwiGLU"
+    assert "back-end" in found["error"] or "GPU" in found["error"]
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.05)])
