@@ -16,6 +16,7 @@ import safetensors.numpy
 from mlxtune.config.fields import as_path
 from mlxtune.config.ranks import alpha_of
 from mlxtune.core.files.files import read_json, write_file
+from mlxtune.core.machine.panics import PanicError, caught_panics
 from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.errors import ModelError, OutputError, one_line
@@ -24,7 +25,10 @@ LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 # Longer names are invalid and slow to match.
 _LONGEST_NAME = 1000
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
-_UNREADABLE = (OSError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError)
+_UNREADABLE = (
+    *(OSError, RuntimeError, TypeError, ValueError),
+    *(safetensors.SafetensorError, PanicError),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def check_replaceable(weights: Path) -> None:
 
 def _holds_adapter(path: Path) -> bool:
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
+        with caught_panics(), safetensors.safe_open(path, framework="numpy") as file:
             return any(".lora_" in name for name in file.keys())  # noqa: SIM118
     except _UNREADABLE:
         return False
@@ -146,7 +150,7 @@ def load_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return a safetensors file's tensors and its metadata. Raises ModelError."""
     try:
         # Unlike MLX, this checks the header; unlike numpy, MLX knows bfloat16.
-        with safetensors.safe_open(path, framework="numpy") as file:
+        with caught_panics(), safetensors.safe_open(path, framework="numpy") as file:
             if long := [name for name in file.keys() if len(name) > _LONGEST_NAME]:  # noqa: SIM118
                 raise ValueError(f"a tensor's name has {len(long[0]):,} characters")
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from mlxtune.backend.model.model_folder import check_auto_map, check_files, json_object
 from mlxtune.backend.text.tokenizer_trial import try_tokenizer
 from mlxtune.core.data.encode import OffsetEncoding
+from mlxtune.core.machine.panics import PanicError, caught_panics
 from mlxtune.errors import ModelError, one_line
 
 
@@ -204,12 +205,11 @@ def load_tokenizer(
 
 @contextmanager
 def _panics_as_errors(folder: str | Path) -> Iterator[None]:
-    """Raise ModelError for a panic of the Rust library `tokenizers`, which is not an Exception."""
+    """Raise ModelError for a panic of the library `tokenizers`."""
     try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
+        with caught_panics():
+            yield
+    except PanicError as error:
         raise ModelError(
             f"{folder}: its tokenizer.json is damaged ({one_line(error)}): download it again"
         ) from error

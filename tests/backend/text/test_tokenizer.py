@@ -314,8 +314,14 @@ def test_text_is_neither_cut_nor_padded_as_a_folder_may_say(tmp_path: Path) -> N
     ids=["when it is loaded", "when it is used"],
 )
 def test_tokenizer_that_panics_is_an_error_that_names_its_folder(
-    tmp_path: Path, changes: dict[str, Any], text: str, said: str
+    tmp_path: Path,
+    changes: dict[str, Any],
+    text: str,
+    said: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = write_changed(tmp_path, **changes)
     with pytest.raises(ModelError, match=f"^{folder}: its tokenizer.json is damaged .*{said}"):
         load_tokenizer(folder).encode_batch([text])
+    # Rust writes a panic's place and advice.
+    assert capfd.readouterr().err == ""
