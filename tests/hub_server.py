@@ -210,9 +210,11 @@ class Handler(BaseHTTPRequestHandler):
         if at is None or file not in at[1]:
             self.refuse(404, "EntryNotFound", "Entry not found")
             return
-        content = at[1][file]
+        self.file(at[1][file], at[0])
+
+    def file(self, content: bytes, commit: str) -> None:
         etag = f'"{hashlib.sha1(content).hexdigest()}"'
-        headers = {"ETag": etag, "X-Repo-Commit": at[0], "Accept-Ranges": "bytes"}
+        headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
             start = int(wanted[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
@@ -259,6 +261,22 @@ class Handler(BaseHTTPRequestHandler):
                 "siblings": [{"rfilename": file} for file in found.files],
             }
         )
+
+    def model_tree(self, _: bytes, name: str) -> None:
+        files = self.hub.models[name].files if name in self.hub.models else {}
+        self.answer_json(
+            [
+                {"type": "file", "path": path, "size": len(content), "oid": "0" * 40}
+                for path, content in files.items()
+            ]
+        )
+
+    def model_file(self, _: bytes, name: str, file: str) -> None:
+        found = self.hub.models.get(name)
+        if found is None or file not in found.files:
+            self.refuse(404, "EntryNotFound", "Entry not found")
+        else:
+            self.file(found.files[file], commit_of(found.files))
 
     def create(self, body: bytes) -> None:
         asked = json.loads(body)
@@ -334,6 +352,8 @@ ROUTES: list[tuple[str, Callable[..., None]]] = [
     (r"GET /api/whoami-v2", Handler.whoami),
     (rf"GET /api/models/{_REPO}/auth-check/write", Handler.auth_check),
     (rf"GET /api/models/{_REPO}(?:/revision/main)?", Handler.model_info),
+    (rf"GET /api/models/{_REPO}/tree/[^/]+", Handler.model_tree),
+    (rf"(?:GET|HEAD) /{_REPO}/resolve/[^/]+/(.+)", Handler.model_file),
     (r"POST /api/repos/create", Handler.create),
     (r"DELETE /api/repos/delete", Handler.delete),
     (r"POST /api/validate-yaml", Handler.validate_yaml),

@@ -11,9 +11,8 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from mlxtune.errors import MlxTuneError, one_line
+from mlxtune.hub.answers import check_answers
 
-# Seconds that the hub may be silent. The client itself would wait for ever.
-SILENCE = 60.0
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 
 
@@ -34,7 +33,7 @@ def asking(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            huggingface_hub.get_session().timeout = SILENCE
+            check_answers()
             version = importlib.metadata.version("mlxtune")
             yield huggingface_hub.HfApi(library_name="mlxtune", library_version=version)
     except MlxTuneError:

@@ -12,9 +12,10 @@ from huggingface_hub.errors import RevisionNotFoundError
 from mlxtune.config import user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.files.files import make_folder, read_json, write_json
+from mlxtune.core.names import is_commit
 from mlxtune.errors import DataError, OutputError, one_line
 from mlxtune.hub.client import asking
-from mlxtune.hub.names import DatasetName, is_commit
+from mlxtune.hub.names import DatasetName
 from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.

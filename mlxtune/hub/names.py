@@ -6,6 +6,7 @@ import re
 
 from mlxtune.config import as_path
 from mlxtune.core.data.files.datafiles import ENDINGS
+from mlxtune.core.names import is_commit
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 REPOSITORY = re.compile(f"{_PART}/{_PART}", re.ASCII)
@@ -14,7 +15,6 @@ _NAME = re.compile(
     r"(?:@(?P<revision>[^:\s]+))?(?::(?P<split>[\w.-]+))?",
     re.ASCII,
 )
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,6 @@ class DatasetName:
     def __str__(self) -> str:
         parts = [("/", self.config), ("@", self.revision), (":", self.split)]
         return self.repository + "".join(mark + each for mark, each in parts if each)
-
-
-def is_commit(revision: object) -> bool:
-    """Return whether a revision is a commit's full hash."""
-    return isinstance(revision, str) and bool(_COMMIT.fullmatch(revision))
 
 
 def dataset_name(text: str) -> DatasetName | None:

@@ -29,6 +29,7 @@ from mlxtune.backend.model.model_folder import (
     check_weights,
     read_config,
     weight_names,
+    without_wildcards,
 )
 from mlxtune.backend.model.nf4 import NF4Linear
 from mlxtune.backend.model.quantize import (
@@ -196,7 +197,8 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
     """
     check_weights(folder, config)
     try:
-        return load_model(folder, lazy=True, trust_remote_code=bool(config.get("model_file")))
+        with without_wildcards(folder) as path:
+            return load_model(path, lazy=True, trust_remote_code=bool(config.get("model_file")))
     except Exception as error:
         if problem := misfit(error, config):
             raise ModelError(f"{folder / 'config.json'}: {problem}") from error

@@ -1,10 +1,13 @@
 """Finding a model's folder, and checking its files before any library reads them."""
 
+import glob
 import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,7 +15,9 @@ import safetensors
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.model.model_config import LAYERS, config_problems, counts
+from mlxtune.core.machine.panics import caught_panics
 from mlxtune.errors import ModelError, one_line
+from mlxtune.hub.answers import check_answers
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -54,6 +59,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         raise ModelError(f"{model_path}: no such folder: check --model-path")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
+        check_answers()
         # mlx-lm's downloader, which uses ModelScope if the user has set that up.
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
@@ -103,6 +109,20 @@ def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
             f"{path}: mlx-lm does not support model type {kind!r:.60}: "
             "upgrade mlx-lm, or use another model"
         ) from error
+
+
+@contextmanager
+def without_wildcards(folder: Path) -> Iterator[Path]:
+    """Yield a path of a folder in which no glob finds a pattern, as mlx-lm's would."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    scratch = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(
+        prefix="mlxtune-model-", dir=scratch if glob.escape(scratch) == scratch else "/tmp"
+    ) as link:
+        (Path(link) / "model").symlink_to(folder.absolute(), target_is_directory=True)
+        yield Path(link) / "model"
 
 
 def check_auto_map(folder: Path) -> None:
@@ -174,7 +194,7 @@ def weight_names(folder: Path) -> list[str]:
     names: list[str] = []
     for path in sorted(folder.glob("model*.safetensors")):
         try:
-            with safetensors.safe_open(path, framework="numpy") as file:
+            with caught_panics(), safetensors.safe_open(path, framework="numpy") as file:
                 names += file.keys()
         except Exception as error:
             raise ModelError(

@@ -25,6 +25,7 @@ from mlxtune.core.files.files import (
     write_json,
 )
 from mlxtune.core.files.output_folder import is_folder, put_back, replaced_folder
+from mlxtune.core.names import is_file_name
 
 # The names mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"
@@ -113,7 +114,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _check_file(folder: Path, name: str, expected: Any) -> None:
-    if not isinstance(expected, dict) or os.sep in name or name in ("", ".", ".."):
+    if not isinstance(expected, dict) or not is_file_name(name):
         raise ValueError(f"its {MANIFEST} does not name its files")
     path = folder / name
     try:

@@ -1,0 +1,31 @@
+"""Names from a hub, a model's config or a run, checked before they become part of a path."""
+
+import re
+
+# What file systems take at most, in bytes.
+_LONGEST = 255
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def is_file_name(name: object) -> bool:
+    """Return whether a name can only be one file or folder inside the folder it is joined to.
+
+    It holds no separator of any system, leads nowhere else, and shows as it is on a terminal.
+    """
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and name.isprintable()
+        and not any(mark in name for mark in "/\\")
+        and len(name.encode(errors="surrogatepass")) <= _LONGEST
+    )
+
+
+def is_relative_path(name: object) -> bool:
+    """Return whether a name, with `/` between its parts, can only lead into a folder."""
+    return isinstance(name, str) and all(map(is_file_name, name.split("/")))
+
+
+def is_commit(revision: object) -> bool:
+    """Return whether a revision is a commit's full hash."""
+    return isinstance(revision, str) and bool(_COMMIT.fullmatch(revision))

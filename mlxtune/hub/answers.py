@@ -1,0 +1,119 @@
+"""What a hub answers, checked before its client uses it: names that become paths, and waiting.
+
+The client makes paths in its cache from a file's ETag and from commits, and sleeps as long as an
+answer asks. It has one session for all of a process, also for models that mlx-lm downloads.
+"""
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import huggingface_hub
+
+from mlxtune.core.names import is_commit, is_file_name, is_relative_path
+
+# Seconds that the hub may be silent, and that it may ask to wait. The client would wait for ever.
+SILENCE, MOST_WAIT = 60.0, 60
+# Bytes a second that an answer must have after SILENCE, on average.
+SLOWEST = 1000
+# Headers that become a file's name in the cache, and those that say how long to wait.
+_ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
+_COMMIT = "X-Repo-Commit"
+_RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
+
+
+class BadAnswerError(ValueError):
+    """An answer that no hub gives."""
+
+
+def check_answers() -> None:
+    """Have every answer of a hub to this process checked, and limit each wait."""
+    session = huggingface_hub.get_session()
+    hooks = session.event_hooks
+    if _check not in hooks["response"]:
+        own = {"request": _limit, "response": _check}
+        hooks = {name: [*hooks[name], hook] for name, hook in own.items()}
+        # The client makes a new session after some errors: it is to be checked, too.
+        huggingface_hub.set_client_factory(_factory(type(session), hooks))
+
+
+def _factory(kind: type[Any], hooks: dict[str, list[Callable[..., Any]]]) -> Callable[[], Any]:
+    return lambda: kind(event_hooks=hooks, follow_redirects=True)
+
+
+def _limit(request: Any) -> None:
+    """Have a request give up on silence, also one that the client would wait for without end."""
+    waits = request.extensions["timeout"]
+    limited = {
+        name: SILENCE if wait is None else min(wait, SILENCE) for name, wait in waits.items()
+    }
+    request.extensions["timeout"] = limited
+
+
+def _check(response: Any) -> None:
+    """Raise BadAnswerError for an answer with a name that is none, and shorten its waits."""
+    headers = response.headers
+    if response.request.method == "HEAD":  # which the client asks about a file before it fetches it
+        _check_file_headers(headers)
+    for name in _LIMITS:
+        headers.pop(name, None)
+    if _RETRY in headers and not _short(headers[_RETRY]):
+        headers[_RETRY] = str(MOST_WAIT)
+    response.stream = _with_pace(response)
+    if response.request.url.path.startswith("/api/") and response.is_success:
+        _check_facts(response)
+
+
+def _check_file_headers(headers: Mapping[str, str]) -> None:
+    """Raise BadAnswerError for a file whose ETag or commit leads elsewhere."""
+    for name in _ETAGS:
+        # As the client cuts it.
+        if not is_file_name(headers.get(name, "none").removeprefix("W/").strip('"')):
+            raise BadAnswerError(f"{name} is no name of a file: {headers[name]!r:.60}")
+    if _COMMIT in headers and not is_commit(headers[_COMMIT]):
+        raise BadAnswerError(f"{_COMMIT} is no commit: {headers[_COMMIT]!r:.60}")
+
+
+def _short(wait: str) -> bool:
+    return wait.isdecimal() and len(wait) < 4 and int(wait) <= MOST_WAIT
+
+
+def _check_facts(response: Any) -> None:
+    """Raise BadAnswerError for facts about a repository with a commit or file that is none."""
+    try:
+        facts = json.loads(response.read())
+    except (ValueError, RecursionError):
+        return  # what is no JSON surfaces where it is read
+    for each in facts if isinstance(facts, list) else [facts]:
+        if not isinstance(each, dict):
+            continue
+        if "siblings" in each and not (each.get("sha") is None or is_commit(each["sha"])):
+            raise BadAnswerError(f"sha is no commit: {each['sha']!r:.60}")
+        files = [each] if each.get("type") == "file" else each.get("siblings")
+        for file in files if isinstance(files, list) else []:
+            name = file.get("rfilename", file.get("path")) if isinstance(file, dict) else None
+            if name is not None and not is_relative_path(name):
+                raise BadAnswerError(f"no name of a file: {name!r:.60}")
+
+
+def _with_pace(response: Any) -> Any:
+    """Return the stream of an answer, which ends in the client's own error if it trickles."""
+    library = importlib.import_module(type(response).__module__.partition(".")[0])
+    stream = response.stream
+
+    class Paced(library.SyncByteStream):  # type: ignore[name-defined, misc]
+        def __iter__(self) -> Iterator[bytes]:
+            started, size = time.monotonic(), 0
+            for piece in stream:
+                size += len(piece)
+                seconds = time.monotonic() - started
+                if seconds > SILENCE and size < SLOWEST * seconds:
+                    raise library.ReadTimeout("the answer trickles", request=response.request)
+                yield piece
+
+        def close(self) -> None:
+            stream.close()
+
+    return Paced()
