@@ -6,9 +6,11 @@ import json
 from contextlib import closing, suppress
 from pathlib import Path
 
+from mlxtune.backend.model.model_folder import json_object
 from mlxtune.backend.text import tokenizer_child
 from mlxtune.core.files.files import file_hash
 from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
+from mlxtune.core.names import is_file_name
 from mlxtune.errors import ModelError
 
 _MEMORY = 2**30
@@ -23,19 +25,36 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
     What is broken surfaces, with its reason, where it is loaded. With a cache, a file is tried
     once: large ones take a second.
     """
-    for name in ("tokenizer.json", "tokenizer.model"):
-        path = folder / name
-        if path.is_file():
-            tried = None if cache is None else cache / _TRIED / _key(path)
-            if tried is not None and tried.exists():
-                return
-            if problem := _problem(path):
-                raise ModelError(f"{path}: {problem}: use the tokenizer of the original model")
-            if tried is not None:
-                with suppress(OSError):  # a read-only cache
-                    tried.parent.mkdir(parents=True, exist_ok=True)
-                    tried.touch()
-            return
+    for path in _files(folder):
+        tried = None if cache is None else cache / _TRIED / _key(path)
+        if tried is not None and tried.exists():
+            continue
+        if problem := _problem(path):
+            raise ModelError(f"{path}: {problem}: use the tokenizer of the original model")
+        if tried is not None:
+            with suppress(OSError):  # a read-only cache
+                tried.parent.mkdir(parents=True, exist_ok=True)
+                tried.touch()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of which one is loaded: transformers chooses by its version.
+
+    Raises ModelError if one of them is not in the folder.
+    """
+    names = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    config = folder / "tokenizer_config.json"
+    chosen = json_object(config).get("fast_tokenizer_files") or []
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        if not is_file_name(name):
+            raise ModelError(
+                f"{config}: names {name!r:.60} as a tokenizer, which is no file of its folder: "
+                "remove fast_tokenizer_files"
+            )
+    if not isinstance(chosen, list):
+        chosen = [chosen]
+    paths = [folder / name for name in dict.fromkeys([*names[:1], *chosen])]
+    return [path for path in paths if path.is_file()]
 
 
 def _key(path: Path) -> str:
