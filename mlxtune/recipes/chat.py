@@ -91,14 +91,14 @@ class _Conversation:
                 sampling = self.config.part(Sampling)
                 answer = self.generator.answer(prompt, sampling, print_answer, should_stop)
         except KeyboardInterrupt:
-            print()
+            print_line()
             _note("stopped; the message was dropped")
             return
         except MemoryLimitError as problem:
-            print()
+            print_line()
             _note(f"{problem}; the message was dropped; /reset starts a new conversation")
             return
-        print()
+        print_line()
         if not answer.text.strip():
             _note("the answer is empty; the message was dropped")
             return
@@ -165,12 +165,12 @@ def _lines() -> Iterator[str]:
             yield input("> ") if is_terminal else _read_line()
         except EOFError:
             if is_terminal:
-                print()
+                print_line()
             return
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            print()
+            print_line()
             _note("Ctrl-D or /quit quits")
         except UnicodeDecodeError as error:
             raise DataError(f"standard input: is not text in UTF-8: {error.reason}") from error

@@ -18,7 +18,7 @@ from mlxtune.setup.model import (
     start_generator,
 )
 from mlxtune.terminal.console import RunConsole
-from mlxtune.terminal.output import print_answer, print_json
+from mlxtune.terminal.output import print_answer, print_json, print_line
 
 _STDIN = "standard input"
 
@@ -58,9 +58,9 @@ def show(config: GenerateConfig) -> None:
     try:
         answer = generate(config, print_answer)
     except KeyboardInterrupt:
-        print()
+        print_line()
         raise
-    print()
+    print_line()
     rate = f"{len(answer.tokens):,} tokens, {answer.tokens_per_second:.1f} tokens/s"
     cut = "; cut at --max-new-tokens" if answer.finish_reason == "length" else ""
     RunConsole(quiet=config.quiet).say("Done", rate + cut)
@@ -89,7 +89,7 @@ def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
 def _read_prompt() -> str:
     """Return the text on standard input. Raises DataError."""
     if sys.stdin is not None and sys.stdin.isatty():
-        print("Type the prompt and end it with Ctrl-D:", file=sys.stderr)
+        print_line("Type the prompt and end it with Ctrl-D:", stderr=True)
     try:
         content = _read("-")
         check_size(content, _STDIN)

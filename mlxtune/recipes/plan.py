@@ -28,7 +28,7 @@ from mlxtune.setup.memory import (
     training_rows,
 )
 from mlxtune.terminal.console import RunConsole
-from mlxtune.terminal.output import print_json
+from mlxtune.terminal.output import print_json, print_line
 
 
 def plan(config: PlanConfig) -> RunPlan:
@@ -92,7 +92,7 @@ def show(config: PlanConfig) -> None:
         print_json(planned.as_dict())
         return
     for name, line in plan_lines(planned):
-        print(f"{name:<12}{line}")
+        print_line(f"{name:<12}{line}")
 
 
 def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:

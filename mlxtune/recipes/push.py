@@ -17,6 +17,7 @@ from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
 from mlxtune.hub.card import model_card
 from mlxtune.hub.names import REPOSITORY
 from mlxtune.hub.upload import check_may_write, upload
+from mlxtune.setup.interrupt import end_in_order
 from mlxtune.setup.proof import Source, find_source
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import ask, print_line
@@ -42,7 +43,7 @@ def push(
 
     Raises a child of MlxTuneError; the hub is then as it was.
     """
-    with tempfile.TemporaryDirectory(prefix="mlxtune-push-") as scratch:
+    with end_in_order(), tempfile.TemporaryDirectory(prefix="mlxtune-push-") as scratch:
         folder = Path(scratch)
         write_package(folder, str(run), repository, base_model, model_path, RunConsole(quiet=True))
         exists = check_may_write(repository, public=public)
@@ -60,7 +61,7 @@ def show(
     dry_run: bool,
 ) -> None:
     """Print what would be uploaded, ask, and upload it. Raises as `push` does."""
-    with tempfile.TemporaryDirectory(prefix="mlxtune-push-") as scratch:
+    with end_in_order(), tempfile.TemporaryDirectory(prefix="mlxtune-push-") as scratch:
         folder = Path(scratch)
         write_package(folder, run, repository, base_model, model_path, RunConsole())
         _print_package(folder)
@@ -148,7 +149,7 @@ def _name_of(base: Path) -> str:
 
 
 def _print_package(folder: Path) -> None:
-    print(f"{(folder / CARD).read_text(encoding='utf-8')}")
+    print_line((folder / CARD).read_text(encoding="utf-8"))
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             size = byte_size(path.stat().st_size)

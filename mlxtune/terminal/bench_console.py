@@ -3,28 +3,27 @@
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.text import Text
 
 from mlxtune.core.runs.benchmark import Agreement, Benchmark, BenchmarkRun, Counts, Spread
 from mlxtune.core.text import byte_size, count, short_duration
-from mlxtune.terminal.tables import plain_table
+from mlxtune.terminal.tables import plain_table, shown
 
 
 def show_benchmark(benchmark: Benchmark, console: Console) -> None:
     """Print the table of a benchmark, and remarks on it."""
     head, *rows = table(benchmark)
-    shown = plain_table(head)
+    columns = plain_table(head)
     for row in rows:
-        shown.add_row(*map(Text, row))
+        columns.add_row(*map(shown, row))
     title = (
         f"{benchmark.model}, {benchmark.dtype} on {benchmark.device}: "
         f"{count(benchmark.steps, 'step')} of {count(benchmark.batch_size, 'row')}, "
         f"{count(len(benchmark.ours.runs), 'run')}"
     )
-    console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(shown)
+    console.print(shown(title, "bold"), soft_wrap=True)
+    console.print(columns)
     for line in remarks(benchmark):
-        console.print(Text(line), soft_wrap=True)
+        console.print(shown(line), soft_wrap=True)
 
 
 def run_line(side: str, run: BenchmarkRun) -> str:

@@ -13,8 +13,8 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
-def print_line(line: str, *, stderr: bool = False) -> None:
-    """Print a line, with escapes for control characters."""
+def print_line(line: str = "", *, stderr: bool = False) -> None:
+    """Print a line, or several, with escapes for all other control characters."""
     print(printable(line), file=sys.stderr if stderr else sys.stdout)
 
 

@@ -3,7 +3,6 @@
 from itertools import groupby
 
 from rich.console import Console
-from rich.text import Text
 
 from mlxtune.core.machine.proving import (
     BYTES,
@@ -15,8 +14,7 @@ from mlxtune.core.machine.proving import (
     MachineProof,
 )
 from mlxtune.core.text import count
-from mlxtune.errors import printable
-from mlxtune.terminal.tables import plain_table
+from mlxtune.terminal.tables import plain_table, shown
 
 _HEADINGS = {
     GRADIENTS: "loss and gradients",
@@ -26,7 +24,7 @@ _HEADINGS = {
     SPEED: "speed of steps",
     PEER: "beside mlx-lm",
 }
-_RESULTS = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("–")}
+_RESULTS = {True: shown("pass", "green"), False: shown("FAIL", "bold red"), None: shown("–")}
 
 
 def show_proof(proof: MachineProof, console: Console) -> None:
@@ -35,18 +33,18 @@ def show_proof(proof: MachineProof, console: Console) -> None:
     for column in table.columns[1:3]:
         column.justify = "left"
     for kind, checks in groupby(proof.checks, key=lambda check: check.kind):
-        table.add_row(Text(_HEADINGS[kind], "bold"))
+        table.add_row(shown(_HEADINGS[kind], "bold"))
         for check in checks:
             cells = (f"  {check.name}", check.expected, check.found)
             table.add_row(
-                *(Text(printable(cell)) for cell in cells),
+                *map(shown, cells),
                 _RESULTS[check.passed],
                 f"{check.seconds:.1f}",
             )
     console.print(table)
     for check in proof.failures:
-        console.print(Text(printable(check.advice)), soft_wrap=True)
-    console.print(Text(summary(proof), "bold"), soft_wrap=True)
+        console.print(shown(check.advice), soft_wrap=True)
+    console.print(shown(summary(proof), "bold"), soft_wrap=True)
 
 
 def summary(proof: MachineProof) -> str:

@@ -12,6 +12,7 @@ from mlxtune.core.reports.axis import spans_much
 from mlxtune.core.reports.visible import escape
 from mlxtune.core.runs.summary import RunSummary
 from mlxtune.core.text import loss_text, minute_of
+from mlxtune.errors import printable
 
 # In a pipe, lines stay whole.
 _PIPE_WIDTH = 10_000
@@ -27,6 +28,11 @@ def result_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return a text for a terminal, with escapes for control characters."""
+    return Text(printable(text), style)
 
 
 def plain_table(headings: Sequence[str]) -> Table:
@@ -49,7 +55,7 @@ def show_runs(runs: Sequence[RunSummary], console: Console) -> None:
         columns = [each for each in columns if each != name]
         table = plain_table(columns)
         for row in rows:
-            table.add_row(*(Text(row[each]) for each in columns))
+            table.add_row(*(shown(row[each]) for each in columns))
         if console.is_terminal:
             table.columns[0].max_width = _MOST_NAME
         if Measurement.get(console, unlimited, table).maximum <= console.width:
@@ -64,7 +70,7 @@ def show_runs(runs: Sequence[RunSummary], console: Console) -> None:
         if lines:
             console.print(f"\n{title}:")
             for line in lines:
-                console.print(Text(f"  {escape(line)}"), soft_wrap=True)
+                console.print(shown(f"  {escape(line)}"), soft_wrap=True)
 
 
 def _cells(run: RunSummary) -> dict[str, str]:

@@ -1,0 +1,162 @@
+"""Control characters of a stranger's run, shown and never acted on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import TrainConfig, train
+from mlxtune.core.training import checkpoint
+from tests.command import Cli, Outcome
+from tests.models import sums, write_chat
+from tests.paths import ROOT
+from tests.slow import slow, slow_except
+
+TITLE = "\x1b]0;owned\x07\x9b2J"
+
+
+COMMANDS = ("runs", "verify", "report", "push")
+RECORDS = ("run.json", "ledger.json", "result.json", "evaluation.json")
+
+
+def planted(value: Any) -> Any:
+    """Put a control sequence into every text of a record, whatever it means."""
+    if isinstance(value, dict):
+        return {name: planted(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [planted(each) for each in value]
+    return f"{TITLE}{value}"[: max(len(value), 20)] if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stranger")
+    output = str(folder / "out" / "adapters.safetensors")
+    chat = write_chat(folder / "chat.jsonl", sums(20))
+    options = {"max_steps": 2, "save_steps": 1, "samples": 0, "quiet": True}
+    train(TrainConfig(str(model), str(chat), output=output, **options))  # type: ignore[arg-type]
+    return folder / "out"
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A run as it comes from a stranger."""
+    return Path(shutil.copytree(made, tmp_path / "out")) / "checkpoints"
+
+
+def is_plain(outcome: Outcome) -> bool:
+    assert "Traceback" not in outcome.err
+    return all(c == "\n" or c.isprintable() for c in outcome.out + outcome.err)
+
+
+def test_push_shows_a_card_without_acting_on_it(cli: Cli, run: Path) -> None:
+    for name in ("run.json", "ledger.json", "evaluation.json"):
+        record = json.loads((run / name).read_text())
+        text = json.dumps(record).replace("chat.jsonl", json.dumps(f"a{TITLE}b")[1:-1])
+        (run / name).write_text(text)
+    outcome = cli("push", run.parent, "me/sums", "--dry-run")
+    assert outcome.code == 0, outcome.err
+    assert is_plain(outcome)
+    assert "owned" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "pair",
+    slow_except(
+        [(command, record) for command in COMMANDS for record in RECORDS],
+        *[("runs", "run.json"), ("report", "result.json"), ("push", "ledger.json")],
+    ),
+)
+def test_records_do_not_control_the_terminal(cli: Cli, run: Path, pair: tuple[str, str]) -> None:
+    command, record = pair
+    (run / record).write_text(json.dumps(planted(json.loads((run / record).read_text()))))
+    more = ["me/sums", "--dry-run"] if command == "push" else []
+    assert is_plain(cli(command, run.parent if command == "push" else run, *more))
+
+
+@pytest.mark.parametrize("command", [slow("verify"), "train"])
+def test_options_of_a_checkpoint_do_not_control_the_terminal(
+    cli: Cli, run: Path, command: str
+) -> None:
+    for folder in checkpoint.checkpoint_folders(run):
+        metadata = json.loads((folder / "metadata.json").read_text())
+        (folder / "metadata.json").write_text(json.dumps(planted(metadata)))
+        (folder / "manifest.json").unlink()
+        checkpoint.write_json(folder / "manifest.json", checkpoint._manifest(folder))
+    assert is_plain(cli(command, *(["--resume"] if command == "train" else []), run))
+
+
+def test_warning_of_a_library_does_not_control_the_terminal(cli: Cli, tmp_path: Path) -> None:
+    # What the command puts in place for all that is warned of.
+    assert cli("runs", tmp_path).code == 0
+    line = warnings.formatwarning(f"{TITLE}\nand more", UserWarning, "file.py", 1)
+    assert line == "warning: \\x1b]0;owned\\x07\\x9b2J and more\n"
+
+
+# Code that goes round mlxtune/terminal/output.py
+
+PRINTS = {
+    "terminal/output.py": "the module itself",
+    "cli/__init__.py": "the last line, through printable",
+    "cli/streams.py": "makes the streams",
+    "core/machine/limited_process.py": "a child's lines of JSON, for its parent",
+    "core/data/files/parquet_child.py": "a child's lines of JSON, for its parent",
+    "backend/text/template_child.py": "a child's lines of JSON, for its parent",
+    "backend/text/tokenizer_child.py": "a child's lines of JSON, for its parent",
+    "setup/bench_worker.py": "a child's lines of JSON, for its parent",
+}
+TEXTS = {
+    "terminal/tables.py": "`shown` makes them of escaped text",
+    "terminal/console.py": "each through printable",
+    "terminal/inspect_console.py": "each through visible.escape or stretches",
+}
+
+
+def modules(containing: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the modules whose text matches, parsed."""
+    folder = ROOT / "mlxtune"
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if re.search(containing, text):
+            yield str(path.relative_to(folder)), ast.parse(text)
+
+
+def writes(node: ast.AST) -> bool:
+    """Whether a node prints, or takes a standard stream."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id == "print"
+    if not isinstance(node, ast.Attribute):
+        return False
+    if isinstance(node.value, ast.Attribute) and node.value.attr in ("stdout", "stderr"):
+        owner = node.value.value
+        return isinstance(owner, ast.Name) and owner.id == "sys" and node.attr != "isatty"
+    return node.attr in ("echo", "secho", "echo_via_pager")
+
+
+def test_only_the_output_module_prints() -> None:
+    found = {
+        name
+        for name, tree in modules(r"print\(|std(out|err)|echo")
+        for node in ast.walk(tree)
+        if writes(node)
+    }
+    flushes = {"core/machine/panics.py", "setup/ranks.py"}
+    assert found - flushes == PRINTS.keys()
+
+
+def test_texts_for_a_terminal_are_made_in_few_places() -> None:
+    found = {
+        name
+        for name, tree in modules("rich.text")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "rich.text"
+    }
+    assert found == TEXTS.keys()
