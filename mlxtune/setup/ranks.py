@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -23,11 +24,14 @@ from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import open_to_append
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.core.machine.heartbeat import Heartbeat
+from mlxtune.core.files.files import open_to_append
+from mlxtune.core.machine.heartbeat import TOKEN_SIZE, Heartbeat
 from mlxtune.core.machine.ranks import launched_rank
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ConfigError, MlxTuneError, RankError, TrainingInterrupted
 from mlxtune.setup.launch import join
 from mlxtune.terminal.console import RunConsole
+from mlxtune.terminal.output import print_line
 
 # Seconds for the main thread to end by itself once another rank is gone.
 _GRACE = 3.0
@@ -209,11 +213,12 @@ class _Watch:
     def __init__(self, joint: Joined, run: Path) -> None:
         self._joint, self._run = joint, run
         self._found = threading.Event()
-        self._heartbeat = heartbeat = Heartbeat(self._end)
-        ranks, server = joint.ranks, None
-        port = 0
+        ranks, server, port = joint.ranks, None, 0
+        # Over MLX's own connections, which nobody else has.
+        token = ranks.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
+        self._heartbeat = heartbeat = Heartbeat(self._end, token)
         if ranks.rank == 0:
-            server = Heartbeat.listen()
+            server = Heartbeat.listen(_address())
             port = server.getsockname()[1]
         place = json.loads(ranks.texts(json.dumps([_address(), port]))[0])
         try:
@@ -250,7 +255,8 @@ class _Watch:
         if not self._found.wait(_GRACE):
             line = self._line()
             name = f"rank {self._joint.ranks.rank}: " if self._joint.ranks.rank else ""
-            print(f"mlxtune: error: {name}{line}", file=sys.stderr, flush=True)
+            print_line(f"mlxtune: error: {name}{line}", stderr=True)
+            sys.stderr.flush()
             os._exit(1)
 
 
@@ -258,7 +264,7 @@ def _address() -> str:
     """Return where the other machines find this one, as the launcher told MLX."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         hosts = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))
-        return str(hosts[0][0]).rpartition(":")[0]
+        return str(hosts[0][0]).rpartition(":")[0].strip("[]")
     for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         if host := os.environ.get(name, "").rpartition(":")[0] or os.environ.get(name):
             return host

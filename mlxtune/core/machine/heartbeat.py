@@ -1,6 +1,8 @@
 """Signs of life between the ranks of a run: collectives wait for ever for one that is gone."""
 
 import contextlib
+import errno
+import hmac
 import selectors
 import socket
 import threading
@@ -10,6 +12,10 @@ from dataclasses import dataclass, field
 
 # Seconds between two signs of life, and without one until a rank counts as lost.
 INTERVAL, PATIENCE = 2.0, 16.0
+# Bytes of the token by which ranks know each other, and of the rank after it.
+TOKEN_SIZE, _RANK_SIZE = 32, 4
+# Connections that have not said who they are: a stranger may open many.
+_MOST_WAITING = 256
 _ALIVE, _BYE = b".", b"q"
 
 
@@ -27,11 +33,13 @@ class Heartbeat:
     """A thread that sends signs of life, and calls `on_lost(rank)` where one stays out.
 
     Rank 0 listens and hears all others; they hear rank 0, whose end is theirs. A rank whose
-    connection ends, or from which nothing comes for PATIENCE seconds, is lost.
+    connection ends, or from which nothing comes for PATIENCE seconds, is lost. Whoever connects
+    shows the `token`, which the ranks share in another way.
     """
 
-    def __init__(self, on_lost: Callable[[int], None]) -> None:
-        self._on_lost = on_lost
+    def __init__(self, on_lost: Callable[[int], None], token: bytes) -> None:
+        assert len(token) == TOKEN_SIZE
+        self._on_lost, self._token = on_lost, token
         self._peers: list[_Peer] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -39,25 +47,71 @@ class Heartbeat:
         self.lost: int | None = None
 
     @staticmethod
-    def listen() -> socket.socket:
-        """Return a socket on a free port, for rank 0."""
-        return socket.create_server(("", 0), backlog=256)
+    def listen(host: str) -> socket.socket:
+        """Return a socket on a free port of the address that the others use, for rank 0."""
+        try:
+            family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, 0), family=family, backlog=256)
+        except OSError:
+            # The others may know this machine by an address that is not its own.
+            return socket.create_server(("", 0), backlog=256)
 
     def accept(self, server: socket.socket, others: int) -> None:
-        """Take the connections of so many others, and start. Raises OSError."""
-        server.settimeout(PATIENCE)
-        with server:
-            for _ in range(others):
-                connection, _ = server.accept()
-                connection.settimeout(PATIENCE)
-                rank = int.from_bytes(_exactly(connection, 4), "big")
-                self._peers.append(_Peer(rank, connection))
+        """Take the connections of so many others, and start. Raises OSError.
+
+        One that is silent, or has not the token, keeps nobody waiting.
+        """
+        deadline = time.monotonic() + PATIENCE
+        with server, selectors.DefaultSelector() as selector:
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ)
+            waiting: dict[socket.socket, bytes] = {}
+            try:
+                while len(self._peers) < others:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError(errno.ETIMEDOUT, "not all ranks came")
+                    for key, _ in selector.select(left):
+                        if key.fileobj is server:
+                            _let_in(server, selector, waiting)
+                        elif key.fileobj in waiting:
+                            self._greet(key.fileobj, selector, waiting)
+            finally:
+                for connection in waiting:
+                    connection.close()
         self._thread.start()
+
+    def _greet(
+        self,
+        connection: socket.socket,
+        selector: selectors.BaseSelector,
+        waiting: dict[socket.socket, bytes],
+    ) -> None:
+        """Read more of a handshake; at its end, keep the connection of a rank, close any other."""
+        size = TOKEN_SIZE + _RANK_SIZE
+        try:
+            more = connection.recv(size - len(waiting[connection]))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        said = waiting[connection] = waiting[connection] + more
+        if more and len(said) < size:
+            return
+        selector.unregister(connection)
+        del waiting[connection]
+        rank = int.from_bytes(said[TOKEN_SIZE:], "big")
+        known = hmac.compare_digest(said[:TOKEN_SIZE], self._token)
+        new = rank > 0 and all(rank != peer.rank for peer in self._peers)
+        if known and new and len(said) == size:
+            self._peers.append(_Peer(rank, connection))
+        else:
+            connection.close()
 
     def connect(self, host: str, port: int, rank: int) -> None:
         """Connect to rank 0, and start. Raises OSError."""
         connection = socket.create_connection((host, port), timeout=PATIENCE)
-        connection.sendall(rank.to_bytes(4, "big"))
+        connection.sendall(self._token + rank.to_bytes(_RANK_SIZE, "big"))
         self._peers.append(_Peer(0, connection))
         self._thread.start()
 
@@ -130,10 +184,21 @@ class Heartbeat:
                     peer.connection.send(_ALIVE)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (more := connection.recv(size - len(data))):
-            raise ConnectionError("the connection ended")
-        data += more
-    return data
+def _let_in(
+    server: socket.socket,
+    selector: selectors.BaseSelector,
+    waiting: dict[socket.socket, bytes],
+) -> None:
+    try:
+        connection, _ = server.accept()
+    except BlockingIOError:
+        return
+    if len(waiting) == _MOST_WAITING:
+        # A rank shows its token at once, so the one that waits longest is none.
+        longest = next(iter(waiting))
+        selector.unregister(longest)
+        del waiting[longest]
+        longest.close()
+    connection.setblocking(False)
+    waiting[connection] = b""
+    selector.register(connection, selectors.EVENT_READ)

@@ -14,6 +14,8 @@ from mlxtune.core.machine import heartbeat
 from mlxtune.core.machine.heartbeat import Heartbeat
 from tests.waiting import wait_until
 
+TOKEN = bytes(range(32))
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +33,10 @@ def closing() -> Iterator[list[Callable[[], None]]]:
 
 def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
     """Return rank 0's heartbeat, and the connection that rank 3 has to it."""
-    first = Heartbeat(lost.append)
-    server = Heartbeat.listen()
+    first = Heartbeat(lost.append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
     other = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
-    other.sendall((3).to_bytes(4, "big"))
+    other.sendall(TOKEN + (3).to_bytes(4, "big"))
     first.accept(server, 1)
     return first, other
 
@@ -68,8 +70,8 @@ def test_ranks_that_run_hear_each_other_and_part_in_peace(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=monotonic))
     lost: list[int] = []
-    first, second = Heartbeat(lost.append), Heartbeat(lost.append)
-    server = Heartbeat.listen()
+    first, second = Heartbeat(lost.append, TOKEN), Heartbeat(lost.append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
     port = server.getsockname()[1]
     joining = threading.Thread(target=second.connect, args=("127.0.0.1", port, 1))
     joining.start()
@@ -102,3 +104,75 @@ def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) 
     other.close()
     closing.join()
     assert said.endswith(b"q")
+
+
+# Strangers
+
+
+def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
+    """Return the ranks that rank 0 knows, after a stranger said something and rank 3 came."""
+    first = Heartbeat([].append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
+    place = server.getsockname()
+    stranger = socket.create_connection(place)
+    stranger.sendall(said)
+    if hang_up:
+        stranger.close()
+    rank = socket.create_connection(place)
+    rank.sendall(TOKEN + (3).to_bytes(4, "big"))
+    first.accept(server, 1)
+    known = [peer.rank for peer in first._peers]
+    for connection in (stranger, rank):
+        connection.close()
+    first.close()
+    return known
+
+
+@pytest.mark.parametrize("hang_up", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        (1).to_bytes(4, "big"),
+        bytes(32) + (1).to_bytes(4, "big"),
+        TOKEN[:-1] + b"x" + (1).to_bytes(4, "big"),
+        TOKEN[:16],
+        TOKEN + bytes(4),
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    ],
+    ids=["silent", "rank", "zeros", "one bit", "half", "rank 0", "http"],
+)
+def test_a_stranger_takes_no_ranks_place(said: bytes, hang_up: bool) -> None:
+    assert answered(said, hang_up=hang_up) == [3]
+
+
+def test_many_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_MOST_WAITING", 8)
+    first = Heartbeat([].append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
+    strangers = [socket.create_connection(server.getsockname()) for _ in range(40)]
+    rank = socket.create_connection(server.getsockname())
+    rank.sendall(TOKEN + (3).to_bytes(4, "big"))
+    first.accept(server, 1)
+    assert [peer.rank for peer in first._peers] == [3]
+    for connection in (*strangers, rank):
+        connection.close()
+    first.close()
+
+
+def test_a_rank_that_never_comes_is_not_waited_for() -> None:
+    server = Heartbeat.listen("127.0.0.1")
+    silent = socket.create_connection(server.getsockname())
+    started = time.monotonic()
+    with pytest.raises(OSError, match="not all ranks came"):
+        Heartbeat([].append, TOKEN).accept(server, 1)
+    assert time.monotonic() - started < 3
+    silent.close()
+
+
+def test_only_the_address_in_use_is_listened_on() -> None:
+    with Heartbeat.listen("127.0.0.1") as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    # One that this machine has not, as behind a router.
+    with Heartbeat.listen("192.0.2.1") as server:
+        assert server.getsockname()[0] == "0.0.0.0"
