@@ -15,6 +15,11 @@ without mlx and numpy, and `mlxtune.core` works where mlx is not installed. On L
 mlxtune loads a fast BLAS for mlx's CPU wheel, which has to come before mlx.
 """
 
+# isort: off
+import mlxtune.start  # noqa: F401
+
+# isort: on
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

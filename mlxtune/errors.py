@@ -61,14 +61,20 @@ class NonFiniteLossError(MlxTuneError, FloatingPointError):
     """A loss or gradient is infinite or not a number."""
 
 
-class TrainingInterrupted(KeyboardInterrupt):
-    """Training stopped between two steps on request, with its state saved.
-
-    `checkpoint` is the folder that holds the state, None before the first step; `signal` is the
-    number of the signal that stopped it.
-    """
+class Interrupted(KeyboardInterrupt):
+    """A signal, of the number `signal`, ended the work, and what it had begun was removed."""
 
     signal = 2  # SIGINT
+
+
+class TrainingInterrupted(Interrupted):
+    """Training stopped between two steps on request, with its state saved.
+
+    `checkpoint` is the folder that holds the state, None before the first step; `by_signal` is
+    whether a signal was the request.
+    """
+
+    by_signal = False
 
     def __init__(self, checkpoint: Path | None, step: int) -> None:
         super().__init__(f"interrupted after step {step}")

@@ -1,6 +1,7 @@
 """The `mlxtune` command: builds a config, calls a recipe, prints, and alone decides to exit."""
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ from mlxtune.cli.surroundings import check_current_folder, set_temporary_folder
 from mlxtune.cli.train import train
 from mlxtune.cli.verify import verify
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
-from mlxtune.errors import ConfigError, MlxTuneError, TrainingInterrupted, printable
+from mlxtune.errors import ConfigError, Interrupted, MlxTuneError, TrainingInterrupted, printable
+from mlxtune.start import unguard
 
 DONE, FAILED, MISUSED = 0, 1, 2
 EXIT_CODES = {
@@ -84,10 +86,19 @@ def command() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; errors that a user can fix end in one line on stderr."""
-    warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
+    try:
+        unguard()
+        _main(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt as interrupt:
+        _exit(_INTERRUPTED, _code_of(interrupt))
+
+
+def _main(arguments: list[str]) -> NoReturn:
+    warnings.formatwarning = lambda message, *_: (
+        f"warning: {printable(' '.join(str(message).split()))}\n"
+    )
     open_streams()
     set_temporary_folder()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
@@ -106,29 +117,33 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         usage = isinstance(error, ConfigError | click.UsageError)
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         _fail(message, MISUSED if usage else FAILED)
-    except (RuntimeError, MemoryError) as error:
-        if _interrupted(error):
-            _exit(_INTERRUPTED, 130)
-        # Training names its checkpoint; this is for the rest, such as loading a model.
-        fault = fault_of(error)
-        if fault is None or "--debug" in arguments:
-            raise
-        _fail(str(fault_error(fault, str(error))), FAILED)
-    except TrainingInterrupted as interrupt:
-        _exit(f"mlxtune: {interrupt}; {interrupt.saved}", 128 + interrupt.signal)
-    except KeyboardInterrupt:
-        _exit(_INTERRUPTED, 130)
     except BrokenPipeError:
         # Whoever read stdout has enough.
         drop_results()
         sys.exit(FAILED)
+    except TrainingInterrupted as interrupt:
+        _exit(f"mlxtune: {interrupt}; {interrupt.saved}", _code_of(interrupt))
+    except Exception as error:
+        if (behind := _interrupt_behind(error)) is not None:
+            _exit(_INTERRUPTED, _code_of(behind))
+        # Training names its checkpoint; this is for the rest, such as loading a model.
+        fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
+        if fault is None or "--debug" in arguments:
+            raise
+        _fail(str(fault_error(fault, str(error))), FAILED)
     sys.exit(DONE)
 
 
-def _interrupted(error: BaseException) -> bool:
-    """Return whether an interrupt led to an error, as one within a lock's own code does."""
+def _code_of(interrupt: KeyboardInterrupt) -> int:
+    return 128 + (interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT)
+
+
+def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the interrupt that led to an error, as one within a lock's or an import's code."""
     cause = error.__context__
-    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _interrupted(cause))
+    if cause is None or isinstance(cause, KeyboardInterrupt):
+        return cause
+    return _interrupt_behind(cause)
 
 
 def _fail(message: str, code: int) -> NoReturn:

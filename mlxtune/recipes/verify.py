@@ -17,11 +17,12 @@ from mlxtune.core.runs.verification import Verification, verify_files
 from mlxtune.core.training.checkpoint import ADAPTER, METRICS, Checkpoint
 from mlxtune.core.training.progress import Progress, same_except_measurements
 from mlxtune.core.training.run_folder import ResumePoint
-from mlxtune.errors import MlxTuneError, ModelError, OutputError, TrainingInterrupted, printable
+from mlxtune.errors import Interrupted, MlxTuneError, ModelError, OutputError, TrainingInterrupted
 from mlxtune.recipes.train import train
 from mlxtune.setup.products import recorded_products
+from mlxtune.setup.interrupt import end_in_order
 from mlxtune.setup.resuming import check_asked_again, check_initial, options_of
-from mlxtune.terminal.output import print_json
+from mlxtune.terminal.output import print_json, print_line
 
 
 def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
@@ -58,10 +59,10 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
         return found.ok
     width = max(len(check.name) for check in found.checks) + 2
     for check in found.checks:
-        print(printable(f"{'ok' if check.ok else 'BAD':<4}{check.name:<{width}}{check.detail}"))
+        print_line(f"{'ok' if check.ok else 'BAD':<4}{check.name:<{width}}{check.detail}")
     bad = sum(not check.ok for check in found.checks)
     checks = f"{len(found.checks)} checks"
-    print(printable(f"{found.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}"))
+    print_line(f"{found.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}")
     return found.ok
 
 
@@ -92,7 +93,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         resumed = ResumePoint(first, Progress.from_jsonl(first.metrics), [], {})
     elif config.init_adapter is not None:
         check_initial(config.init_adapter, newest.metadata)
-    with tempfile.TemporaryDirectory(prefix="mlxtune-verify-") as scratch:
+    with end_in_order(), tempfile.TemporaryDirectory(prefix="mlxtune-verify-") as scratch:
         own = replace(
             config,
             output=str(Path(scratch) / ADAPTER),
@@ -108,7 +109,11 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         try:
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:
-            assert stopped.checkpoint is not None
+            if stopped.by_signal or stopped.checkpoint is None:
+                # What was saved goes with the folder, and a part of the steps proves nothing.
+                interrupt = Interrupted()
+                interrupt.signal = stopped.signal
+                raise interrupt from None
             again = stopped.checkpoint
         else:
             raise OutputError(f"{found.run}: training again did not reach step {newest.step}")

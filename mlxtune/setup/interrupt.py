@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from mlxtune.errors import TrainingInterrupted
+from mlxtune.errors import Interrupted, TrainingInterrupted
 
 # Ctrl-C; `kill` or a shutdown; a closed terminal.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -51,10 +51,38 @@ def stop_on_interrupt(
         yield lambda: bool(received)
     except TrainingInterrupted as interrupt:
         if received:
-            interrupt.signal = received[0]
+            interrupt.signal, interrupt.by_signal = received[0], True
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if received and notifier.ident is not None:
             notifier.join()
+
+
+@contextmanager
+def end_in_order() -> Iterator[None]:
+    """Have a signal that would end the process raise Interrupted, so that scratch is removed.
+
+    A second one ends it as usual. Outside the main thread, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Others have their own handlers, or ignore the signal as under nohup.
+    numbers = [each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+
+    def handle(number: int, _: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        interrupt = Interrupted()
+        interrupt.signal = number
+        raise interrupt
+
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

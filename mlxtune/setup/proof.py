@@ -1,7 +1,7 @@
 """What `fuse` and `export` share: finding adapter and base, the output folder, the proof."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from mlxtune.core.runs.retention import Retention
 from mlxtune.core.training.checkpoint import ADAPTER, METADATA
 from mlxtune.errors import ModelError
 from mlxtune.setup.dataset import Reader
+from mlxtune.setup.interrupt import end_in_order
 from mlxtune.setup.run_metadata import versions
+from mlxtune.setup.unfinished import noted, remove_unfinished
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json, print_line
 
@@ -116,18 +118,26 @@ def _metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
     return {}, None
 
 
-def output_folder(
-    config: OutgoingConfig, source: Source, console: RunConsole
-) -> AbstractContextManager[Path]:
-    """Return a context whose folder is put in place at --output when all went well.
+@contextmanager
+def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -> Iterator[Path]:
+    """Yield a folder that is put in place at --output when all went well.
 
-    Reports the base first, if it was quantised while loading. Raises OutputError.
+    Reports the base first, if it was quantised while loading. Nothing is left if a signal ends the
+    process, and what a kill left is removed the next time. Raises OutputError.
     """
     if source.quantization:
         name = format_name(**source.quantization)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
     sources = [source.folder, source.weights, source.weights.parent]
-    return new_folder(config.output_path, sources, marker=CERTIFICATE, overwrite=config.overwrite)
+    target, overwrite = config.output_path, config.overwrite
+    for left in remove_unfinished():
+        console.say("Removed", f"{left}, which a killed process left")
+    with (
+        end_in_order(),
+        new_folder(target, sources, marker=CERTIFICATE, overwrite=overwrite) as folder,
+        noted(folder),
+    ):
+        yield folder
 
 
 def load_base(config: OutgoingConfig, source: Source) -> BaseModel:

@@ -1,0 +1,66 @@
+"""Folders under way, noted in the user's cache: a later command removes what a kill left of them.
+
+A note names the folder and its inode number, and is locked while its process lives. Nobody else
+writes there, so that no folder of another program is taken for one of these.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mlxtune.config import user_cache
+from mlxtune.core.machine.files import is_temporary, read_json
+from mlxtune.core.machine.lock import Held, Lock, holder_of
+from mlxtune.core.machine.output_folder import is_folder
+
+_NOTES = "unfinished"
+
+
+@contextmanager
+def noted(folder: Path) -> Iterator[None]:
+    """Note that this process fills a folder of a temporary name, until it is whole or removed."""
+    status = folder.stat()
+    note = {
+        "folder": str(folder.absolute()),
+        "device": status.st_dev,
+        "inode": status.st_ino,
+    }
+    lock = None
+    # Without a note, nothing is lost but the removal after a kill.
+    with suppress(OSError, Held):
+        notes = user_cache() / _NOTES
+        notes.mkdir(parents=True, exist_ok=True)
+        lock = Lock(notes / f"{secrets.token_hex(8)}.json", note)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def remove_unfinished() -> list[Path]:
+    """Remove the folders that killed processes of this user left; return those removed."""
+    removed = []
+    with suppress(OSError):
+        for path in sorted((user_cache() / _NOTES).iterdir()):
+            if holder_of(path) is not None:
+                continue
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                note = read_json(path)
+                folder = Path(note["folder"])
+                if _is_noted(folder, note["device"], note["inode"]):
+                    shutil.rmtree(folder)
+                    removed.append(folder)
+            with suppress(OSError):
+                path.unlink()
+    return removed
+
+
+def _is_noted(folder: Path, device: object, inode: object) -> bool:
+    if not (is_temporary(folder) and is_folder(folder)):
+        return False
+    status = folder.stat()
+    return (status.st_dev, status.st_ino, status.st_uid) == (device, inode, os.geteuid())
