@@ -67,13 +67,14 @@ class Interrupted(KeyboardInterrupt):
     signal = 2  # SIGINT
 
 
-class TrainingInterrupted(Interrupted):
+class TrainingInterrupted(KeyboardInterrupt):
     """Training stopped between two steps on request, with its state saved.
 
-    `checkpoint` is the folder that holds the state, None before the first step; `by_signal` is
-    whether a signal was the request.
+    `checkpoint` is the folder that holds the state, None before the first step; `signal` is the
+    number of the signal that stopped it, if `by_signal`.
     """
 
+    signal = 2  # SIGINT
     by_signal = False
 
     def __init__(self, checkpoint: Path | None, step: int) -> None:

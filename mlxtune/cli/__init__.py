@@ -135,7 +135,9 @@ def _main(arguments: list[str]) -> NoReturn:
 
 
 def _code_of(interrupt: KeyboardInterrupt) -> int:
-    return 128 + (interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT)
+    if isinstance(interrupt, Interrupted | TrainingInterrupted):
+        return 128 + interrupt.signal
+    return 128 + signal.SIGINT
 
 
 def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:

@@ -19,8 +19,8 @@ from mlxtune.core.training.progress import Progress, same_except_measurements
 from mlxtune.core.training.run_folder import ResumePoint
 from mlxtune.errors import Interrupted, MlxTuneError, ModelError, OutputError, TrainingInterrupted
 from mlxtune.recipes.train import train
-from mlxtune.setup.products import recorded_products
 from mlxtune.setup.interrupt import end_in_order
+from mlxtune.setup.products import recorded_products
 from mlxtune.setup.resuming import check_asked_again, check_initial, options_of
 from mlxtune.terminal.output import print_json, print_line
 

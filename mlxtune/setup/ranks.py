@@ -23,8 +23,6 @@ from mlxtune.config.fields import Affects
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import open_to_append
 from mlxtune.core.machine.facts import machine_id
-from mlxtune.core.machine.heartbeat import Heartbeat
-from mlxtune.core.files.files import open_to_append
 from mlxtune.core.machine.heartbeat import TOKEN_SIZE, Heartbeat
 from mlxtune.core.machine.ranks import launched_rank
 from mlxtune.core.training.checkpoint import ADAPTER

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxtune.config import user_cache
-from mlxtune.core.machine.files import is_temporary, read_json
-from mlxtune.core.machine.lock import Held, Lock, holder_of
-from mlxtune.core.machine.output_folder import is_folder
+from mlxtune.core.files.files import is_temporary, read_json
+from mlxtune.core.files.lock import Held, Lock, holder_of
+from mlxtune.core.files.output_folder import is_folder
 
 _NOTES = "unfinished"
 

@@ -107,7 +107,7 @@ PRINTS = {
     "terminal/output.py": "the module itself",
     "cli/__init__.py": "the last line, through printable",
     "cli/streams.py": "makes the streams",
-    "core/machine/limited_process.py": "a child's lines of JSON, for its parent",
+    "core/files/limited_process.py": "a child's lines of JSON, for its parent",
     "core/data/files/parquet_child.py": "a child's lines of JSON, for its parent",
     "backend/text/template_child.py": "a child's lines of JSON, for its parent",
     "backend/text/tokenizer_child.py": "a child's lines of JSON, for its parent",

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 from mlxtune.core.data.conversation import THINKING_FIELDS, Conversation, Message, function_name
@@ -34,6 +35,9 @@ _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _PROBE = "mlxtune asks whether this is shown"
+# Each turn is rendered with all messages before it: so many characters in all, and what a message
+# costs beside its own. Many short turns would take minutes.
+_MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
 # The arguments of a RenderChat.
@@ -175,6 +179,7 @@ class ModelTemplate:
     ) -> Iterator[_Turn]:
         messages = conversation.messages
         chosen = supervised_turns(conversation, self.turns)
+        _check_cost(messages, chosen)
         for position in chosen:
             message, where = messages[position], f"message {position + first}"
             try:
@@ -284,6 +289,25 @@ def _call(
         "add_generation_prompt": asks,
         "enable_thinking": thinks,
     }
+
+
+def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
+    """Raise BadRow for a conversation whose turns take too long to render one by one."""
+    ends = [0, *accumulate(map(_size, messages))]
+    cost = sum(ends[turn] + ends[turn + 1] for turn in turns)
+    if cost > _MOST_RENDERED:
+        raise BadRow(
+            "its turns are too many to render",
+            f"{len(messages):,} messages, {cost:,} characters in all: split the conversation",
+        )
+
+
+def _size(message: Message) -> int:
+    try:
+        fields = len(str(message.fields))
+    except RecursionError as error:
+        raise BadRow("JSON nested too deeply") from error
+    return max(fields, len(message.content) + len(message.thinking)) + _PER_MESSAGE
 
 
 def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:

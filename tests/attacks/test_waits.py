@@ -1,0 +1,132 @@
+"""Everything that waits has a limit: rows that render without end, and code that would wait."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.command import Cli
+from tests.models import CHATML
+from tests.paths import ROOT
+from tests.slow import slow
+
+
+def row(turns: int, text: str = "Hi") -> str:
+    roles = ("user", "assistant")
+    return json.dumps({"messages": [{"role": roles[i % 2], "content": text} for i in range(turns)]})
+
+
+@pytest.fixture
+def templated(broken: Path) -> Path:
+    """A model with its own template, which is rendered for each turn."""
+    (broken / "chat_template.jinja").write_text(CHATML)
+    return broken
+
+
+@pytest.mark.parametrize("text", ["Hi", slow("x" * 1000)])
+def test_row_of_very_many_turns_is_skipped_and_counted(
+    inspect: Cli, templated: Path, tmp_path: Path, text: str
+) -> None:
+    data = tmp_path / "many.jsonl"
+    data.write_text(f"{row(2)}\n{row(20_000, text)}\n")
+    started = time.monotonic()
+    options = ["--model-path", templated, "--val-split", 0, "--json"]
+    outcome = inspect("--data", data, *options)
+    assert time.monotonic() - started < 40
+    assert outcome.code == 0, outcome.err
+    (ledger,) = json.loads(outcome.out)["files"]
+    assert ledger["rows_skipped"] == {"its turns are too many to render": 1}
+
+
+def test_row_of_many_turns_is_rendered(inspect: Cli, templated: Path, tmp_path: Path) -> None:
+    data = tmp_path / "many.jsonl"
+    data.write_text(f"{row(300)}\n")
+    outcome = inspect("--data", data, "--model-path", templated, "--val-split", 0, "--json")
+    assert json.loads(outcome.out)["files"][0]["rows_skipped"] == {}
+
+
+# Code that waits without a limit
+
+WAITS = {"run", "check_output", "check_call", "communicate", "wait", "urlopen"}
+# Module: function, and why it may.
+PATIENT = {
+    ("core/files/limited_process.py", "resident_memory"): "ps, which ends",
+    ("core/files/limited_process.py", "why_ended"): "after the end of its output",
+    ("core/files/limited_process.py", "close"): "of a process that was killed",
+    ("backend/adapters/formats/merged_gguf.py", "convert"): "converts any model, Ctrl-C ends it",
+    ("setup/children.py", "_end_group"): "of processes that were killed",
+    ("setup/surroundings.py", "_end"): "of a process that was killed",
+    ("recipes/bench.py", "_run_process"): "a worker trains as long as it takes, Ctrl-C ends it",
+}
+
+
+def waits(tree: ast.AST) -> Iterator[str]:
+    """Yield the functions that wait for a process or a connection without a limit."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = ast.unparse(node.func.value)
+            of_process = owner == "subprocess" or "process" in owner.lower()
+            asks = of_process and node.func.attr in WAITS
+            connects = node.func.attr in ("create_connection", "urlopen")
+            limited = any(each.arg == "timeout" for each in node.keywords) or (
+                node.func.attr == "wait" and node.args
+            )
+            if (asks or connects) and not limited:
+                yield function.name
+
+
+def test_no_process_or_connection_is_waited_for_without_a_limit() -> None:
+    folder = ROOT / "mlxtune"
+    found = set()
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "subprocess" in text or "socket" in text or "urlopen" in text:
+            name = str(path.relative_to(folder))
+            found |= {(name, function) for function in waits(ast.parse(text))}
+    assert found == PATIENT.keys()
+
+
+GLOBS = {"glob", "iglob"}
+
+
+def test_no_glob_takes_a_folder_for_a_pattern() -> None:
+    """Path.glob reads its argument alone as a pattern; glob.glob reads the folder, too."""
+    for path in sorted((ROOT / "mlxtune").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "glob" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr not in (*GLOBS, "rglob"):
+                    continue
+                assert ast.unparse(node.func.value) != "glob", f"{path}: glob.{node.func.attr}"
+                given = node.args[0]
+                names = {each.id for each in ast.walk(given) if isinstance(each, ast.Name)}
+                # Constants of the module, or names written there.
+                assert all(name.isupper() or name in ("package", "pattern") for name in names), (
+                    f"{path}: {ast.unparse(node)}"
+                )
+
+
+def test_only_the_hubs_folder_and_the_model_folder_ask_a_hub() -> None:
+    asks = {"snapshot_download", "hf_hub_download", "HfApi", "get_session"}
+    found = set()
+    for path in sorted((ROOT / "mlxtune").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if any(name in text for name in asks):
+            found.add(str(path.relative_to(ROOT / "mlxtune")))
+    assert found == {
+        "hub/answers.py",
+        "hub/client.py",
+        "hub/datasets.py",
+        "backend/model/model_folder.py",
+    }
