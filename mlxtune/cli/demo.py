@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mlxtune.cli.options import config_command
 from mlxtune.config import DemoConfig
+from mlxtune.core.files.reading import read_text
 
 
 @config_command(DemoConfig, example="mlxtune demo --output try/adapters.safetensors")
@@ -21,7 +22,7 @@ def demo(config: DemoConfig) -> None:
     console = RunConsole(quiet=config.quiet)
     generated = result.evaluation and result.evaluation.generated
     for sample in generated.samples[:1] if generated else ():
-        row = Path(sample.path).read_text(encoding="utf-8").splitlines()[sample.row - 1]
+        row = read_text(Path(sample.path)).splitlines()[sample.row - 1]
         for stage, line in before_and_after(row, sample):
             console.say(stage, line)
     for number, line in enumerate(next_lines(run)):

@@ -5,7 +5,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,6 +17,7 @@ from mlxtune.backend.model import device, model_folder
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import files
+from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Counts, Side, TimedStep
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
@@ -52,9 +52,9 @@ def bench(config: BenchConfig) -> Benchmark:
         rows = first_steps(config, dataset)
         steps = [[example for row in step for example in row] for step in rows]
         _report_work(config, rows, console)
-        with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as scratch:
-            job = _prepare(config, folder, steps, Path(scratch), console)
-            ours, theirs = _alternate(config, job, Path(scratch), console)
+        with scratch_folder("bench") as scratch:
+            job = _prepare(config, folder, steps, scratch, console)
+            ours, theirs = _alternate(config, job, scratch, console)
     result = Benchmark(
         model=config.model_path,
         device=device.device_name(),
@@ -177,10 +177,10 @@ def _run_process(
     if shutil.which(python) is None:
         raise MlxTuneError(f"--peer-python {python} is no program")
     path = scratch / "job.pickle"
-    path.write_bytes(pickle.dumps(replace(job, started=time.time())))
+    files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with (
-        (scratch / "stderr").open("w+b") as errors,
+        scratch_file() as errors,
         subprocess.Popen(
             _command(python, path),
             # Never written to: the worker ends when it closes.

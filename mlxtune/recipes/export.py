@@ -1,6 +1,5 @@
 """The recipe of `mlxtune export`: an adapter in another tool's format, proved equal."""
 
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from mlxtune.backend.adapters.formats.adapter import completed
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ExportConfig
+from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.setup.proof import (
     ExportResult,
@@ -74,6 +74,6 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
         adapter = flat.read_flat(folder, modules)
     else:
         adapter = gguf.read_gguf(folder, modules, base)
-    with tempfile.TemporaryDirectory(prefix="mlxtune-") as scratch:
-        mlx_lm.write_mlx_lm(completed(adapter, modules), Path(scratch) / ADAPTER)
-        return load_adapted(base, scratch).model
+    with scratch_folder() as scratch:
+        mlx_lm.write_mlx_lm(completed(adapter, modules), scratch / ADAPTER)
+        return load_adapted(base, str(scratch)).model

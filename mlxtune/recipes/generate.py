@@ -1,6 +1,5 @@
 """The recipe of `mlxtune generate`: one answer, to a prompt, a conversation or standard input."""
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -9,6 +8,7 @@ from typing import Any
 from mlxtune.backend.text.generate import Answer, Sampling
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of
+from mlxtune.core.files.reading import read_start
 from mlxtune.errors import DataError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.model import (
@@ -106,10 +106,7 @@ def _read(name: str) -> bytes:
     try:
         if name == "-":
             return b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)
-        # Opened without blocking, a pipe that nobody writes to reads as empty.
-        with os.fdopen(os.open(as_path(name), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            os.set_blocking(file.fileno(), True)
-            return file.read(MAX_BYTES + 1)
+        return read_start(as_path(name), MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "not a file name"
         raise DataError(f"{name}: cannot be read: {why}: check --messages") from error

@@ -9,11 +9,15 @@ from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, rea
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model.loading import open_base
 from mlxtune.config import ImportConfig, as_path
-from mlxtune.core.files.output_folder import new_folder
+from mlxtune.core.files.files import write_json
+from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.setup.proof import find_base
 from mlxtune.terminal.output import print_line
+
+# The SHA-256 of the files that were written, so that --overwrite replaces no other ones.
+FILES = "mlxtune-files.json"
 
 
 def import_adapter(config: ImportConfig) -> Path:
@@ -30,8 +34,9 @@ def import_adapter(config: ImportConfig) -> Path:
     adapter = read_peft(given.parent, modules, base.model_type) if is_peft else read_mlx_lm(given)
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]
-    with new_folder(target, sources, marker=ADAPTER, overwrite=config.overwrite) as temporary:
+    with new_folder(target, sources, manifest=FILES, overwrite=config.overwrite) as temporary:
         write_mlx_lm(adapter, temporary / ADAPTER)
+        write_json(temporary / FILES, {"files": hashes(temporary)})
     return target / ADAPTER
 
 

@@ -7,7 +7,6 @@ import getpass
 import platform
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mlxtune.core.files import files
+from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.machine import facts, proving, requirements, sharing
 from mlxtune.core.machine.proving import MachineProof, ProofCheck
 from mlxtune.errors import ModelError, one_line
@@ -45,8 +45,8 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
     device, problem = probe_device()
     if device is None:
         raise ModelError(f"MLX does not start: {problem}: mlxtune doctor shows more")
-    with tempfile.TemporaryDirectory(prefix="mlxtune-prove-", ignore_cleanup_errors=True) as name:
-        bench = Workbench(Path(name).resolve())
+    with scratch_folder("prove") as folder:
+        bench = Workbench(folder.resolve())
         checks = list(carry_out(parts(bench, device.kind), on_progress))
     system = facts.read_system()
     # What follows the numbers of a Linux kernel's release is the choice of who built it.

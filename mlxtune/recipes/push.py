@@ -1,13 +1,14 @@
 """The recipe of `mlxtune push`: an adapter and its model card to the hub, shown before."""
 
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from mlxtune.backend.adapters.formats import mlx_lm, peft
 from mlxtune.config import ExportConfig, as_path
 from mlxtune.core.files.files import file_hash, make_folder, write_file
+from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.reports.model_card import card_lines, quoted_samples
 from mlxtune.core.runs.run import Run, read_run, run_folder_at
 from mlxtune.core.runs.summary import summarize
@@ -43,8 +44,7 @@ def push(
 
     Raises a child of MlxTuneError; the hub is then as it was.
     """
-    with end_in_order(), tempfile.TemporaryDirectory(prefix="mlxtune-push-") as scratch:
-        folder = Path(scratch)
+    with end_in_order(), scratch_folder("push") as folder:
         write_package(folder, str(run), repository, base_model, model_path, RunConsole(quiet=True))
         exists = check_may_write(repository, public=public)
         return upload(folder, repository, public=public, exists=exists)
@@ -61,8 +61,7 @@ def show(
     dry_run: bool,
 ) -> None:
     """Print what would be uploaded, ask, and upload it. Raises as `push` does."""
-    with end_in_order(), tempfile.TemporaryDirectory(prefix="mlxtune-push-") as scratch:
-        folder = Path(scratch)
+    with end_in_order(), scratch_folder("push") as folder:
         write_package(folder, run, repository, base_model, model_path, RunConsole())
         _print_package(folder)
         kind = "public" if public else "private"
@@ -149,7 +148,7 @@ def _name_of(base: Path) -> str:
 
 
 def _print_package(folder: Path) -> None:
-    print_line((folder / CARD).read_text(encoding="utf-8"))
+    print_line(read_text(folder / CARD))
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             size = byte_size(path.stat().st_size)

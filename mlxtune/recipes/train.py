@@ -215,7 +215,7 @@ def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> 
     Raises OutputError if another process trains there, or if it holds another unfinished run.
     """
     folder = run.checkpoint_path
-    held.callback(run_folder.lock_run(folder).release)
+    held.callback(run_folder.lock_run(folder, new=resume is None).release)
     if resume is None:
         run_folder.check_own(folder)
     if resume is None and not run.overwrite and run_folder.is_unfinished(folder):

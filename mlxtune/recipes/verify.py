@@ -1,6 +1,5 @@
 """The recipe of `mlxtune verify`: checks a run's files and adapters, and may train it again."""
 
-import tempfile
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,8 +9,9 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.model import loading, model_folder
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.config import StepConfig, TrainConfig, as_path, user_cache
-from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.files import file_hash, read_own
 from mlxtune.core.files.hashing import model_hash
+from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.runs.run import run_folder_at
 from mlxtune.core.runs.verification import Verification, verify_files
 from mlxtune.core.training.checkpoint import ADAPTER, METRICS, Checkpoint
@@ -93,11 +93,11 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         resumed = ResumePoint(first, Progress.from_jsonl(first.metrics), [], {})
     elif config.init_adapter is not None:
         check_initial(config.init_adapter, newest.metadata)
-    with end_in_order(), tempfile.TemporaryDirectory(prefix="mlxtune-verify-") as scratch:
+    with end_in_order(), scratch_folder("verify") as scratch:
         own = replace(
             config,
-            output=str(Path(scratch) / ADAPTER),
-            checkpoint_dir=str(Path(scratch) / "checkpoints"),
+            output=str(scratch / ADAPTER),
+            checkpoint_dir=str(scratch / "checkpoints"),
             quiet=True,
             # Timing products anew could choose the other form.
             quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
@@ -118,7 +118,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         else:
             raise OutputError(f"{found.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
-        records = list(Progress.from_jsonl((again / METRICS).read_bytes()))
+        records = list(Progress.from_jsonl(read_own(again / METRICS)))
     before = islice(Progress.from_jsonl(newest.metrics), len(records))
     start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
     problem = None

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,8 @@ from mlxtune.backend.measure.unsloth import Unsloth
 from mlxtune.backend.model import device, memory
 from mlxtune.config import RunParts, TrainConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.runs.benchmark import Counts, TimedStep
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
@@ -93,11 +94,11 @@ class OurSide:
 
     def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
         """Take the steps and take them back."""
-        with tempfile.TemporaryDirectory(prefix="mlxtune-bench-") as folder:
-            self._pipeline.save(Path(folder))
+        with scratch_folder("bench") as folder:
+            self._pipeline.save(folder)
             for _ in self.overlapped(steps):
                 pass
-            self._pipeline.restore(Path(folder))
+            self._pipeline.restore(folder)
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the constant learning rate."""
@@ -277,7 +278,7 @@ def main() -> None:
     """Do the job that the command line names."""
     records = _claim_stdout()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
+    job: Job = pickle.loads(read_bytes(Path(sys.argv[1])))
     try:
         for record in run_job(job):
             print(json.dumps(record), file=records, flush=True)

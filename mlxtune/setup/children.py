@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxtune.core.files.files import make_folder, open_to_write
+from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.machine.facts import Device
 from mlxtune.errors import MlxTuneError, one_line
 
@@ -53,8 +55,11 @@ class Children:
         Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
         if it takes too long. Whatever ends this call also ends the process and those it started.
         """
-        folder.mkdir(exist_ok=True)
-        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
+        make_folder(folder)
+        with (
+            open_to_write(folder / "stdout") as out,
+            open_to_write(folder / "stderr") as errors,
+        ):
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=folder,
@@ -137,6 +142,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def describe_end(status: int, folder: Path) -> str:
     """Return how a process ended and its last message."""
     how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
-    lines = (folder / "stderr").read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_bytes(folder / "stderr").decode(errors="replace").splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}: {last}" if last else how

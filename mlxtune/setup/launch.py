@@ -1,13 +1,9 @@
 """Joining the ranks of a launch, and what doctor asks of them."""
 
-import atexit
 import faulthandler
 import hashlib
 import io
 import json
-import os
-import shutil
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -18,6 +14,7 @@ from mlxtune.backend.model.ranks import Ranks
 from mlxtune.config import user_cache
 from mlxtune.core.files.files import file_hash
 from mlxtune.core.files.hashing import model_hash
+from mlxtune.core.files.scratch import lasting_folder, nowhere
 from mlxtune.core.machine.diagnosis import PROBLEM, Check
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.core.machine.ranks import Link, RankReport, judge_ranks, launched_several
@@ -42,9 +39,9 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
     if not launched_several():
         return Ranks()
     say(f"waiting for the others, up to {_JOIN_SECONDS} s")
-    with Path(os.devnull).open("w") as nowhere:
+    with nowhere() as dropped:
         # MLX waits in C, where no signal and no other thread of Python ends it.
-        faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True, file=nowhere)
+        faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True, file=dropped)
         try:
             return Ranks.launched(tensor=tensor)
         except RuntimeError as error:
@@ -78,8 +75,7 @@ def from_rank_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, Res
         # Rank 0 says why.
         raise SystemExit(1)
     if found is None:
-        copy = Path(tempfile.mkdtemp(prefix="mlxtune-resumed-"))
-        atexit.register(shutil.rmtree, copy, ignore_errors=True)
+        copy = lasting_folder("resumed")
         with zipfile.ZipFile(io.BytesIO(content)) as files:
             files.extractall(copy)
         found = find_resume_point(copy)

@@ -19,8 +19,8 @@ from mlxtune.config import DataConfig
 from mlxtune.config.use import ImportConfig, OutgoingConfig
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.files import file_hash, read_json, write_json
-from mlxtune.core.files.output_folder import new_folder
-from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check, hashes
+from mlxtune.core.files.output_folder import hashes, new_folder
+from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check
 from mlxtune.core.runs.retention import Retention
 from mlxtune.core.training.checkpoint import ADAPTER, METADATA
 from mlxtune.errors import ModelError
@@ -134,7 +134,7 @@ def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -
         console.say("Removed", f"{left}, which a killed process left")
     with (
         end_in_order(),
-        new_folder(target, sources, marker=CERTIFICATE, overwrite=overwrite) as folder,
+        new_folder(target, sources, manifest=CERTIFICATE, overwrite=overwrite) as folder,
         noted(folder),
     ):
         yield folder

@@ -5,7 +5,6 @@ import os
 import secrets
 import shlex
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +21,8 @@ from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import open_to_append
+from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.core.machine.heartbeat import TOKEN_SIZE, Heartbeat
 from mlxtune.core.machine.ranks import launched_rank
@@ -151,11 +152,11 @@ def joined(config: TrainConfig) -> Iterator[Joined]:
             log = _Log(config.checkpoint_path / f"rank-{ranks.rank}.log")
             held.callback(log.flush)
             console = _console(own, Console(file=cast(TextIO, log), highlight=False, width=100))
-            scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="mlxtune-rank-"))
+            scratch = held.enter_context(scratch_folder("rank"))
             own = replace(
                 own,
-                output=str(Path(scratch) / ADAPTER),
-                checkpoint_dir=scratch,
+                output=str(scratch / ADAPTER),
+                checkpoint_dir=str(scratch),
                 overwrite=False,
                 track=(),
                 samples=0,
@@ -261,7 +262,7 @@ class _Watch:
 def _address() -> str:
     """Return where the other machines find this one, as the launcher told MLX."""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        hosts = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))
+        hosts = json.loads(read_text(Path(os.environ["MLX_HOSTFILE"])))
         return str(hosts[0][0]).rpartition(":")[0].strip("[]")
     for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         if host := os.environ.get(name, "").rpartition(":")[0] or os.environ.get(name):

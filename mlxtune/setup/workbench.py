@@ -2,7 +2,6 @@
 
 import json
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.demo import DATA, demo_file
-from mlxtune.core.files.files import file_hash, read_json
+from mlxtune.core.files.files import file_hash, read_json, write_file
+from mlxtune.core.files.reading import read_bytes, read_text
+from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.setup.children import ChildError, Children, describe_end
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
@@ -55,14 +56,14 @@ class Workbench:
     @cached_property
     def rows(self) -> Path:
         """Rows to train on: the first of the demo's."""
-        lines = demo_file(DATA).read_text(encoding="utf-8").splitlines()
+        lines = read_text(demo_file(DATA)).splitlines()
         return self._write("rows.jsonl", lines[:_ROWS])
 
     @cached_property
     def step(self) -> Path:
         """Rows whose examples share beginnings: one with each set of roles, and one twice."""
         kinds: dict[tuple[str, ...], str] = {}
-        for line in self.rows.read_text(encoding="utf-8").splitlines():
+        for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
         lines = list(kinds.values())
         return self._write("step.jsonl", [*lines, lines[-1]])
@@ -72,7 +73,7 @@ class Workbench:
 
         Unless `exact`, float32 products are the device's own.
         """
-        folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         status = self.children.run(
             ["-m", "mlxtune.setup.proving_worker", str(records), job, *map(str, paths)],
@@ -80,7 +81,7 @@ class Workbench:
             variables=_EXACT if exact else _QUICK,
         )
         if records.exists():
-            yield from map(json.loads, records.read_text(encoding="utf-8").splitlines())
+            yield from map(json.loads, read_text(records).splitlines())
         _expect(status, 0, folder)
 
     def bench(self, name: str, *timed: str) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class Workbench:
         if status == 0:
             raise ChildError("the run ended before it was stopped")
         _expect(status, -9 if stop == signal.SIGKILL else _INTERRUPTED, folder)
-        step = metrics.read_bytes().count(b"\n")
+        step = read_bytes(metrics).count(b"\n")
         resume = ["-m", "mlxtune", "train", "--resume", "--quiet"]
         _expect(self.children.run(resume, folder), 0, folder)
         return file_hash(folder / "adapters.safetensors"), step
@@ -129,7 +130,7 @@ class Workbench:
 
     def _write(self, name: str, lines: Sequence[str]) -> Path:
         path = self.scratch / name
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_file(path, [f"{line}\n".encode() for line in lines])
         return path
 
 

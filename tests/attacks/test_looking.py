@@ -72,17 +72,17 @@ def prepare(run: Path, state: list[str], locks: list[Lock]) -> None:
     if "copied" in state:
         shutil.copytree(run / "best", run / ".best.old")
     if "temporary" in state:
-        shutil.copytree(run / "best", run / f".best.{'0' * 16}.tmp")
+        shutil.copytree(run / "best", run / f".mlxtune-best.{'0' * 16}.tmp")
     if "moving" in state:
         (run / run_folder._MOVING).mkdir()
         (run / "ledger.json").rename(run / run_folder._MOVING / "ledger.json")
     if "stale" in state:
-        (run / ".lock").write_text('{"pid": 1}')
+        (run / ".mlxtune.lock").write_text('{"pid": 1}')
     if "torn" in state:
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"kind": "st')
     if "locked" in state:
-        locks.append(Lock(run / ".lock"))
+        locks.append(Lock(run / ".mlxtune.lock"))
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     said = re.search(r"saved to (\S+);", outcome.err.splitlines()[-1])
     assert said
     assert (Path(said[1]) / "manifest.json").is_file()
-    assert not (output.parent / "checkpoints" / ".lock").exists()
+    assert not (output.parent / "checkpoints" / ".mlxtune.lock").exists()
 
 
 @pytest.mark.slow

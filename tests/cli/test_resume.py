@@ -278,7 +278,7 @@ def test_run_that_has_ended_holds_no_lock_any_more(model: Path, chat: Path, tmp_
         stop_after(1, monkeypatch)
         with pytest.raises(TrainingInterrupted):
             run(config)
-    assert not list(tmp_path.rglob(".lock"))
+    assert not list(tmp_path.rglob(".mlxtune.lock"))
 
 
 def test_checkpoints_that_are_all_damaged_are_an_error_that_says_how(

@@ -276,7 +276,7 @@ def mutate_run(rng: Random, run: Path, *, everything: bool = False) -> None:
             continue
         path = rng.choice(files)
         if everything and rng.random() < 0.1:
-            names = ("report.html", "profile.jsonl", ".lock", "run.json", "tracking.json")
+            names = ("report.html", "profile.jsonl", ".mlxtune.lock", "run.json", "tracking.json")
             mutate_file(rng, folder / rng.choice(names))
             continue
         if rng.random() < 0.05:

@@ -7,7 +7,6 @@ freed afterwards, so that no more than one file's worth is in memory.
 
 import json
 import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from mlxtune.backend.model.layers import dequantized_weight
 from mlxtune.backend.model.loading import load_lazily
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, quantized_config
-from mlxtune.core.files.files import as_output_error
+from mlxtune.core.files.files import as_output_error, copy_file, make_folder, write_file
 from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 
@@ -153,7 +152,8 @@ def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder:
             del shard
             mx.clear_cache()
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4) + "\n")
+        content = json.dumps(index, indent=4) + "\n"
+        write_file(folder / "model.safetensors.index.json", [content.encode()])
         save_config(dict(config), config_path=folder / "config.json")
         _copy_files(base, folder)
 
@@ -198,8 +198,8 @@ def _copy_files(base: Path, folder: Path) -> None:
     check_links(base)
     for path in filter(Path.is_file, _copied_files(base)):
         target = folder / path.relative_to(base)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
+        make_folder(target.parent)
+        copy_file(path, target)
 
 
 def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn.Module:

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.config import RunParts
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.reading import read_text
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import MlxTuneError
@@ -84,7 +85,7 @@ class Unsloth:
         mx.eval(self._model.parameters())
 
     def _attach(self, adapter: Path) -> None:
-        config = json.loads((adapter / "adapter_config.json").read_text())
+        config = json.loads(read_text(adapter / "adapter_config.json"))
         lora = config["lora_parameters"]
         self._model = self._loader.get_peft_model(
             self._model,

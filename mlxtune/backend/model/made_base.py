@@ -1,7 +1,6 @@
 """A base model with random weights, made from the tokenizer and config of another."""
 
 import json
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +9,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.core.files.files import copy_file, make_folder, write_json
+from mlxtune.core.files.ours import entries
+from mlxtune.core.files.reading import read_text
 
 _HEAD, _GROUP, _BITS = 64, 64, 4
 # Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
@@ -24,8 +26,11 @@ def write_base(
     Weights are in 4 bits if `quantized`, else in bfloat16.
     """
     width = width or (_CPU_WIDTH if on_cpu() else _GPU_WIDTH)
-    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((like / "config.json").read_text(encoding="utf-8")) | {
+    make_folder(folder)
+    for path in entries(like):
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            copy_file(path, folder / path.name)
+    config = json.loads(read_text(like / "config.json")) | {
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_attention_heads": width // _HEAD,
@@ -40,4 +45,4 @@ def write_base(
         config["quantization"] = {"group_size": _GROUP, "bits": _BITS}
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(folder / "config.json", config)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxtune.backend.model.device import has_metal, on_cpu
 from mlxtune.config import user_cache
+from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.machine.reservation import reservations
 
 GB = 10**9
@@ -132,7 +133,7 @@ def peak_rss() -> int:
     """Return the most real memory that this process has had, in bytes."""
     try:
         # The kernel's other count takes over that of the process that started this one.
-        text = Path("/proc/self/status").read_text()
+        text = read_kernel_file(Path("/proc/self/status"))
         return int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024
     except (OSError, IndexError):
         units = 1 if sys.platform == "darwin" else 1024

@@ -15,6 +15,7 @@ import safetensors
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.model.model_config import LAYERS, config_problems, counts
+from mlxtune.core.files.reading import read_text
 from mlxtune.core.machine.panics import caught_panics
 from mlxtune.errors import ModelError, one_line
 from mlxtune.hub.answers import check_answers
@@ -216,7 +217,7 @@ def vocab_size(folder: Path) -> int:
 def json_object(path: Path) -> dict[str, Any]:
     """Return a file's object, or an empty one: errors surface when the file is really needed."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -23,6 +23,7 @@ from mlxtune.backend.text.template_process import (
 )
 from mlxtune.core.data.model_template import RenderCall
 from mlxtune.core.data.problems import BadRow
+from mlxtune.core.files.reading import read_text
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -234,12 +235,12 @@ def read_chat_template(folder: Path) -> dict[str, str]:
     jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
         sources = {
-            path.stem: path.read_text(encoding="utf-8")
+            path.stem: read_text(path)
             for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
         }
         if jinja.is_file():
-            return sources | {_DEFAULT: jinja.read_text(encoding="utf-8")}
-        read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+            return sources | {_DEFAULT: read_text(jinja)}
+        read = json.loads(read_text(config)) if config.is_file() else {}
         template = read.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlxtune.backend.model.model_folder import json_object
 from mlxtune.backend.text import tokenizer_child
-from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.files import file_hash, make_folder, open_to_write
 from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
 from mlxtune.core.names import is_file_name
 from mlxtune.errors import ModelError
@@ -33,8 +33,8 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
             raise ModelError(f"{path}: {problem}: use the tokenizer of the original model")
         if tried is not None:
             with suppress(OSError):  # a read-only cache
-                tried.parent.mkdir(parents=True, exist_ok=True)
-                tried.touch()
+                make_folder(tried.parent)
+                open_to_write(tried).close()
 
 
 def _files(folder: Path) -> list[Path]:

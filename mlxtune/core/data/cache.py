@@ -8,7 +8,6 @@ checksums of these files. An entry whose checksums differ is ignored.
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -17,16 +16,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.corpus import ExampleArrays, write_arrays
+from mlxtune.core.data.corpus import COLUMNS, ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
-from mlxtune.core.files.files import as_output_error, file_hash
+from mlxtune.core.files.files import (
+    as_output_error,
+    file_hash,
+    make_folder,
+    mark_used,
+    new_file,
+)
+from mlxtune.core.files.ours import move, remove_folder
+from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.scratch import PREFIX, scratch_folder
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
 # Of all entries together; the least recently used are removed first.
 MAX_BYTES = 10 * 10**9
-_TEMPORARY = ".mlxtune-"
 _ABANDONED_SECONDS = 86_400.0
 
 # Encodes a file: yields rows with their examples, and adds to the skipped rows and the notes.
@@ -51,20 +58,16 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
     parent = _writable(cache)
     with (
         as_output_error(parent or Path(tempfile.gettempdir()), "--cache-dir"),
-        # Of a folder that was renamed, there is nothing to clean up.
-        tempfile.TemporaryDirectory(
-            prefix=_TEMPORARY, dir=parent, ignore_cleanup_errors=True
-        ) as temporary,
+        scratch_folder("data", parent) as folder,
     ):
-        folder = Path(temporary)
         write_arrays(folder, encode(skipped, notes))
         # Map before the folder is moved or removed: a map outlives its file name.
-        arrays = ExampleArrays.open(folder)
+        arrays = ExampleArrays.mapped(folder)
         if parent is not None:
             _write_account(folder, skipped, notes)
-            shutil.rmtree(parent / key, ignore_errors=True)  # a damaged entry
+            _remove(parent / key)  # a damaged entry
             with suppress(OSError):  # another process was first
-                folder.rename(parent / key)
+                move(folder, parent / key)
             _prune(parent, keep=parent / key)
     return EncodedFile(arrays, skipped, notes)
 
@@ -73,17 +76,17 @@ def _writable(cache: Path | None) -> Path | None:
     """Make the folder of the cache; return None if it cannot be written."""
     if cache is not None:
         with suppress(OSError):
-            cache.mkdir(parents=True, exist_ok=True)
+            make_folder(cache)
             return cache if os.access(cache, os.W_OK) else None
     return None
 
 
 def _prune(cache: Path, keep: Path) -> None:
     """Remove the least recently used entries beyond MAX_BYTES, and leftovers of killed runs."""
-    for left in cache.glob(f"{_TEMPORARY}*"):
+    for left in cache.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
     entries = []
     for checksums in cache.glob(f"*/{CHECKSUMS}"):
         with suppress(OSError):  # removed by another process
@@ -94,8 +97,14 @@ def _prune(cache: Path, keep: Path) -> None:
         if total <= MAX_BYTES:
             break
         if entry != keep:
-            shutil.rmtree(entry, ignore_errors=True)
+            _remove(entry)
             total -= size
+
+
+def _remove(entry: Path) -> None:
+    """Remove an entry, or what a killed process left of one, with nothing else in it."""
+    with suppress(OSError):
+        remove_folder(entry, {*COLUMNS, ACCOUNT, CHECKSUMS}.__contains__)
 
 
 def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
@@ -103,21 +112,24 @@ def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
         name: {"counts": tally.counts, "places": tally.places}
         for name, tally in (("skipped", skipped), ("notes", notes))
     }
-    (folder / ACCOUNT).write_text(json.dumps(account), encoding="utf-8")
-    (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
+    with new_file(folder / ACCOUNT) as file:
+        file.write(json.dumps(account).encode())
+    checksums = json.dumps(_checksums(folder))
+    with new_file(folder / CHECKSUMS) as file:
+        file.write(checksums.encode())
 
 
 def _read(entry: Path, path: Path) -> EncodedFile | None:
     """Return an entry, or None if there is none or it is damaged."""
     try:
-        if json.loads((entry / CHECKSUMS).read_text(encoding="utf-8")) != _checksums(entry):
+        if json.loads(read_text(entry / CHECKSUMS)) != _checksums(entry):
             return None
-        account = json.loads((entry / ACCOUNT).read_text(encoding="utf-8"))
-        arrays = ExampleArrays.open(entry)
+        account = json.loads(read_text(entry / ACCOUNT))
+        arrays = ExampleArrays.mapped(entry)
     except (OSError, ValueError, RecursionError):
         return None
     with suppress(OSError):  # a read-only cache
-        os.utime(entry / CHECKSUMS)
+        mark_used(entry / CHECKSUMS)
     skipped = SkippedRows(path, **_tally_fields(account["skipped"]))
     return EncodedFile(arrays, skipped, RowTally(**_tally_fields(account["notes"])))
 

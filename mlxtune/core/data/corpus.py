@@ -23,13 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.files import new_file
+from mlxtune.core.files.reading import open_regular
 
 RowExamples = tuple[Example, ...]
 
 # A pass over a whole file takes this many tokens at a time.
 _AT_ONCE = 1 << 20
 # The columns of a file's examples, each in its own little-endian file.
-_COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
+COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u8"))
 
 
@@ -55,9 +57,9 @@ class ExampleArrays:
         return cls(**_as_columns([list(row) for _, row in rows]))
 
     @classmethod
-    def open(cls, folder: Path) -> ExampleArrays:
+    def mapped(cls, folder: Path) -> ExampleArrays:
         """Map the files of write_arrays. Raises OSError."""
-        return cls(**{name: _map(folder / name, kind) for name, kind in _COLUMNS.items()})
+        return cls(**{name: _map(folder / name, kind) for name, kind in COLUMNS.items()})
 
     @property
     def num_rows(self) -> int:
@@ -114,7 +116,7 @@ def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, 
         "rows": np.array([example.row for example in examples]),
         "identities": np.array([identity(row) for row in rows], dtype=np.uint64),
     }
-    return {name: columns[name].astype(kind) for name, kind in _COLUMNS.items()}
+    return {name: columns[name].astype(kind) for name, kind in COLUMNS.items()}
 
 
 def identity(row: Iterable[Example]) -> int:
@@ -131,7 +133,7 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
     """Write examples into a folder, one file for each column; each chunk is a few rows."""
     end = 0
     with ExitStack() as stack:
-        files = {name: stack.enter_context((folder / name).open("wb")) for name in _COLUMNS}
+        files = {name: stack.enter_context(new_file(folder / name)) for name in COLUMNS}
         for rows in filter(None, chunks):
             columns = _as_columns(rows, end)
             end = int(columns["ends"][-1])
@@ -309,7 +311,7 @@ def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _map(path: Path, kind: str) -> npt.NDArray[Any]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         # An empty file cannot be mapped.
         if not os.fstat(file.fileno()).st_size:
             return np.zeros(0, dtype=kind)

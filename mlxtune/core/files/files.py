@@ -6,21 +6,23 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import stat
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
+from mlxtune.core.files import ours
+from mlxtune.core.files.ours import NotOurs
+from mlxtune.core.files.reading import open_regular, read_bytes
 from mlxtune.errors import OutputError
 
 # No file that we write ourselves is larger.
 MAX_OWN_BYTES = 256 * 2**20
 # As long as those of the files that are written into a folder, temporary ones included.
 _LONG_NAME = "long-name".ljust(64, "-")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
 # What helps against an error, besides another place.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space or "),
@@ -39,6 +41,11 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
         yield
     except OutputError:
         raise
+    except NotOurs as error:
+        raise OutputError(
+            f"{error.filename}: cannot be written: {error.strerror}: move it away, or choose "
+            f"another {option}"
+        ) from error
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written: {error.strerror or error}: "
@@ -48,8 +55,7 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
 
 def beside(target: Path) -> Path:
     """Return a name beside the target that nobody can foresee, for what is not complete."""
-    # Any file system takes names of this length.
-    return target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+    return target.with_name(ours.temporary_name(target.name))
 
 
 def is_temporary(path: Path) -> bool:
@@ -58,9 +64,20 @@ def is_temporary(path: Path) -> bool:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file, new or not, to append to it. Raises OSError where a link stands in its place."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "a+b")
+    """Open a file of ours, new or not, to append to it. Raises NotOurs or OSError."""
+    return os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
+
+
+def new_file(path: Path) -> IO[bytes]:
+    """Open a file that is not there yet, to write it. Raises OSError."""
+    return path.open("x+b")
+
+
+def open_to_write(path: Path) -> IO[bytes]:
+    """Open a file of ours, new or emptied, to write it. Raises NotOurs or OSError."""
+    file = os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_CREAT), "r+b")
+    file.truncate(0)
+    return file
 
 
 def write_file(target: Path, content: Iterable[bytes]) -> None:
@@ -70,12 +87,13 @@ def write_file(target: Path, content: Iterable[bytes]) -> None:
     """
     temporary = beside(target)
     with as_output_error(target):
+        ours.check_file(target)
         try:
             with temporary.open("xb") as file:
                 file.writelines(content)
                 file.flush()
                 _sync(file.fileno())
-            temporary.replace(target)
+            ours.replace_file(temporary, target)
             sync(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
@@ -106,12 +124,7 @@ def read_own(path: Path) -> bytes:
 
     Raises ValueError if it is too large or not a regular file, such as a link or a pipe; OSError.
     """
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path.name} is not a regular file")
-    if status.st_size > MAX_OWN_BYTES:
-        raise ValueError(f"{path.name} is too large")
-    return path.read_bytes()
+    return read_bytes(path, MAX_OWN_BYTES, links=False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hex. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -188,6 +201,7 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):
                 raise OutputError(f"{path}: is not a regular file: choose another {option}")
+            ours.check_file(path)
         if any(same_place(path, each) for each in read):
             raise OutputError(f"{path}: is read by this run: choose another {option}")
         check_writable(path.parent, option, path.name)
@@ -208,7 +222,18 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, option: str = "path") -> None:
     """Make a folder and its missing parents. Raises OutputError."""
-    with as_output_error(folder):
+    with as_output_error(folder, option):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def copy_file(path: Path, target: Path) -> None:
+    """Copy a file's content to a file that is not there yet. Raises OSError."""
+    with open_regular(path) as file, new_file(target) as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def mark_used(path: Path) -> None:
+    """Set a file's times to now. Raises OSError."""
+    os.utime(path, follow_symlinks=False)

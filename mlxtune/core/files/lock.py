@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.files.ours import NotOurs, open_ours, remove_file
+from mlxtune.core.files.reading import open_regular
+
 # Other processes read no more than this of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
 # Readers hold a lock for an instant to see whether it is free, and several may come at once.
@@ -36,8 +39,8 @@ class Lock:
     The kernel releases it when the process dies. `note` is kept in the file, with the process id
     and the time, for others to read.
 
-    Raises Held at once if another process holds it, NoLocks if the file system has none, and
-    OSError if the file cannot be made.
+    Raises Held at once if another process holds it, NoLocks if the file system has none, NotOurs
+    for a file that is no lock of ours, and OSError if the file cannot be made.
     """
 
     def __init__(self, path: Path, note: Mapping[str, Any] | None = None) -> None:
@@ -52,7 +55,8 @@ class Lock:
         if self._descriptor < 0:
             return
         with suppress(OSError):
-            self.path.unlink()
+            if os.path.samestat(self.path.lstat(), os.fstat(self._descriptor)):
+                remove_file(self.path)
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -63,27 +67,22 @@ def holder_of(path: Path) -> dict[str, Any] | None:
     Changes nothing, and works in a folder that may only be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_regular(path, links=False) as file:
+            # A shared lock: two readers must not take each other for the holder.
+            return None if _try_lock(file.fileno(), fcntl.LOCK_SH) else _note(file.fileno())
     except OSError:
         return None
-    try:
-        # A shared lock: two readers must not take each other for the holder.
-        return None if _try_lock(descriptor, fcntl.LOCK_SH) else _note(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _open_locked(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     for left in reversed(range(_TRIES)):
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = open_ours(path, os.O_RDWR | os.O_CREAT)
         try:
             if _try_lock(descriptor, fcntl.LOCK_EX):
                 # The previous holder may have removed the file after we opened it.
                 with suppress(FileNotFoundError):
-                    if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+                        _check_note(path, descriptor)
                         return descriptor
             elif not left:
                 raise Held(_note(descriptor))
@@ -107,6 +106,12 @@ def _try_lock(descriptor: int, kind: int) -> bool:
             raise NoLocks(error.errno, "its file system has no file locks") from error
         raise
     return True
+
+
+def _check_note(path: Path, descriptor: int) -> None:
+    """Raise NotOurs for a file whose content is no note of a lock."""
+    if os.fstat(descriptor).st_size and "pid" not in _note(descriptor):
+        raise NotOurs(path, "mlxtune did not write it")
 
 
 def _note(descriptor: int) -> dict[str, Any]:

@@ -1,39 +1,50 @@
 """A folder that appears whole or not at all: made next to its target, then renamed."""
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mlxtune.core.files.files import (
     as_output_error,
     beside,
     check_writable,
+    file_hash,
+    read_json,
     same_place,
     sync,
 )
+from mlxtune.core.files.ours import contents, discard, is_empty, is_folder, is_ours, move
+from mlxtune.core.text import join_few
 from mlxtune.errors import OutputError
+
+# What a file had when it was known to be ours: its inode, size and time of change.
+_Known = Mapping[str, tuple[int, int, int]]
 
 
 @contextmanager
 def new_folder(
-    target: Path, sources: Iterable[Path], *, marker: str, overwrite: bool
+    target: Path, sources: Iterable[Path], *, manifest: str, overwrite: bool
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 
-    An existing folder is replaced only with `overwrite`, and only if it holds the file `marker`,
-    which every folder written here has: mlxtune must not remove any other folder. `sources` are the
-    files and folders that are read, which the target must not hold.
+    The caller writes the file `manifest` there, JSON with the SHA-256 of all others in `files`. An
+    existing folder is replaced only with `overwrite`, and only if it holds no files but those in
+    its manifest, unchanged. `sources` are the files and folders that are read, which the target
+    must not hold.
 
     Raises OutputError.
     """
     check_writable(target, "--output")
     _check_apart(target, sources)
-    _check_free(target, marker, overwrite)
+    known = _check_free(target, manifest, overwrite)
+
+    def is_known(folder: Path) -> bool:
+        return is_folder(folder) and _fingerprints(folder) == known
+
     # Two processes may write to one target; each has its own folder beside it.
-    aside = target.with_name(f".{target.name[:40]}.{os.getpid()}.old")
-    with replaced_folder(target, "--output", aside, lambda folder: _has(folder, marker)) as folder:
+    with replaced_folder(target, "--output", beside(target), is_known) as folder:
         yield folder
         for path in folder.rglob("*"):
             sync(path)
@@ -41,60 +52,64 @@ def new_folder(
 
 @contextmanager
 def replaced_folder(
-    target: Path, option: str, aside: Path, is_ours: Callable[[Path], bool]
+    target: Path, option: str, aside: Path, is_known: Callable[[Path], bool]
 ) -> Iterator[Path]:
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
     Otherwise the target stays as it was. `option` is the one that named it; it steps `aside` until
-    the new one is there. Only what `is_ours` is replaced or removed. Raises OutputError.
+    the new one is there. Only what `is_known` is replaced or removed. Raises OutputError.
     """
     temporary = beside(target)
 
     def clean_up() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        put_back(aside, target)
-        if is_ours(aside):
-            shutil.rmtree(aside, ignore_errors=True)
+        discard(temporary, ignore_errors=True)
+        put_back(aside, target, is_known)
+        if is_known(aside):
+            discard(aside, ignore_errors=True)
 
     with as_output_error(target, option):
         clean_up()  # a killed process may have left some
-        check_ours(target, option, is_ours)
+        _check_known(target, option, is_known)
         try:
             temporary.mkdir(parents=True)
             yield temporary
+            _check_known(target, option, is_known)
             # rename cannot replace a folder that is not empty, so the old one moves first.
             if target.exists():
-                target.rename(aside)
-            temporary.rename(target)
+                move(target, aside)
+            move(temporary, target)
             sync(target.parent)
         finally:
             clean_up()
 
 
-def check_ours(target: Path, option: str, is_ours: Callable[[Path], bool]) -> None:
-    """Raise OutputError if a folder is there, not empty, that is not ours."""
-    if os.path.lexists(target) and not is_ours(target):
-        if is_folder(target) and not any(target.iterdir()):
-            return
+def _check_known(target: Path, option: str, is_known: Callable[[Path], bool]) -> None:
+    """Raise OutputError if a folder is there, not empty, that is not known to be ours."""
+    if os.path.lexists(target) and not is_empty(target) and not is_known(target):
         raise OutputError(
             f"{target}: holds files that mlxtune did not write: move it away, or choose another "
             f"{option}"
         )
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether this is a folder, not a link to one."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def put_back(aside: Path, target: Path) -> None:
+def put_back(aside: Path, target: Path, is_known: Callable[[Path], bool]) -> None:
     """Rename a folder back if its replacement never came, because the process was killed."""
-    if is_folder(aside) and not os.path.lexists(target):
-        aside.rename(target)
+    if not os.path.lexists(target) and is_known(aside):
+        move(aside, target)
 
 
-def _has(folder: Path, marker: str) -> bool:
-    return is_folder(folder) and (folder / marker).is_file()
+def hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a folder, by relative path. Raises OSError."""
+    return {name: file_hash(path) for name, path in contents(folder).items() if path.is_file()}
+
+
+def _fingerprints(folder: Path) -> _Known:
+    found = {}
+    with suppress(OSError):
+        for name, path in contents(folder).items():
+            status = path.lstat()
+            found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
@@ -106,15 +121,17 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
             )
 
 
-def _check_free(target: Path, marker: str, overwrite: bool) -> None:
+def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
+    """Return the files of the folder that is to be replaced, all of them ours."""
     with as_output_error(target, "--output"):
         if not os.path.lexists(target):
-            return
+            return {}
         if target.is_symlink() or not target.is_dir():
             raise OutputError(f"{target}: is not a folder: --output takes the name of a folder")
-        if not any(target.iterdir()):
-            return
-        if not (target / marker).is_file():
+        if is_empty(target):
+            return {}
+        files = _read_manifest(target / manifest)
+        if files is None:
             raise OutputError(
                 f"{target}: already holds other files: choose another --output, or remove it"
             )
@@ -122,3 +139,27 @@ def _check_free(target: Path, marker: str, overwrite: bool) -> None:
             raise OutputError(
                 f"{target}: already exists: choose another --output, or add --overwrite"
             )
+        known = _fingerprints(target)
+        _check_written(target, {**files, manifest: None})
+    return known
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        files = read_json(path).get("files")
+    except (OSError, ValueError):
+        return None
+    return files if isinstance(files, dict) else None
+
+
+def _check_written(target: Path, files: Mapping[str, Any]) -> None:
+    """Raise OutputError unless a folder holds only these files, each with its SHA-256, if any."""
+    remedy = "move it away, or choose another --output"
+    found = contents(target)
+    if others := [name for name in found if name not in files or not is_ours(found[name])]:
+        raise OutputError(
+            f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {remedy}"
+        )
+    for name, path in found.items():
+        if files[name] is not None and file_hash(path) != files[name]:
+            raise OutputError(f"{path}: was changed after mlxtune had written it: {remedy}")

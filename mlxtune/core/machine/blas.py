@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxtune.core.files.reading import read_text
+
 # The environment variable that names a library.
 _CHOICE = "MLXTUNE_BLAS"
 # glibc's mallopt parameters (malloc.h).
@@ -73,7 +75,7 @@ def _candidates() -> Iterator[str]:
         # The same result bit for bit in every run, whatever the alignment of the arrays.
         os.environ.setdefault("MKL_CBWR", "AUTO")
         os.environ.setdefault("MKL_DYNAMIC", "FALSE")
-        for line in (package / "RECORD").read_text(encoding="utf-8").splitlines():
+        for line in read_text(package / "RECORD").splitlines():
             file = line.split(",")[0]
             if Path(file).name.startswith("libmkl_rt.so"):
                 yield str(package.parent / file)

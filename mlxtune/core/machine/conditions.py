@@ -15,6 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
+from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.machine.facts import Power, parse_pmset, tool_output
 
 # macOS's kern.memorystatus_vm_pressure_level.
@@ -117,7 +118,7 @@ class Sensors:
 
     def _text(self, path: str | Path) -> str:
         with suppress(OSError):
-            return (self.root / path).read_text(errors="replace").strip()
+            return read_kernel_file(self.root / path).strip()
         return ""
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import as_path, user_cache
+from mlxtune.core.files.reading import read_kernel_file
 
 # The packages that install MLX's own library, all into the same place.
 MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
@@ -264,7 +265,7 @@ def _whole(text: str) -> int | None:
 
 def _text(path: str) -> str:
     with suppress(OSError):
-        return Path(path).read_text(errors="replace")
+        return read_kernel_file(Path(path))
     return ""
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.files.reading import read_text
 from mlxtune.core.machine.diagnosis import OK, PROBLEM, Check
 from mlxtune.core.text import byte_size, count, short_duration
 
@@ -19,7 +20,7 @@ def launched_several() -> bool:
     if "MLX_HOSTFILE" in os.environ:
         # Empty with one rank, which MLX refuses.
         with suppress(OSError):
-            return bool(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8").strip())
+            return bool(read_text(Path(os.environ["MLX_HOSTFILE"])).strip())
     return "MLX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
 

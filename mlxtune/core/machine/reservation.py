@@ -5,16 +5,20 @@ When its process dies the lock is released, and the next reader removes the file
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxtune.core.files.files import make_folder
 from mlxtune.core.files.lock import Held, Lock, holder_of
+from mlxtune.core.files.ours import remove_file
 from mlxtune.errors import MemoryLimitError
 
 _SUFFIX = ".run"
+_NAME = re.compile(r"[0-9]+-[0-9]+\.run")
 _GB = 1e9
 # Only one process at a time may read and reserve; it reads a few small files.
 _DOOR = "door.lock"
@@ -43,7 +47,7 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
     Raises MemoryLimitError, which names the other runs, if all together exceed `capacity`; OSError
     if the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with _door(folder):
         others = reservations(folder)
         if others and sum(each.size for each in others) + size > capacity:
@@ -82,11 +86,11 @@ def reserve_when_free(
 def reservations(folder: Path) -> list[Reservation]:
     """Return the reservations of other processes, and remove the files of dead ones."""
     reserved = []
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+    for path in sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name)):
         holder = holder_of(path)
         if holder is None:
             with suppress(OSError):
-                path.unlink()
+                remove_file(path)
             continue
         pid, size, run = holder.get("pid"), holder.get("bytes"), holder.get("run")
         if isinstance(pid, int) and isinstance(size, int) and isinstance(run, str):

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mlxtune.core.files.files import as_output_error
+from mlxtune.core.files.reading import open_regular
 from mlxtune.core.reports import visible
 from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
 from mlxtune.errors import OutputError
@@ -64,8 +65,8 @@ class PageType:
 
     def _is_own(self, target: Path) -> bool:
         """Return whether a file is a page of this type, or empty."""
-        with target.open(encoding="utf-8", errors="replace") as file:
-            start = file.read(_START)
+        with open_regular(target) as file:
+            start = file.read(_START).decode(errors="replace")
         return not start or f'<meta name="generator" content="mlxtune {self.command}">' in start
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.files.files import file_hash
 from mlxtune.core.runs.retention import Retention
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError
@@ -166,12 +165,6 @@ class Certificate:
         if self.retention is not None:
             lines.append(self.retention.line())
         return lines
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below a folder, by relative path. Raises OSError."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_hash(path) for path in files}
 
 
 def check(certificate: Certificate, target: Path) -> None:

@@ -6,7 +6,6 @@ last: a folder without a manifest is not a checkpoint.
 
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -24,7 +23,15 @@ from mlxtune.core.files.files import (
     write_file,
     write_json,
 )
-from mlxtune.core.files.output_folder import is_folder, put_back, replaced_folder
+from mlxtune.core.files.ours import (
+    discard,
+    is_folder,
+    move,
+    others_in,
+    remove_file,
+    remove_folder,
+)
+from mlxtune.core.files.output_folder import put_back, replaced_folder
 from mlxtune.core.names import is_file_name
 
 # The names mlx-lm expects in an adapter folder.
@@ -37,8 +44,8 @@ BEST = "best"
 # The version of the layout above; others are rejected.
 FORMAT = 1
 _NUMBERED = re.compile("(epoch|step)-[0-9]+")
-_FILES = {ADAPTER, ADAPTER_CONFIG, METADATA, METRICS, MANIFEST}
-_FILES |= {"optimizer.safetensors", "parameters.safetensors"}
+_ALWAYS = {ADAPTER, METADATA, METRICS, MANIFEST}
+_FILES = _ALWAYS | {ADAPTER_CONFIG, "optimizer.safetensors", "parameters.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -137,19 +144,28 @@ def is_named_checkpoint(path: Path) -> bool:
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of ours, valid or not.
 
-    It has our manifest, or one that is damaged and no other files than a checkpoint's.
+    It has our manifest, which may be damaged, and no other files than a checkpoint's.
     """
-    if not is_folder(folder):
-        return False
     try:
-        names = {path.name for path in folder.iterdir()}
-        manifest = read_json(folder / MANIFEST)
-    except ValueError:
-        return names <= _FILES
+        if not is_folder(folder):
+            return False
+        try:
+            files = read_json(folder / MANIFEST).get("files")
+        except ValueError:
+            files = dict.fromkeys(_ALWAYS, "whatever its manifest had")
+            if not all(os.path.lexists(folder / name) for name in _ALWAYS):
+                return False
+        if not isinstance(files, dict) or ADAPTER not in files:
+            return False
+        return not others_in(folder, lambda name: name in _FILES or _is_listed(folder, files, name))
     except OSError:
         return False
-    files = manifest.get("files")
-    return manifest.get("format") == FORMAT and isinstance(files, dict) and ADAPTER in files
+
+
+def _is_listed(folder: Path, files: Mapping[str, Any], name: str) -> bool:
+    """Return whether a file that is not of every checkpoint is the one that its manifest lists."""
+    expected = files.get(name)
+    return isinstance(expected, dict) and file_hash(folder / name) == expected.get("sha256")
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
@@ -162,7 +178,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 def recover(run: Path) -> None:
     """Put `best/` back if a process was killed while replacing it. Raises OSError."""
-    put_back(run / f".{BEST}.old", run / BEST)
+    put_back(run / f".{BEST}.old", run / BEST, is_checkpoint)
 
 
 def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
@@ -187,16 +203,19 @@ def prune(run: Path, keep: set[Path]) -> None:
         numbered = _NUMBERED.fullmatch(path.name) and path not in keep
         # A backup is removed only if its replacement is there.
         backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
-        if is_temporary(path) or ((numbered or backup) and is_checkpoint(path)):
-            _remove(path)
+        if is_temporary(path):
+            _remove_temporary(path)
+        elif (numbered or backup) and is_checkpoint(path):
+            with suppress(OSError):
+                # If the process is killed, what is left is not a checkpoint.
+                aside = beside(path)
+                move(path, aside)
+                discard(aside)
 
 
-def _remove(path: Path) -> None:
+def _remove_temporary(path: Path) -> None:
     with suppress(OSError):
-        if not is_folder(path):
-            path.unlink()
-            return
-        # If the process is killed, what is left is not a checkpoint.
-        aside = beside(path)
-        path.rename(aside)
-        shutil.rmtree(aside)
+        if is_folder(path):
+            remove_folder(path, lambda name: name in _FILES or is_temporary(Path(name)))
+        else:
+            remove_file(path)

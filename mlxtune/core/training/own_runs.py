@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mlxtune.config import user_cache
-from mlxtune.core.files.files import append_line, read_own, write_file
+from mlxtune.core.files.files import append_line, make_folder, read_own, write_file
 
 # Marks a folder whose files of known names are a run's.
 MARK = ".mlxtune"
@@ -26,7 +26,7 @@ def mark(run: Path) -> None:
     # Without a cache, the run only counts as somebody else's.
     with suppress(OSError, ValueError):
         own = _own_runs()
-        own.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(own.parent)
         append_line(own, _line(run, name))
         lines = read_own(own).splitlines(keepends=True)
         if len(lines) > _MAX_LINES:

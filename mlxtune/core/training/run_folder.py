@@ -1,18 +1,25 @@
 """The folder of a run: where to resume, and how a new run replaces it.
 
-`core/runs/run_files.py` lists its files. The process that trains there holds `.lock`.
+`core/runs/run_files.py` lists its files. The process that trains there holds `.mlxtune.lock`.
 """
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.core.files.files import as_output_error, make_folder, write_file
-from mlxtune.core.files.lock import Held, Lock, NoLocks
-from mlxtune.core.files.output_folder import is_folder
+from mlxtune.core.files.lock import Held, Lock, NoLocks, holder_of
+from mlxtune.core.files.ours import (
+    discard,
+    entries,
+    is_empty,
+    is_folder,
+    is_ours,
+    move,
+    remove_file,
+)
 from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import (
     BEST,
@@ -36,13 +43,14 @@ EVALUATION = "evaluation.json"
 REPORT = "report.html"
 PREVIOUS = "previous"
 _MOVING = ".previous.moving"
-LOCK = ".lock"
+LOCK = ".mlxtune.lock"
 # The run's identity with each tracker, and the files of trackers that keep them here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT, PROFILE)
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
-_OF_TRACKERS = (TENSORBOARD, "wandb", TRACKING)
+_TRACKERS = (TENSORBOARD, "wandb")
+_FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK}
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
 
     Raises OutputError when there are checkpoints but none is usable.
     """
-    if is_folder(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
+    if is_checkpoint(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
         # Where another process trains, it is about to come back by itself.
         with suppress(OutputError):
             lock_run(run).release()
@@ -110,20 +118,25 @@ def reopen(run: Path) -> None:
     """Remove the files of a run's end before it resumes. Raises OutputError."""
     for name in (RESULT, EVALUATION):
         with as_output_error(run / name):
-            (run / name).unlink(missing_ok=True)
+            remove_file(run / name)
     # A stale report does no harm.
     with suppress(OSError):
-        (run / REPORT).unlink()
+        remove_file(run / REPORT)
 
 
-def lock_run(run: Path) -> Lock:
+def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
+
+    It is first known to be ours, and as the place of a `new` run to hold nothing in its way.
 
     Raises OutputError when another process trains there, or the folder cannot be written.
     """
     with as_output_error(run, "--checkpoint-dir"):
-        run.mkdir(parents=True, exist_ok=True)
         try:
+            if (holder := holder_of(run / LOCK)) is not None:
+                raise Held(holder)
+            check_own(run, new=new)
+            make_folder(run, "--checkpoint-dir")
             lock = Lock(run / LOCK)
         except Held as held:
             raise OutputError(
@@ -139,19 +152,25 @@ def lock_run(run: Path) -> Lock:
         return lock
 
 
-def check_own(run: Path) -> None:
-    """Raise OutputError if a new run would move or replace what something else wrote there."""
+def check_own(run: Path, *, new: bool = True) -> None:
+    """Raise OutputError if a run would change what something else wrote there.
+
+    A `new` run moves or replaces all of an earlier one, a resumed run only single files.
+    """
     if not run.is_dir():
         return
     with as_output_error(run, "--checkpoint-dir"):
-        paths = list(run.iterdir())
-        others = [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
-        if not (run / MARK).is_file():
-            others += [path for path in paths if path.name in (*_OF_A_RUN, TRACKING)]
-        moved = (run / name for name in (PREVIOUS, _MOVING))
-        others += [path for path in moved if os.path.lexists(path) and not _is_marked(path)]
+        paths = entries(run)
+        files = [path for path in paths if path.name in _FILES]
+        others = [path for path in files if not is_ours(path)]
+        if new:
+            if not is_ours(run / MARK):
+                others += [path for path in files if path.name not in (MARK, LOCK)]
+            others += [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
+            moved = (run / name for name in (PREVIOUS, _MOVING))
+            others += [path for path in moved if os.path.lexists(path) and not _is_run(path)]
     if others:
-        names = join_few(sorted(path.name for path in others))
+        names = join_few(sorted({path.name for path in others}))
         raise OutputError(
             f"{run}: holds {names}, not written by mlxtune: move it away, or choose another "
             "--checkpoint-dir"
@@ -159,15 +178,22 @@ def check_own(run: Path) -> None:
 
 
 def _is_strange(folder: Path) -> bool:
-    return not is_checkpoint(folder) and not _is_empty(folder)
+    return not is_checkpoint(folder) and not is_empty(folder)
 
 
-def _is_empty(folder: Path) -> bool:
-    return is_folder(folder) and not any(folder.iterdir())
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder holds the files of an earlier run alone, or none."""
+    if not is_folder(folder):
+        return False
+    paths = entries(folder)
+    return not paths or (is_ours(folder / MARK) and all(map(_is_of_a_run, paths)))
 
 
-def _is_marked(folder: Path) -> bool:
-    return is_folder(folder) and ((folder / MARK).is_file() or _is_empty(folder))
+def _is_of_a_run(path: Path) -> bool:
+    if is_named_checkpoint(path):
+        return not _is_strange(path)
+    # Trackers choose the names of their files.
+    return is_folder(path) if path.name in _TRACKERS else path.name in _FILES and is_ours(path)
 
 
 def archive_previous_run(run: Path) -> Path | None:
@@ -185,19 +211,23 @@ def archive_previous_run(run: Path) -> Path | None:
         earlier = [path for path in sorted(run.iterdir()) if is_named_checkpoint(path)]
         earlier += [run / name for name in _OF_A_RUN if os.path.lexists(run / name)]
         if os.path.lexists(run / TRACKING):
-            earlier += [run / name for name in _OF_TRACKERS if os.path.lexists(run / name)]
+            names = (*_TRACKERS, TRACKING)
+            earlier += [run / name for name in names if os.path.lexists(run / name)]
         if not earlier and not is_folder(moving):
             mark(run)
             return None
-        moving.mkdir(exist_ok=True)
+        make_folder(moving)
         if is_own(run):
             mark(moving)
         else:
             write_file(moving / MARK, [])
         for path in earlier:
-            path.rename(moving / path.name)
+            # A run that was resumed after a move that was interrupted has made some again.
+            if path.name in _FILES:
+                remove_file(moving / path.name)
+            move(path, moving / path.name)
         if previous.exists():
-            shutil.rmtree(previous)
-        moving.rename(previous)
+            discard(previous)
+        move(moving, previous)
         mark(run)
     return previous

@@ -317,3 +317,15 @@ def test_key_depends_on_every_part_and_not_on_their_order() -> None:
     assert key_of(dict(reversed(parts.items()))) == key_of(parts)
     assert len({key_of(each) for each in [parts, *others]}) == 1 + len(others)
     assert key_of(parts).isalnum()
+
+
+def test_file_of_the_user_in_an_entry_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(tmp_path, Encoding())
+    (tmp_path / "key" / "thesis.tex").write_text("mine")
+    (tmp_path / "key" / "tokens").write_bytes(b"damaged")
+    monkeypatch.setattr(cache_module, "MAX_BYTES", 1)
+    assert content(encode(tmp_path, Encoding())) == EXPECTED
+    encode(tmp_path, Encoding(), "other")
+    assert (tmp_path / "key" / "thesis.tex").read_text() == "mine"

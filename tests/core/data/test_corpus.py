@@ -35,7 +35,7 @@ def in_memory(rows: Sequence[PlainRow]) -> ExampleArrays:
 def written(folder: Path, rows: Sequence[PlainRow], at_once: int = 2) -> ExampleArrays:
     examples = [[example(row, pairs) for pairs in each] for row, each in rows]
     write_arrays(folder, (examples[i : i + at_once] for i in range(0, len(rows), at_once)))
-    return ExampleArrays.open(folder)
+    return ExampleArrays.mapped(folder)
 
 
 def plain(one: Example) -> Pairs:

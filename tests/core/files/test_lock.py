@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.files.lock import Held, Lock, NoLocks, holder_of
+from mlxtune.core.files.ours import NotOurs
 from tests.holders import hold_elsewhere
 
 HOLDER = """
@@ -148,3 +149,14 @@ def test_looking_for_a_holder_changes_nothing(tmp_path: Path) -> None:
     assert (holder_of(path) or {})["pid"] == os.getpid()
     assert path.stat() == before
     lock.release()
+
+
+@pytest.mark.parametrize("content", ["mine", "[1]", '{"process": 1}', "7"])
+def test_lock_of_another_program_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / ".lock"
+    path.write_text(content)
+    with pytest.raises(NotOurs, match="did not write it"):
+        Lock(path)
+    assert path.read_text() == content
+    with path.open() as other:  # it is not locked either
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxtune.core.runs.certificate import Certificate, Comparison, WeightCheck, check, hashes
+from mlxtune.core.files.output_folder import hashes
+from mlxtune.core.runs.certificate import Certificate, Comparison, WeightCheck, check
 from mlxtune.errors import OutputError
 
 

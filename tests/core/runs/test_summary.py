@@ -96,7 +96,7 @@ def test_unfinished_run_says_how_to_go_on_and_one_under_way_that_it_is(
     assert (found.status, found.finished) == ("unfinished", False)
     assert found.resume == "mlxtune train --resume 'my run'"
 
-    lock = Lock(folder / ".lock")
+    lock = Lock(folder / ".mlxtune.lock")
     try:
         going = summarize(read_run(folder))
     finally:

@@ -123,7 +123,9 @@ class FakePipeline:
             if self._full(folder, len(batches)):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             write_file(folder / "adapters.safetensors", [str(len(batches)).encode()])
-            write_json(folder / "optimizer.json", {"batches": batches, "learning_rates": rates})
+            write_json(
+                folder / "optimizer.safetensors", {"batches": batches, "learning_rates": rates}
+            )
 
         return write
 
@@ -131,7 +133,7 @@ class FakePipeline:
         self.loads += 1
 
     def restore(self, folder: Path) -> None:
-        state = json.loads((folder / "optimizer.json").read_text())
+        state = json.loads((folder / "optimizer.safetensors").read_text())
         self.batches, self.learning_rates = state["batches"], state["learning_rates"]
 
     def describe(self) -> Mapping[str, Any]:

@@ -53,7 +53,13 @@ def test_checkpoint_replaces_a_folder_of_its_name_as_a_whole(tmp_path: Path) -> 
         write_checkpoint(target, adapter(content), {"content": content})
         assert content_of(target) == whole(content)
         assert names_in(tmp_path) == ["best"]
-        (target / "stray").write_text("")
+
+    (target / "stray").write_text("mine")
+    with pytest.raises(OutputError, match="best: holds files that mlxtune did not write"):
+        write_checkpoint(target, adapter("newer"), {})
+    prune(tmp_path, set())
+    assert (target / "stray").read_text() == "mine"
+    assert (target / "adapters.safetensors").read_text() == "new"
 
 
 @pytest.mark.parametrize("strange", ["folder", "file", "link"])

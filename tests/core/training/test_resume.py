@@ -321,6 +321,6 @@ def test_checkpoint_holds_all_that_a_run_is_made_of(tmp_path: Path) -> None:
     folder = tmp_path / "epoch-4"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"].keys() == names_in(folder) - {"manifest.json"}
-    assert {"adapters.safetensors", "optimizer.json", "metadata.json"} <= names_in(folder)
+    assert {"adapters.safetensors", "optimizer.safetensors", "metadata.json"} <= names_in(folder)
     assert without_times(log_of(folder)) == without_times(log_of(tmp_path))
     assert log_of(folder)[-1]["kind"] == "epoch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from mlxtune.core.training.run_folder import (
     MARK,
     archive_previous_run,
     find_resume_point,
+    lock_run,
     reopen,
 )
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
+from tests.attacks.attack import contents
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 
 
@@ -183,3 +186,40 @@ def test_checkpoint_whose_metrics_end_at_another_step_is_not_resumed(tmp_path: P
     assert again is not None
     assert again.checkpoint.folder != newest.folder
     assert "metrics end at step" in again.skipped[newest.folder]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_nothing_is_locked_or_written_before_the_folder_is_known(tmp_path: Path, new: bool) -> None:
+    names = ("metrics.jsonl", "run.json") if new else ("run.json",)
+    for name in names:
+        (tmp_path / "mine").write_text("mine")
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    before = contents(tmp_path)
+    with pytest.raises(OutputError, match=r"holds .*run\.json, not written by mlxtune"):
+        lock_run(tmp_path, new=new)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "best/thesis.tex", "run.json"])
+def test_earlier_run_with_a_file_of_the_user_is_not_removed(tmp_path: Path, name: str) -> None:
+    run_in(tmp_path, "first")
+    archive_previous_run(tmp_path)
+    mine = tmp_path / "previous" / name
+    mine.unlink(missing_ok=True)
+    if name == "run.json":
+        mine.symlink_to(tmp_path)
+    else:
+        mine.write_text("mine")
+    run_in(tmp_path, "second")
+    with pytest.raises(OutputError, match="holds previous, not written by mlxtune"):
+        archive_previous_run(tmp_path)
+    assert os.path.lexists(mine)
+
+
+def test_litter_of_a_desktop_is_in_nobodys_way(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    for folder in (tmp_path, tmp_path / "best"):
+        (folder / ".DS_Store").write_text("")
+    archive_previous_run(tmp_path)
+    run_in(tmp_path, "second")
+    assert archive_previous_run(tmp_path) is not None

@@ -115,7 +115,7 @@ def test_nothing_is_written_that_would_come_after_a_best_which_is_not_there(
 def test_recent_checkpoints_are_kept_and_others_removed_but_what_is_not_ours(
     tmp_path: Path,
 ) -> None:
-    left = (".step-0.old", ".step-5.old", ".best.0123456789abcdef.tmp")
+    left = (".step-0.old", ".step-5.old", ".mlxtune-best.0123456789abcdef.tmp")
     for name in ("step-1", "epoch-1", *left):
         write_checkpoint(tmp_path / name, Disk(tmp_path).write, {"step": 1})
     (tmp_path / "notes.txt").write_text("mine")

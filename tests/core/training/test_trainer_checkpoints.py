@@ -118,7 +118,7 @@ def test_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     failed: list[int] = []
 
     def full_once(folder: Path, step: int) -> bool:
-        if f".{name}." not in folder.name or failed:
+        if f"-{name}." not in folder.name or failed:
             return False
         failed.append(step)
         return True
@@ -140,7 +140,7 @@ def test_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
 def test_best_checkpoint_is_kept_in_memory_until_the_disk_takes_it(tmp_path: Path) -> None:
     # Full during the second epoch's end, which is the best of three; the third is worse.
     pipeline = FakePipeline(
-        full=lambda folder, step: ".best." in folder.name and len(pipeline.batches) == 6,
+        full=lambda folder, step: "-best." in folder.name and len(pipeline.batches) == 6,
         val_loss=lambda v: [4.0, 3.0, 1.0, 2.0][v],
     )
     train(tmp_path, pipeline, epochs=3, observer=Told())
@@ -153,7 +153,7 @@ def test_best_checkpoint_that_can_never_be_written_is_an_error_and_keeps_that_of
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline(
-        full=lambda folder, step: step > 3 and ".best." in folder.name, val_loss=lambda v: 3.0 - v
+        full=lambda folder, step: step > 3 and "-best." in folder.name, val_loss=lambda v: 3.0 - v
     )
     with pytest.raises(OutputError, match=r"best.*; the last good checkpoint is .*epoch-1"):
         train(tmp_path, pipeline)

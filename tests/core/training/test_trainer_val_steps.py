@@ -66,13 +66,13 @@ def test_run_validates_every_so_many_steps_and_once_at_the_end_of_each_epoch(
         assert [line["step"] for line in log if line["kind"] == "validation"] == steps
         assert len(found.epoch_metrics) == math.ceil(steps[-1] / per_epoch)
         # Each validation is saved, and nothing is saved twice.
-        saved = [step for name, step in made.saves if name.startswith(".step-")]
+        saved = [step for name, step in made.saves if name.startswith(".mlxtune-step-")]
         within = [step for step in steps[1:-1] if step % per_epoch]
         assert len(saved) == len(set(saved))
         assert set(within) <= set(saved)
         if save_steps is None:
             assert saved == within
-        assert [step for name, step in made.saves if name.startswith(".best.")] == steps[1:]
+        assert [step for name, step in made.saves if name.startswith(".mlxtune-best.")] == steps[1:]
         # What is learned is not affected.
         with tempfile.TemporaryDirectory() as other:
             plain = FakePipeline(val_loss=lambda v: 9.0)

@@ -23,6 +23,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     path_in_layer,
 )
 from mlxtune.core.files.files import write_file, write_json
+from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
@@ -79,7 +80,7 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
 def copy_mlx_lm(weights: Path, folder: Path) -> None:
     """Copy an adapter and its config, byte for byte. Raises OutputError."""
     for path, name in (weights, ADAPTER), (weights.with_name(ADAPTER_CONFIG), ADAPTER_CONFIG):
-        write_file(folder / name, [path.read_bytes()])
+        write_file(folder / name, [read_bytes(path)])
 
 
 def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:

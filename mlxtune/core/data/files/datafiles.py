@@ -17,6 +17,7 @@ from mlxtune.core.data.files.expansion import check_gzip, check_sparse, check_va
 from mlxtune.core.data.files.json_array import array_elements
 from mlxtune.core.data.files.parquet import parquet_rows
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.errors import DataError, one_line
 
 # File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
@@ -167,12 +168,12 @@ def _is_array(head: bytes) -> bool:
 
 
 def _is_zipped(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(len(_GZIP)) == _GZIP
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path, "rb") if _is_zipped(path) else path.open("rb")
+def _open(path: Path) -> IO[bytes]:
+    return open_zipped(path) if _is_zipped(path) else open_regular(path)
 
 
 # JSON

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mlxtune.core.data.problems import BadRow
+from mlxtune.core.files.reading import open_zipped
 from mlxtune.core.text import byte_size
 from mlxtune.errors import DataError
 
@@ -39,7 +40,7 @@ def check_gzip(path: Path) -> None:
     left = most_bytes(size)
     if size * _MOST_OF_GZIP <= left:
         return
-    with suppress(EOFError, zlib.error, gzip.BadGzipFile), gzip.open(path) as file:
+    with suppress(EOFError, zlib.error, gzip.BadGzipFile), open_zipped(path) as file:
         while piece := file.read(_PIECE):
             left -= len(piece)
             if left < 0:

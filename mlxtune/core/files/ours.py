@@ -1,0 +1,174 @@
+"""Which files are ours to change: regular, the user's, with one name, and no links.
+
+Every file that the package writes, truncates, locks, appends to, moves or removes is checked here:
+an opened one by its descriptor, any other one just before its name changes hands.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+# Left in a folder by the systems that show it, and of no value to anybody.
+_LITTER = {".DS_Store"}
+_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class NotOurs(OSError):
+    """A file that mlxtune must not change."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(errno.EEXIST, reason, str(path))
+
+
+def open_ours(path: Path, flags: int) -> int:
+    """Return the descriptor of a file that is ours, or that `flags` makes.
+
+    Nothing is truncated: that is left until the file is known. Raises NotOurs or OSError.
+    """
+    assert not flags & os.O_TRUNC
+    try:
+        descriptor = os.open(path, flags | _OPEN, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise NotOurs(path, "it is a symbolic link") from error
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            raise NotOurs(path, "it is not a regular file") from error
+        raise
+    try:
+        _check(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_file(path: Path) -> None:
+    """Raise NotOurs if a file stands here that is not ours; OSError."""
+    with suppress(FileNotFoundError):
+        _check(path, path.lstat())
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file stands here that is ours."""
+    try:
+        _check(path, path.lstat())
+    except OSError:
+        return False
+    return True
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file of ours; none need be there. Raises NotOurs or OSError."""
+    check_file(path)
+    path.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, target: Path) -> None:
+    """Rename a file of ours, in place of another one of ours. Raises NotOurs or OSError."""
+    check_file(path)
+    check_file(target)
+    path.replace(target)
+
+
+def move(path: Path, target: Path) -> None:
+    """Rename a file or folder to a name that is free. Raises OSError."""
+    if os.path.lexists(target):
+        raise NotOurs(target, "it is in the way")
+    path.rename(target)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether this is a folder, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def is_empty(folder: Path) -> bool:
+    """Return whether this is a folder, not a link to one, with nothing in it. Raises OSError."""
+    return is_folder(folder) and not entries(folder)
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted, apart from the litter of desktops. Raises OSError."""
+    return sorted(path for path in folder.iterdir() if path.name not in _LITTER)
+
+
+def contents(folder: Path) -> dict[str, Path]:
+    """Return all below a folder that is no folder, by relative path. Raises OSError."""
+    found: dict[str, Path] = {}
+    for path in entries(folder):
+        if is_folder(path):
+            found |= {f"{path.name}/{name}": each for name, each in contents(path).items()}
+        else:
+            found[path.name] = path
+    return found
+
+
+def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
+    """Return the relative paths below a folder that are not known or no files of ours.
+
+    Raises OSError.
+    """
+    return [name for name, path in contents(folder).items() if not (known(name) and is_ours(path))]
+
+
+def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
+    """Remove a folder whose every file is known, by its relative path, and ours.
+
+    Raises NotOurs, and removes nothing, if there are others; OSError.
+    """
+    if not is_folder(folder):
+        raise NotOurs(folder, "it is not a folder")
+    if others := others_in(folder, known):
+        raise NotOurs(folder / others[0], "mlxtune did not write it")
+    discard(folder)
+
+
+def discard(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a folder that is known to be ours, and all in it.
+
+    Links in it are removed, and not followed. Raises OSError.
+    """
+    shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise NotOurs(path, "it is a symbolic link")
+    if not stat.S_ISREG(status.st_mode):
+        raise NotOurs(path, "it is not a regular file")
+    if status.st_nlink > 1:
+        raise NotOurs(path, "it is also a file of another name, by a hard link")
+    user = os.geteuid()
+    if status.st_uid != user and status.st_uid != _owner_of_new_files(status.st_dev, path.parent):
+        raise NotOurs(path, "it belongs to another user")
+
+
+@cache
+def _owner_of_new_files(device: int, folder: Path) -> int:
+    """Return whom a file system names as the owner of our files, if it is not this user.
+
+    Some network and shared file systems give all files one owner.
+    """
+    del device  # of the cache's key: another file system may be mounted here
+    path = folder / temporary_name("owner")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+    except OSError:
+        return os.geteuid()
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def temporary_name(name: str) -> str:
+    """Return a name that nobody can foresee, and that only mlxtune gives, for what is not whole."""
+    # Any file system takes names of this length.
+    return f".mlxtune-{name[:40]}.{secrets.token_hex(8)}.tmp"

@@ -1,0 +1,82 @@
+"""Files opened to be read: regular ones, which neither block nor have no end."""
+
+import errno
+import gzip
+import io
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import IO, cast
+
+# More than any file that is read whole without a limit of its kind.
+MOST_BYTES = 2**30
+
+
+class NotRegular(OSError, ValueError):
+    """A pipe, a device or, where links are not followed, a link."""
+
+
+def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
+    """Open a regular file to read it. Raises OSError: NotRegular if it is none."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not links):
+            raise NotRegular(f"{path.name} is not a regular file") from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise NotRegular(f"{path.name} is not a regular file")
+
+
+class _Zipped(gzip.GzipFile):
+    """A gzip file that closes the file that it reads."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        super().__init__(fileobj=file, mode="rb")
+        self._file = file
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def open_zipped(path: Path) -> IO[bytes]:
+    """Open a gzip file to read what it unpacks to. Raises OSError as `open_regular` does."""
+    return cast(IO[bytes], _Zipped(open_regular(path)))
+
+
+def read_bytes(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> bytes:
+    """Return the content of a regular file.
+
+    Raises ValueError if it has more bytes than the limit; OSError as `open_regular` does.
+    """
+    with open_regular(path, links=links) as file:
+        # A file may grow while it is read.
+        if os.fstat(file.fileno()).st_size > limit or len(content := file.read(limit + 1)) > limit:
+            raise ValueError(f"{path.name} is too large")
+    return content
+
+
+def read_text(path: Path, limit: int = MOST_BYTES) -> str:
+    """Return the text of a regular file in UTF-8. Raises ValueError or OSError."""
+    return read_bytes(path, limit).decode("utf-8")
+
+
+def read_start(path: Path, size: int) -> bytes:
+    """Return the first bytes of a file, pipe or device. Raises OSError."""
+    # Opened without blocking, a pipe that nobody writes to reads as empty.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        os.set_blocking(file.fileno(), True)
+        return file.read(size)
+
+
+def read_kernel_file(path: Path) -> str:
+    """Return the text of a file that the kernel makes as it is read. Raises OSError."""
+    return path.read_text(encoding=sys.getfilesystemencoding(), errors="replace")

@@ -1,0 +1,47 @@
+"""Folders and files for the time of a task, of names that nobody can foresee."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+# What a killed process leaves is recognised by it.
+PREFIX = ".mlxtune-"
+
+
+@contextmanager
+def scratch_folder(purpose: str = "", parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder, which is removed afterwards if it is still there.
+
+    It is among the system's temporary files, or in `parent`. Raises OSError.
+    """
+    prefix = PREFIX if parent is not None else _prefix(purpose)
+    with tempfile.TemporaryDirectory(
+        prefix=prefix, dir=parent, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+def lasting_folder(purpose: str = "", parent: Path | None = None) -> Path:
+    """Return a new folder, which is removed as this process ends. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(purpose), dir=parent))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def scratch_file() -> IO[bytes]:
+    """Return a new file without a name, to be written and read. Raises OSError."""
+    return tempfile.TemporaryFile()
+
+
+def nowhere() -> IO[str]:
+    """Open a file that keeps nothing of what is written. Raises OSError."""
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def _prefix(purpose: str) -> str:
+    return f"mlxtune-{purpose}-" if purpose else "mlxtune-"

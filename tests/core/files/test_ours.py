@@ -1,0 +1,200 @@
+"""A file is ours before it is written, truncated, locked, appended to, moved or removed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.files import ours
+from mlxtune.core.files.files import (
+    append_line,
+    check_outputs,
+    is_temporary,
+    open_to_append,
+    open_to_write,
+    write_file,
+)
+from mlxtune.core.files.lock import Lock
+from mlxtune.core.files.ours import NotOurs, open_ours, remove_file, remove_folder, replace_file
+from mlxtune.errors import OutputError
+from tests.attacks.attack import contents
+
+SECRET = "secret: not to be lost"
+
+
+def _hard_link(path: Path, secret: Path) -> None:
+    os.link(secret, path)
+
+
+def _link(path: Path, secret: Path) -> None:
+    path.symlink_to(secret)
+
+
+def _dangling(path: Path, secret: Path) -> None:
+    path.symlink_to(secret.parent / "none")
+
+
+def _pipe(path: Path, secret: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path, secret: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def _folder(path: Path, secret: Path) -> None:
+    path.mkdir()
+    (path / "mine").write_text(SECRET)
+
+
+PLANTS: dict[str, Callable[[Path, Path], None]] = {
+    "hard link": _hard_link,
+    "link": _link,
+    "dangling link": _dangling,
+    "pipe": _pipe,
+    "socket": _socket,
+    "folder": _folder,
+}
+OPERATIONS: dict[str, Callable[[Path], object]] = {
+    "write": lambda path: write_file(path, [b"new"]),
+    "append": lambda path: append_line(path, "new"),
+    "open to append": lambda path: open_to_append(path).close(),
+    "open to write": lambda path: open_to_write(path).close(),
+    "lock": Lock,
+    "remove": remove_file,
+    "replace": lambda path: replace_file(path, path.with_name("target")),
+    "check": lambda path: check_outputs([path], [], "--output"),
+}
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "home" / "id_ed25519"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_file_that_is_not_ours_is_left_as_it_is(
+    tmp_path: Path, secret: Path, folder: Path, plant: str, operation: str
+) -> None:
+    path = folder / "file"
+    PLANTS[plant](path, secret)
+    before = contents(tmp_path, folder_times=False)
+    with pytest.raises(OSError):
+        OPERATIONS[operation](path)
+    assert contents(tmp_path, folder_times=False) == before
+
+
+@pytest.mark.parametrize("plant", ["hard link", "link"])
+def test_file_is_not_replaced_where_another_one_stands(
+    tmp_path: Path, secret: Path, folder: Path, plant: str
+) -> None:
+    (folder / "new").write_text("new")
+    PLANTS[plant](folder / "target", secret)
+    before = contents(tmp_path)
+    with pytest.raises(NotOurs):
+        replace_file(folder / "new", folder / "target")
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture
+def another_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Be another user than the one whose files there are."""
+    ours._owner_of_new_files.cache_clear()
+    user = os.geteuid() + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: user)
+        yield patch
+    ours._owner_of_new_files.cache_clear()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_another_users_file_is_left_as_it_is(
+    folder: Path, operation: str, another_user: pytest.MonkeyPatch
+) -> None:
+    another_user.setattr(ours, "_owner_of_new_files", lambda *_: os.geteuid())
+    (folder / "file").write_text(SECRET)
+    before = contents(folder, folder_times=False)
+    with pytest.raises(OSError, match="belongs to another user"):
+        OPERATIONS[operation](folder / "file")
+    assert contents(folder, folder_times=False) == before
+
+
+@pytest.mark.usefixtures("another_user")
+def test_where_all_new_files_have_one_owner_its_files_are_ours(folder: Path) -> None:
+    (folder / "file").write_text("")
+    append_line(folder / "file", "new")
+    assert (folder / "file").read_text() == "new\n"
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_error_names_the_file_the_reason_and_the_remedy(secret: Path, folder: Path) -> None:
+    os.link(secret, folder / "a")
+    with pytest.raises(OutputError) as raised:
+        write_file(folder / "a", [b""])
+    assert str(raised.value) == (
+        f"{folder / 'a'}: cannot be written: it is also a file of another name, by a hard link: "
+        "move it away, or choose another path"
+    )
+
+
+def test_file_that_is_swapped_after_it_was_opened_is_judged_by_its_descriptor(
+    secret: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = folder / "a", os.open
+    os.link(secret, path)
+
+    def open_and_swap(*args: object, **options: object) -> int:
+        descriptor: int = opened(*args, **options)  # type: ignore[arg-type]
+        path.unlink()
+        path.write_text("innocent")
+        os.link(secret, folder / "again")
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_and_swap)
+    with pytest.raises(NotOurs, match="hard link"):
+        open_ours(path, os.O_RDWR)
+
+
+def test_folder_is_removed_only_where_every_file_is_known_and_ours(
+    tmp_path: Path, secret: Path, folder: Path
+) -> None:
+    known = {"a", "b", "inner/c"}.__contains__
+    (folder / "inner").mkdir()
+    for name in ("a", "inner/c", ".DS_Store"):
+        (folder / name).write_text("")
+    for name, plant in (("other", _pipe), ("inner/a", _pipe), ("b", _hard_link), ("b", _link)):
+        plant(folder / name, secret)
+        before = contents(tmp_path)
+        with pytest.raises(NotOurs):
+            remove_folder(folder, known)
+        assert contents(tmp_path) == before
+        (folder / name).unlink()
+    remove_folder(folder, known)
+    assert not folder.exists()
+    folder.symlink_to(secret.parent)
+    with pytest.raises(NotOurs, match="not a folder"):
+        remove_folder(folder, known)
+
+
+@pytest.mark.parametrize(
+    "name", [".notes.0123456789abcdef.tmp", ".a.0123456789abcdef.tmp", "b.tmp", ".mlxtune-a.tmp"]
+)
+def test_temporary_files_of_other_programs_have_other_names(name: str) -> None:
+    assert not is_temporary(Path(name))
+    assert is_temporary(Path(ours.temporary_name(name)))
