@@ -6,15 +6,14 @@ writes there, so that no folder of another program is taken for one of these.
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxtune.config import user_cache
-from mlxtune.core.files.files import is_temporary, read_json
+from mlxtune.core.files.files import is_temporary, make_folder, read_json
 from mlxtune.core.files.lock import Held, Lock, holder_of
-from mlxtune.core.files.output_folder import is_folder
+from mlxtune.core.files.ours import discard, is_folder, remove_file
 
 _NOTES = "unfinished"
 
@@ -32,7 +31,7 @@ def noted(folder: Path) -> Iterator[None]:
     # Without a note, nothing is lost but the removal after a kill.
     with suppress(OSError, Held):
         notes = user_cache() / _NOTES
-        notes.mkdir(parents=True, exist_ok=True)
+        make_folder(notes)
         lock = Lock(notes / f"{secrets.token_hex(8)}.json", note)
     try:
         yield
@@ -52,10 +51,10 @@ def remove_unfinished() -> list[Path]:
                 note = read_json(path)
                 folder = Path(note["folder"])
                 if _is_noted(folder, note["device"], note["inode"]):
-                    shutil.rmtree(folder)
+                    discard(folder)
                     removed.append(folder)
             with suppress(OSError):
-                path.unlink()
+                remove_file(path)
     return removed
 
 

@@ -201,7 +201,7 @@ def test_what_a_kill_left_of_fuse_is_removed_by_the_next(
     assert finish(process).code == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     # Of the same kind of name, and nobody's note: it may be another program's.
-    other = tmp_path / ".fused.0123456789abcdef.tmp"
+    other = tmp_path / ".mlxtune-fused.0123456789abcdef.tmp"
     other.mkdir()
     (other / "mine").write_text("mine")
     outcome = cli(*fuse(model, adapter, target))
@@ -212,7 +212,7 @@ def test_what_a_kill_left_of_fuse_is_removed_by_the_next(
 
 
 def test_leftover_of_a_kill_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / ".fused.0123456789abcdef.tmp"
+    folder = tmp_path / ".mlxtune-fused.0123456789abcdef.tmp"
     folder.mkdir()
     (folder / "model.safetensors").write_text("weights")
     with noted(folder):
@@ -225,7 +225,7 @@ def test_leftover_of_a_kill_is_removed(tmp_path: Path) -> None:
 
 
 def test_folder_of_another_inode_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
-    folder = tmp_path / ".fused.0123456789abcdef.tmp"
+    folder = tmp_path / ".mlxtune-fused.0123456789abcdef.tmp"
     folder.mkdir()
     with noted(folder):
         # It is being filled.

@@ -16,6 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.model.model_config import LAYERS, config_problems, counts
 from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.machine.panics import caught_panics
 from mlxtune.errors import ModelError, one_line
 from mlxtune.hub.answers import check_answers
@@ -119,11 +120,9 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
         yield folder
         return
     scratch = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(
-        prefix="mlxtune-model-", dir=scratch if glob.escape(scratch) == scratch else "/tmp"
-    ) as link:
-        (Path(link) / "model").symlink_to(folder.absolute(), target_is_directory=True)
-        yield Path(link) / "model"
+    parent = Path(scratch if glob.escape(scratch) == scratch else "/tmp")
+    with linked_folder(folder, parent) as link:
+        yield link
 
 
 def check_auto_map(folder: Path) -> None:

@@ -26,6 +26,15 @@ def scratch_folder(purpose: str = "", parent: Path | None = None) -> Iterator[Pa
         yield Path(folder)
 
 
+@contextmanager
+def linked_folder(folder: Path, parent: Path) -> Iterator[Path]:
+    """Yield a link to a folder, named `model`, in a new folder of `parent`. Raises OSError."""
+    with scratch_folder(parent=parent) as scratch:
+        link = scratch / "model"
+        link.symlink_to(folder.absolute(), target_is_directory=True)
+        yield link
+
+
 def lasting_folder(purpose: str = "", parent: Path | None = None) -> Path:
     """Return a new folder, which is removed as this process ends. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix=_prefix(purpose), dir=parent))

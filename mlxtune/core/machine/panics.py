@@ -2,10 +2,11 @@
 
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from mlxtune.core.files.scratch import scratch_file
 
 _STDERR = 2
 _lock = threading.Lock()
@@ -52,7 +53,7 @@ def _hold_back() -> tuple[int, int] | None:
     except OSError:
         return None
     try:
-        with tempfile.TemporaryFile() as file:
+        with scratch_file() as file:
             held = os.dup(file.fileno())
         os.dup2(held, _STDERR)
     except OSError:
@@ -66,7 +67,8 @@ def _let_go(held: int, before: int, *, drop: bool) -> None:
         sys.stderr.flush()
     os.dup2(before, _STDERR)
     os.close(before)
-    with open(held, "rb") as file, suppress(OSError):
-        file.seek(0)
-        while not drop and (written := file.read(2**16)):
+    with suppress(OSError):
+        os.lseek(held, 0, os.SEEK_SET)
+        while not drop and (written := os.read(held, 2**16)):
             os.write(_STDERR, written)
+    os.close(held)
