@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.device import on_cpu
+from mlxtune.backend.model.device import has_metal, on_cpu
 from mlxtune.errors import one_line
 
 # Elements that each thread computes, and threads of a group.
@@ -107,7 +107,7 @@ def gate_kernels_problem() -> str:
 
 def device_kernels() -> GateKernels:
     """Return the device's kernels, untried. Raises what MLX does where it cannot make them."""
-    metal = mx.metal.is_available()
+    metal = has_metal()
     return GateKernels(mx.fast.metal_kernel if metal else mx.fast.cuda_kernel, metal=metal)
 
 

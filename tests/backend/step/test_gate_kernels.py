@@ -74,7 +74,7 @@ def as_on_gpu(
 ) -> None:
     gate_kernels._tried.cache_clear()
     monkeypatch.setattr(gate_kernels, "on_cpu", lambda: False)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(gate_kernels, "has_metal", lambda: metal)
     monkeypatch.setattr(mx.fast, "metal_kernel" if metal else "cuda_kernel", make)
 
 
