@@ -11,24 +11,9 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from mlxtune.cli.bench import bench
-from mlxtune.cli.chat import chat
-from mlxtune.cli.demo import demo
-from mlxtune.cli.doctor import doctor
-from mlxtune.cli.eval import evaluate
-from mlxtune.cli.export import export
-from mlxtune.cli.fuse import fuse
-from mlxtune.cli.generate import generate
-from mlxtune.cli.import_ import import_
-from mlxtune.cli.inspect import inspect
-from mlxtune.cli.plan import plan
-from mlxtune.cli.push import push
-from mlxtune.cli.report import report
-from mlxtune.cli.runs import runs
+from mlxtune.cli.commands import COMMANDS
 from mlxtune.cli.streams import drop_results, flush_results, open_streams
 from mlxtune.cli.surroundings import check_current_folder, set_temporary_folder
-from mlxtune.cli.train import train
-from mlxtune.cli.verify import verify
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
 from mlxtune.errors import ConfigError, Interrupted, MlxTuneError, TrainingInterrupted, printable
 from mlxtune.start import unguard
@@ -46,25 +31,6 @@ EXIT_CODES = {
 # Shells that complete a command line set it to their request; click expects this name.
 _COMPLETE = "_MLXTUNE_COMPLETE"
 _INTERRUPTED = "mlxtune: interrupted"
-# In the order of --help.
-COMMANDS = (
-    demo,
-    doctor,
-    inspect,
-    plan,
-    train,
-    evaluate,
-    generate,
-    chat,
-    report,
-    runs,
-    verify,
-    fuse,
-    export,
-    import_,
-    push,
-    bench,
-)
 
 
 class _InOrder(click.Group):

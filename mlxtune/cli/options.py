@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,23 +65,29 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
-config_option = click.option(
-    "--config", type=click.Path(), help="YAML or TOML file of options; flags win."
+config_option = click.Option(
+    ["--config"], type=click.Path(), help="YAML or TOML file of options; flags win."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 # main() reads --debug from the arguments.
-debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+debug_option = click.Option(
+    ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
 )
 
 
 class ConfigCommand(click.Command):
-    """A command with an option for each field of a config, and help in sections."""
+    """A command with an option for each field of a config, and help in sections.
 
-    def __init__(self, *args: Any, config: type, **kwargs: Any) -> None:
+    The field `argument` is an argument instead of an option.
+    """
+
+    def __init__(self, *args: Any, config: type, argument: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.config = config
-        self.params = [*config_options(config), *self.params]
+        fields = (each for each in config_options(config) if each.name != argument)
+        self.params = [*fields, *self.params]
+        if argument is not None:
+            place = click.Argument([argument], metavar="PATH", type=click.Path(), required=False)
+            self.params.insert(0, place)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section; those of the command itself close the last."""
@@ -97,29 +102,6 @@ class ConfigCommand(click.Command):
             if rows := [row for name in names if (row := records[name])]:
                 with formatter.section(section):
                     formatter.write_dl(rows)
-
-
-def config_command(
-    kind: type[Config], *, example: str, name: str | None = None
-) -> Callable[[Callable[[Config], None]], click.Command]:
-    """Make a command of a function of a config, which is built from flags and a file."""
-
-    def decorate(run: Callable[[Config], None]) -> click.Command:
-        @click.command(
-            name or run.__name__,
-            cls=ConfigCommand,
-            config=kind,
-            help=run.__doc__,
-            epilog=f"Example: {example}",
-        )
-        @config_option
-        @debug_option
-        def command(config: str | None, **flags: Any) -> None:
-            run(merged(kind, config, flags))
-
-        return command
-
-    return decorate
 
 
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:

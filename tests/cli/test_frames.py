@@ -7,11 +7,13 @@ import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 # isort: split
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import mlx.core as mx
 import pytest
 
 from mlxtune.backend.step import linear_head
+from mlxtune.cli import COMMANDS
 from tests.models import sums, write_chat, write_model
 
 # From `train` of the command line to the function that calls mx.fast.cross_entropy.
@@ -22,19 +24,20 @@ def test_loss_is_few_frames_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts Python frames of mlxtune's files; click's and MLX's own are not counted."""
-    from mlxtune.cli.train import train
-
+    train = next(each for each in COMMANDS if each.name == "train")
+    assert isinstance(train.callback, FunctionType)
+    start = train.callback.__code__
     stacks: list[list[str]] = []
 
     def loss_sum(*arrays: mx.array, **options: mx.array) -> mx.array:
         frame, names = sys._getframe(1), []
-        while frame.f_code is not train.callback.__code__:
+        while frame.f_code is not start:
             module = frame.f_globals["__name__"]
             if module.startswith("mlxtune."):
                 names.append(f"{module}.{frame.f_code.co_qualname}")
             assert frame.f_back is not None
             frame = frame.f_back
-        stacks.append([*names, "mlxtune.cli.train.train"][::-1])
+        stacks.append([*names, "mlxtune.cli.commands._train"][::-1])
         return whole(*arrays, **options)
 
     whole = linear_head.head_loss_sum
