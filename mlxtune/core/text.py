@@ -57,6 +57,11 @@ def minute_of(time: str) -> str:
     return time[:16].replace("T", " ")
 
 
+def sentence(line: str) -> str:
+    """Return a line with a capital letter and a full stop."""
+    return f"{line[0].upper()}{line[1:]}."
+
+
 def join_few(values: Iterable[str], most: int = 5) -> str:
     """Return the first few names and how many more there are: `a, b and 3 more`."""
     names = list(values)

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from mlxtune.core.reports.model_card import hub_data
 from mlxtune.core.runs.run import Run, text
-from mlxtune.core.runs.summary import data_name
+from mlxtune.core.runs.summary import data_names, hub_data
 from mlxtune.hub.names import REPOSITORY
 
 
@@ -36,13 +35,12 @@ def _results(run: Run, datasets: list[str]) -> list[EvalResult]:
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None:
         return []
-    names = list(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers))
     losses = {"base model": evaluation.base, "with the adapter": evaluation.adapted}
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=datasets[0] if datasets else "custom",
-            dataset_name=f"rows held out of {', '.join(names)}",
+            dataset_name=f"rows held out of {', '.join(data_names(run))}",
             metric_type="loss",
             metric_name=f"loss per supervised token, {name}",
             metric_value=round(each.loss, 4),

@@ -10,8 +10,8 @@ from mlxtune.core.files.files import file_hash, make_folder, write_file
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.reports.model_card import card_lines, quoted_samples
-from mlxtune.core.runs.run import Run, read_run, run_folder_at
-from mlxtune.core.runs.summary import summarize
+from mlxtune.core.runs.run import read_run, run_folder_at
+from mlxtune.core.runs.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
@@ -91,10 +91,10 @@ def write_package(
     source = find_source(
         ExportConfig(run_path, output=repository, format="peft", model_path=model_path or None)
     )
-    summary = summarize(run)
-    _check_adapter(run, source)
-    if not summary.finished:
-        console.warn(f"the run is {summary.status}: this is its best adapter so far")
+    view = RunView.of(run)
+    _check_adapter(view, source)
+    if not view.finished:
+        console.warn(f"the run is {view.status}: this is its best adapter so far")
     base = base_model or _name_of(source.folder)
     if not REPOSITORY.fullmatch(base):
         console.warn(
@@ -115,7 +115,7 @@ def write_package(
         console.warn(f"only for mlx-lm: {problem}")
     if run.evaluation is not None and run.evaluation.generated and not quoted_samples(run):
         console.say("Samples", "left out: they quote rows that are not public on the hub")
-    lines = card_lines(run, summary, repository=repository, base=base, peft=has_peft)
+    lines = card_lines(run, view, repository=repository, base=base, peft=has_peft)
     card = model_card(run, lines, repository=repository, base=base, peft=has_peft)
     write_file(folder / CARD, [card.encode()])
 
@@ -130,10 +130,9 @@ def _check_names(repository: str, base_model: str) -> None:
         raise ConfigError(problems)
 
 
-def _check_adapter(run: Run, source: Source) -> None:
+def _check_adapter(view: RunView, source: Source) -> None:
     """Raise OutputError for an adapter of which the run's records would not be true."""
-    sha256 = summarize(run).sha256
-    if sha256 and file_hash(source.weights) != sha256:
+    if view.sha256 and file_hash(source.weights) != view.sha256:
         raise OutputError(
             f"{source.weights}: is not the adapter that the run wrote, which its card would "
             "describe: name the run's own, or train again"

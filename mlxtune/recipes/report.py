@@ -7,14 +7,13 @@ from typing import Any
 
 from mlxtune.config import as_path
 from mlxtune.core.files.files import check_outputs, make_folder, write_file
-from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs, verdict_sentence
+from mlxtune.core.reports.run_page import PAGE, comparison_headline, render_runs
 from mlxtune.core.runs.run import Run, read_run, run_folder_at
 from mlxtune.core.runs.summary import (
-    RunSummary,
+    RunView,
     differing_options,
     measured_shares,
     planned_shares,
-    summarize,
 )
 from mlxtune.core.training.progress import record_values
 from mlxtune.core.training.run_folder import REPORT
@@ -26,7 +25,7 @@ COMPARISON = "comparison.html"
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary]:
+def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
     """Return summaries of runs, in the order given; with `html`, also write their page there.
 
     Each run is named by its folder, its adapter, or the adapter's folder.
@@ -36,7 +35,7 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunSummary
     found = _read_runs(runs)
     if html is not None:
         _write(found, as_path(str(html)))
-    return [summarize(run) for run in found]
+    return [RunView.of(run) for run in found]
 
 
 def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
@@ -77,7 +76,7 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "runs": [
             {
-                **summarize(run).as_dict(),
+                **RunView.of(run).as_dict(),
                 "planned": planned_shares(run),
                 "measured": measured_shares(run),
                 "epochs_ended": [record_values(epoch) for epoch in run.progress.epochs],
@@ -96,18 +95,14 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _lines(runs: Sequence[Run]) -> list[str]:
-    summaries = [summarize(run) for run in runs]
+    views = [RunView.of(run) for run in runs]
     lines = []
-    for run, summary in zip(runs, summaries, strict=True):
-        name = f"{summary.name}: " if len(runs) > 1 else ""
-        lines.append(f"{name}{summary.headline}")
-        if (verdict := verdict_sentence(run.evaluation)) is not None:
-            lines.append(verdict.text)
-        lines += [f"problem: {problem}" for problem in summary.problems]
-        if summary.resume:
-            lines.append(f"resume it with: {summary.resume}")
-    if len(runs) > 1:
-        lines.append(comparison_headline(summaries))
+    for view in views:
+        name = f"{view.name}: " if len(views) > 1 else ""
+        lines += [f"{name}{view.headline}", view.verdict.line]
+        lines += [f"problem: {problem}" for problem in view.problems]
+    if len(views) > 1:
+        lines.append(comparison_headline(views))
         for option, values in differing_options(runs).items():
             lines.append(f"{option}: {' | '.join(values)}")
     return lines

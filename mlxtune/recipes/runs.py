@@ -5,25 +5,25 @@ from pathlib import Path
 
 from mlxtune.config import as_path
 from mlxtune.core.runs.run import find_runs, read_run
-from mlxtune.core.runs.summary import SORTS, RunSummary, summarize
+from mlxtune.core.runs.summary import SORTS, RunView
 from mlxtune.errors import OutputError
 from mlxtune.terminal.output import print_json, print_line
 from mlxtune.terminal.tables import result_console, show_runs
 
 
-def runs(*folders: str | Path, sort: str = "when") -> list[RunSummary]:
+def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
     """Return summaries of the runs below folders, by default below this one.
 
     `sort` is one of when, name, val, train, speed and steps. Raises OutputError if a folder is
     missing.
     """
-    found: dict[Path, RunSummary] = {}
+    found: dict[Path, RunView] = {}
     for name in folders or ("",):
         folder = as_path(str(name))
         if not folder.is_dir():
             raise OutputError(f"{folder}: no such folder: name one that holds runs")
         for run in find_runs(folder):
-            found.setdefault(run.resolve(), summarize(read_run(run)))
+            found.setdefault(run.resolve(), RunView.of(read_run(run)))
     return sorted(found.values(), key=SORTS[sort])
 
 

@@ -23,6 +23,7 @@ from mlxtune.core.reports import plan_text, run_text
 from mlxtune.core.reports.result_card import ResultCard
 from mlxtune.core.reports.run_page import write_page
 from mlxtune.core.runs.run import Run
+from mlxtune.core.runs.summary import RunView
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training import run_folder
 from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
@@ -370,10 +371,12 @@ def finish(
             setup.pipeline.load(trainer.best_folder)
         setup.pipeline.take_first()
     setup.pipeline.write(parts.run.output_path)
-    write_json(parts.run.checkpoint_path / RESULT, about_result(parts.run, trainer, result))
+    content = about_result(parts.run, trainer, result)
+    write_json(parts.run.checkpoint_path / RESULT, content)
     save_run_speed(parts.data.cache_path, setup.planned, setup.base.dtype, result.steps)
-    predicted = setup.plan.peak.total / memory.GB
-    for line in run_text.summary_lines(result, parts.run, memory.peak_gb(), predicted):
+    about = {"plan": {"memory": {"peak": setup.plan.peak.total}}}
+    run = Run(parts.run.checkpoint_path, about, result=content, progress=progress_of(result))
+    for line in run_text.summary_lines(RunView.of(run), parts.run):
         console.say("Done", line)
     for line in run_text.quantized_base_lines(parts.step):
         console.say("Base", line)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mlxtune.core.reports.axis import spans_much
 from mlxtune.core.reports.visible import escape
-from mlxtune.core.runs.summary import RunSummary
+from mlxtune.core.runs.summary import RunView
 from mlxtune.core.text import loss_text, minute_of
 from mlxtune.errors import printable
 
@@ -43,7 +43,7 @@ def plain_table(headings: Sequence[str]) -> Table:
     return table
 
 
-def show_runs(runs: Sequence[RunSummary], console: Console) -> None:
+def show_runs(runs: Sequence[RunView], console: Console) -> None:
     """Print a table of runs, with as many columns as a terminal has room for.
 
     Below it are the adapters, the commands that resume unfinished runs, and damaged folders.
@@ -73,7 +73,7 @@ def show_runs(runs: Sequence[RunSummary], console: Console) -> None:
                 console.print(shown(f"  {escape(line)}"), soft_wrap=True)
 
 
-def _cells(run: RunSummary) -> dict[str, str]:
+def _cells(run: RunView) -> dict[str, str]:
     before, best = run.initial_val_loss, run.best_val_loss
     validated = before is not None or best is not None
     more = f" +{len(run.data) - 1}" if len(run.data) > 1 else ""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mlxtune
 from mlxtune import OutputError
+from mlxtune.core.reports.result_card import ResultCard
 from mlxtune.core.reports.run_page import write_page
+from mlxtune.core.runs.run import read_run
+from mlxtune.core.runs.summary import RunView
 from tests.command import Cli
 from tests.runs import EVALUATION, write_run
 
@@ -70,7 +74,24 @@ def test_unfinished_and_damaged_run_says_so(cli: Cli) -> None:
     assert outcome.code == 0
     assert "stopped at step 60 of 80" in outcome.out
     assert "problem: ledger.json is not a list of ledgers" in outcome.out
-    assert "resume it with: mlxtune train --resume out" in outcome.out
+    assert "! The run is unfinished. Resume it with mlxtune train --resume out" in outcome.out
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("evaluation", [EVALUATION, None])
+def test_text_page_and_card_describe_a_run_alike(
+    cli: Cli, finished: bool, evaluation: dict[str, Any] | None
+) -> None:
+    folder = write_run(Path("out"), finished=finished, evaluation=evaluation)
+    text, page = cli("report", "out").out, (folder / "report.html").read_text()
+    view, card = RunView.of(read_run(folder)), ResultCard(read_run(folder), "").text()
+    for sentence in (view.headline, view.verdict.text):
+        assert sentence in text
+        assert sentence in card
+        assert sentence in page
+    for name, value in view.figures.items():
+        assert f"{value}  {name}" in card
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in page
 
 
 @pytest.mark.parametrize(

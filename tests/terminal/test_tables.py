@@ -10,14 +10,14 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from mlxtune.core.runs.summary import RunSummary
+from mlxtune.core.runs.summary import RunView
 from mlxtune.terminal.tables import show_runs, sparkline
 from tests.core.runs.listed_runs import runs
 
 __all__ = ["runs"]
 
 
-def shown(runs: Sequence[RunSummary], width: int | None = None) -> list[str]:
+def shown(runs: Sequence[RunView], width: int | None = None) -> list[str]:
     """The lines on a terminal of a width, or in a pipe."""
     file, terminal = io.StringIO(), width is not None
     console = Console(
@@ -34,7 +34,7 @@ def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([]) == ""
 
 
-def test_list_has_all_columns_where_there_is_room(runs: list[RunSummary]) -> None:
+def test_list_has_all_columns_where_there_is_room(runs: list[RunView]) -> None:
     lines = shown(runs)
     assert lines[0].split() == [
         *("run", "started", "model", "data", "steps", "train", "val", "loss", "curve", "tok/s")
@@ -52,7 +52,7 @@ def test_list_has_all_columns_where_there_is_room(runs: list[RunSummary]) -> Non
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
-def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunSummary], width: int) -> None:
+def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunView], width: int) -> None:
     lines = shown(runs, width)
     table = lines[: 1 + len(runs)]
     assert max(map(cell_len, table)) <= width
@@ -62,14 +62,14 @@ def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunSummary], 
     assert ("model" in table[0]) is (width >= 120)
 
 
-def test_long_name_takes_several_lines_and_is_whole(runs: list[RunSummary]) -> None:
+def test_long_name_takes_several_lines_and_is_whole(runs: list[RunView]) -> None:
     name = "a/very/long/path/to/the/folder/of/this/run"
     long = replace(runs[0], name=name)
     _, first, second, *_ = shown([long], 50)
     assert first.split()[0] + second.split()[0] == name
 
 
-def test_what_a_terminal_would_act_on_is_escaped(runs: list[RunSummary]) -> None:
+def test_what_a_terminal_would_act_on_is_escaped(runs: list[RunView]) -> None:
     bad = "\x1b[31mred\n"
     run = replace(
         runs[0], name=bad, model=bad, data=(bad,), adapter=bad, problems=(bad,), folder=bad

@@ -7,28 +7,19 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any
 
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
-from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.runs.run import Run, mapping, text
-from mlxtune.core.runs.summary import RunSummary, data_name
-from mlxtune.core.text import count, duration
+from mlxtune.core.runs.summary import RunView, data_name, data_names, hub_data
+from mlxtune.core.text import sentence
 from mlxtune.core.training.evaluation import Sample, verdict_line
 from mlxtune.errors import one_line
 
 _SAMPLES = 3
-
-
-def hub_data(run: Run) -> list[Mapping[str, Any]]:
-    """Return what a run recorded about each data set of the hub."""
-    recorded = run.about.get("hub")
-    found = recorded if isinstance(recorded, list) else []
-    return [each for each in found if isinstance(each, Mapping)]
 
 
 def quoted_samples(run: Run) -> list[Sample]:
@@ -39,36 +30,34 @@ def quoted_samples(run: Run) -> list[Sample]:
         if each.get("public") is True
         for title in mapping(each, "titles").values()
     }
-    names = {data_name(run, ledger.path) for ledger in run.ledgers}
+    names = set(data_names(run))
     generated = run.evaluation.generated if run.evaluation else None
     if generated is None or not names or not names <= public:
         return []
     return generated.samples[:_SAMPLES]
 
 
-def card_lines(
-    run: Run, summary: RunSummary, *, repository: str, base: str, peft: bool
-) -> Iterator[str]:
+def card_lines(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> Iterator[str]:
     """Yield the lines of a card in Markdown; `base` is the base model's name."""
     name = repository.partition("/")[2]
     yield f"# {name}"
     yield ""
     yield f"A LoRA adapter for {_code(base)}, trained with mlxtune."
     yield ""
-    yield from _result(run, summary)
+    yield from _result(run, view)
     yield from _use(repository, base, peft=peft)
     yield from _data(run)
-    yield from _training(run, summary, base)
+    yield from _training(run, view, base)
     for number, sample in enumerate(quoted_samples(run), start=1):
         yield from _sample(number, sample)
 
 
-def _result(run: Run, summary: RunSummary) -> Iterator[str]:
+def _result(run: Run, view: RunView) -> Iterator[str]:
     yield "## Result"
     yield ""
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None or evaluation.difference is None:
-        yield "Not evaluated: no rows were held out." if summary.finished else "Not finished."
+        yield "Not evaluated: no rows were held out." if view.finished else "Not finished."
         yield ""
         return
     yield "| on rows held out of training | loss | perplexity |"
@@ -76,8 +65,7 @@ def _result(run: Run, summary: RunSummary) -> Iterator[str]:
     for name, each in ("base model", evaluation.base), ("with the adapter", evaluation.adapted):
         yield f"| {name} | {each.loss:.4f} | {each.perplexity:.4g} |"
     yield ""
-    line = verdict_line(evaluation)
-    yield f"{line[0].upper()}{line[1:]}. Losses are in nats per supervised token."
+    yield f"{sentence(verdict_line(evaluation))} Losses are in nats per supervised token."
     yield ""
 
 
@@ -119,7 +107,7 @@ def _data(run: Run) -> Iterator[str]:
             *(ledger.rows_read, ledger.rows_train, ledger.rows_validation),
             *(ledger.rows_skipped.total(), ledger.tokens, ledger.tokens_supervised),
         )
-        yield f"| {_data_title(run, ledger)} | {' | '.join(f'{n:,}' for n in numbers)} |"
+        yield f"| {_code(data_name(run, ledger.path))} | {' | '.join(f'{n:,}' for n in numbers)} |"
     yield ""
     for each in hub_data(run):
         license = text(each, "license")
@@ -133,25 +121,20 @@ def _data(run: Run) -> Iterator[str]:
     yield ""
 
 
-def _data_title(run: Run, ledger: Ledger) -> str:
-    return _code(data_name(run, ledger.path))
-
-
-def _training(run: Run, summary: RunSummary, base: str) -> Iterator[str]:
+def _training(run: Run, view: RunView, base: str) -> Iterator[str]:
     yield "## Training"
     yield ""
     yield "```sh"
     yield command_of(run, base)
     yield "```"
     yield ""
-    took = f" in {duration(summary.seconds)}" if summary.seconds else ""
-    yield f"- {count(summary.step, 'step')}{took}, {summary.status}"
+    yield f"- {view.course}, {view.status}"
     for name, value in (
         ("LoRA", text(run.about, "lora", "description")),
         ("model", text(run.about, "model", "description")),
         ("template", text(run.about, "template")),
         ("computed on", text(run.about, "device")),
-        ("SHA-256 of mlx-lm/adapters.safetensors", summary.sha256),
+        ("SHA-256 of mlx-lm/adapters.safetensors", view.sha256),
     ):
         if value:
             yield f"- {name}: {_line(value)}"

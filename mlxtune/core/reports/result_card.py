@@ -7,9 +7,8 @@ from markupsafe import Markup
 from mlxtune.core.reports.charts import draw
 from mlxtune.core.reports.page import asset, render
 from mlxtune.core.reports.run_charts import loss_chart
-from mlxtune.core.reports.run_page import totals, verdict
 from mlxtune.core.runs.run import Run
-from mlxtune.core.runs.summary import summarize
+from mlxtune.core.runs.summary import RunView
 
 
 @dataclass(frozen=True)
@@ -21,14 +20,12 @@ class ResultCard:
 
     def html(self) -> str:
         """Return the card as HTML that needs no script and no network."""
-        summary = summarize(self.run)
-        picture, _ = draw(loss_chart(self.run, summary), 0)
+        view = RunView.of(self.run)
+        picture, _ = draw(loss_chart(self.run, view), 0)
         return str(
             render(
                 "result_card.html",
-                headline=summary.headline,
-                verdict=verdict(self.run, summary),
-                totals=totals(summary),
+                view=view,
                 chart=picture,
                 style=Markup(asset("result_card.css") + asset("chart.css")),
                 next=self.code,
@@ -37,9 +34,6 @@ class ResultCard:
 
     def text(self) -> str:
         """Return the card without its picture."""
-        summary = summarize(self.run)
-        found = verdict(self.run, summary)
-        numbers = (f"{value}  {name}" for name, value in totals(summary).items())
-        return "\n".join(
-            [f"{summary.headline}.", f"{found.text} {found.code}".strip(), *numbers, self.code]
-        )
+        view = RunView.of(self.run)
+        figures = (f"{value}  {name}" for name, value in view.figures.items())
+        return "\n".join([f"{view.headline}.", view.verdict.line, *figures, self.code])

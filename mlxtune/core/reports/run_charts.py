@@ -8,7 +8,7 @@ import numpy as np
 
 from mlxtune.core.reports.charts import Chart, Series
 from mlxtune.core.runs.run import Run, number
-from mlxtune.core.runs.summary import RunSummary
+from mlxtune.core.runs.summary import RunView
 from mlxtune.core.text import byte_size, count, loss_text
 
 # The number of colours for runs; after these they repeat with other dashes.
@@ -19,15 +19,15 @@ _MOST_EPOCHS = 24
 _LOSS_UNIT = "nats per supervised token"
 
 
-def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
+def charts_of(run: Run, view: RunView) -> list[Chart]:
     """Return the charts of one run, that of the loss first."""
     steps, rates = run.column("step"), run.column("learning_rate")
     grad_norm, clip = run.column("grad_norm"), number(run.config, "max_grad_norm")
-    size, unit = _memory_unit([summary])
+    size, unit = _memory_unit([view])
     memory = _memory(run, size)
-    predicted = summary.predicted_memory or 0
+    predicted = view.predicted_memory or 0
     return [
-        loss_chart(run, summary),
+        loss_chart(run, view),
         Chart(
             title="Learning rate",
             unit="",
@@ -63,19 +63,19 @@ def charts_of(run: Run, summary: RunSummary) -> list[Chart]:
     ]
 
 
-def loss_chart(run: Run, summary: RunSummary) -> Chart:
+def loss_chart(run: Run, view: RunView) -> Chart:
     """Return the chart of the training and validation loss."""
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
-    description = f"Loss over {count(summary.step, 'step')}"
+    description = f"Loss over {count(view.step, 'step')}"
     if losses:
         description += (
             f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
         )
-    if summary.initial_val_loss is not None:
-        description += f"; validation {loss_text(summary.initial_val_loss)} before"
-        description += f", {loss_text(summary.best_val_loss)} at best"
+    if view.initial_val_loss is not None:
+        description += f"; validation {loss_text(view.initial_val_loss)} before"
+        description += f", {loss_text(view.best_val_loss)} at best"
     return Chart(
         title="Training and validation",
         unit=_LOSS_UNIT,
@@ -149,8 +149,8 @@ def _speeds(run: Run) -> list[float]:
     return [tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs]
 
 
-def _memory_unit(summaries: Sequence[RunSummary]) -> tuple[float, str]:
-    peak = max((summary.peak_memory or 0 for summary in summaries), default=0)
+def _memory_unit(views: Sequence[RunView]) -> tuple[float, str]:
+    peak = max((view.peak_memory or 0 for view in views), default=0)
     return (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
 
 
@@ -159,11 +159,11 @@ def _memory(run: Run, size: float) -> list[float]:
     return [(value or math.nan) / size for value in run.column("memory")]
 
 
-def comparison_charts(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[Chart]:
+def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Chart]:
     """Return the charts of several runs, each in its own colour; validation loss first."""
-    names = [summary.name for summary in summaries]
-    size, memory_unit = _memory_unit(summaries)
-    best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in summaries)
+    names = [view.name for view in views]
+    size, memory_unit = _memory_unit(views)
+    best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in views)
 
     def chart(
         title: str,

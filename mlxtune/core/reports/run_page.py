@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,25 +13,15 @@ from mlxtune.core.reports.page import PageType
 from mlxtune.core.reports.run_charts import charts_of, comparison_charts, style_of
 from mlxtune.core.runs.run import Run, mapping, number, read_run, text, whole
 from mlxtune.core.runs.summary import (
-    RunSummary,
+    RunView,
     differing_options,
     measured_shares,
     option_text,
     options_of,
     planned_shares,
-    summarize,
 )
-from mlxtune.core.text import (
-    byte_size,
-    count,
-    duration,
-    join_few,
-    loss_text,
-    minute_of,
-    signed_loss,
-)
-from mlxtune.core.training.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
-from mlxtune.core.training.metrics import best_place
+from mlxtune.core.text import count, join_few, loss_text, minute_of, signed_loss
+from mlxtune.core.training.evaluation import Evaluation
 from mlxtune.core.training.run_folder import REPORT
 
 PAGE = PageType(
@@ -44,18 +33,8 @@ PAGE = PageType(
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
 # A longer text is cut.
 _MOST_TEXT = 4000
-_STYLES = {HELPED: ("", "✓"), HURT: ("error", "✕"), CANNOT_TELL: ("warning", "!")}
 # Skipped steps, the rows of each, and epochs that are shown at most.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A sentence on a run, its style on the page, and a command or path that belongs to it."""
-
-    style: str
-    text: str
-    code: str = ""
 
 
 def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
@@ -72,16 +51,16 @@ def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 def render_runs(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several compared."""
-    summaries = [summarize(run) for run in runs]
+    views = [RunView.of(run) for run in runs]
     problems = [
-        f"{summary.name}: {problem}" if len(runs) > 1 else problem
-        for summary in summaries
-        for problem in summary.problems
+        f"{view.name}: {problem}" if len(runs) > 1 else problem
+        for view in views
+        for problem in view.problems
     ]
     if len(runs) == 1:
-        context = _run_context(runs[0], summaries[0])
+        context = _run_context(runs[0], views[0])
         return PAGE.render("run_page.html", problems=problems, **context)
-    context = _comparison_context(runs, summaries)
+    context = _comparison_context(runs, views)
     return PAGE.render("comparison_page.html", problems=problems, **context)
 
 
@@ -96,16 +75,14 @@ def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
 # One run
 
 
-def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
+def _run_context(run: Run, view: RunView) -> dict[str, Any]:
     """Return the variables of run_page.html."""
     plan, options = mapping(run.about, "plan"), options_of(run)
     parts = ("weights", "optimizer", "activations", "head")
     return {
         "run": run,
-        "summary": summary,
-        "header": _settings(run, summary),
-        "verdict": verdict(run, summary),
-        "totals": totals(summary),
+        "view": view,
+        "header": _settings(run, view),
         "epochs": run.progress.epochs[-_MOST_EPOCHS:],
         "skipped": [
             (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
@@ -124,78 +101,26 @@ def _run_context(run: Run, summary: RunSummary) -> dict[str, Any]:
             (flag, own, default) for flag, (own, default, differ) in options.items() if differ
         ],
         "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
-        "origin": _origin(run, summary),
-        **_chart_context(charts_of(run, summary)),
+        "origin": _origin(run, view),
+        **_chart_context(charts_of(run, view)),
         **_evaluation_context(run),
     }
 
 
-def _settings(run: Run, summary: RunSummary) -> dict[str, str]:
+def _settings(run: Run, view: RunView) -> dict[str, str]:
     config, lora = run.config, ""
     if (rank := config.get("rank")) is not None:
         lora = f"rank {option_text(rank)}, alpha {option_text(config.get('alpha'))}"
         lora += f" on {option_text(config.get('targets', ''))}"
     return {
-        "Run": summary.name,
+        "Run": view.name,
         "Model": text(config, "model_path"),
-        "Data": ", ".join(summary.data),
+        "Data": ", ".join(view.data),
         "LoRA": lora,
         "Learning rate": option_text(config["lr"]) if "lr" in config else "",
         "Device": text(run.about, "device"),
-        "Started": minute_of(summary.started),
+        "Started": minute_of(view.started),
     }
-
-
-def verdict_sentence(evaluation: Evaluation | None) -> Verdict | None:
-    """Return the verdict of an evaluation; None if it holds none."""
-    if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
-        return None
-    style, sign = _STYLES[evaluation.verdict]
-    line = verdict_line(evaluation)
-    return Verdict(style, f"{sign} {line[0].upper()}{line[1:]}.")
-
-
-def verdict(run: Run, summary: RunSummary) -> Verdict:
-    """Return what became of a run, in a sentence."""
-    if summary.status == "running":
-        return Verdict("warning", "! The run is still training: this page shows it so far.")
-    if not summary.finished:
-        resume = " Resume it with" if summary.resume else ""
-        return Verdict("warning", f"! The run is unfinished.{resume}", summary.resume)
-    if (judged := verdict_sentence(run.evaluation)) is not None:
-        return judged
-    before, best = summary.initial_val_loss, summary.best_val_loss
-    ended = "stopped early" if summary.status == "stopped early" else "finished"
-    if before is not None and best is not None and best >= before:
-        worse = "No epoch was better than the base model on the validation rows"
-        return Verdict("warning", f"! The run {ended}. {worse}: lower --lr, or add data.")
-    chosen = ""
-    if best is not None and summary.best_step and summary.best_epoch:
-        place = best_place(summary.best_step, summary.best_epoch, best, run.progress.epochs)
-        chosen = f" {place.capitalize()} was the best."
-    adapter = " Its adapter:" if summary.adapter else ""
-    return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", summary.adapter)
-
-
-def totals(summary: RunSummary) -> dict[str, str]:
-    """Return the numbers of a run, each by what it is."""
-    figures = {}
-    if summary.best_val_loss is not None:
-        before = summary.initial_val_loss
-        improved = f", from {loss_text(before)} before training" if before is not None else ""
-        figures[f"best validation loss{improved}"] = loss_text(summary.best_val_loss)
-    if summary.train_loss is not None:
-        period = "the last epoch" if summary.epoch else "the steps so far"
-        figures[f"training loss in {period}"] = loss_text(summary.train_loss)
-    if summary.seconds is not None:
-        speed = summary.tokens_per_second
-        at = f", {speed:,.0f} tokens a second" if speed else ""
-        figures[f"for {count(summary.step, 'step')}{at}"] = duration(summary.seconds)
-    if summary.peak_memory is not None:
-        predicted = summary.predicted_memory
-        prediction = f", {byte_size(predicted)} predicted" if predicted else ""
-        figures[f"peak memory{prediction}"] = byte_size(summary.peak_memory)
-    return figures
 
 
 def _evaluation_context(run: Run) -> dict[str, Any]:
@@ -237,12 +162,12 @@ def _lengths(run: Run) -> dict[str, Any] | None:
     return lengths if recorded else None
 
 
-def _origin(run: Run, summary: RunSummary) -> list[tuple[str, str]]:
+def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
     """Return what the result depends on in addition to the options, and its files."""
     pairs = [
         ("run", str(run.folder)),
-        ("adapter", summary.adapter),
-        ("adapter's SHA-256", summary.sha256),
+        ("adapter", view.adapter),
+        ("adapter's SHA-256", view.sha256),
         ("base model", text(run.about, "model", "description")),
         ("base model's hash", text(run.metadata, "base_hash")),
         ("data's hash", text(run.about, "data_hash")),
@@ -258,27 +183,27 @@ def _origin(run: Run, summary: RunSummary) -> list[tuple[str, str]]:
 # Several runs
 
 
-def _comparison_context(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> dict[str, Any]:
+def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[str, Any]:
     """Return the variables of comparison_page.html."""
-    losses = [each.best_val_loss for each in summaries if each.best_val_loss is not None]
+    losses = [each.best_val_loss for each in views if each.best_val_loss is not None]
     styles = [style_of(place) for place in range(len(runs))]
     return {
-        "summaries": summaries,
+        "views": views,
         "styles": styles,
-        "results": list(zip(summaries, styles, strict=True)),
-        "sentence": comparison_headline(summaries),
+        "results": list(zip(views, styles, strict=True)),
+        "sentence": comparison_headline(views),
         "comparable": _comparable(runs),
         "best": min(losses, default=None),
         "differing": differing_options(runs),
-        "short_names": [PurePath(summary.name).name for summary in summaries],
-        **_chart_context(comparison_charts(runs, summaries)),
+        "short_names": [PurePath(view.name).name for view in views],
+        **_chart_context(comparison_charts(runs, views)),
     }
 
 
-def comparison_headline(summaries: Sequence[RunSummary]) -> str:
+def comparison_headline(views: Sequence[RunView]) -> str:
     """Return in one sentence which of several runs did best."""
-    validated = [each for each in summaries if each.best_val_loss is not None]
-    runs = count(len(summaries), "run")
+    validated = [each for each in views if each.best_val_loss is not None]
+    runs = count(len(views), "run")
     if not validated:
         return f"{runs} side by side"
     best = min(validated, key=lambda each: each.best_val_loss or 0.0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.runs.summary import NOT_BETTER, RunView
 from mlxtune.core.text import byte_size, count, duration
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.core.training.evaluation import Sample
@@ -14,7 +15,6 @@ from mlxtune.core.training.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
-    best_place,
     perplexity,
 )
 from mlxtune.core.training.trainer import InstructTrainer
@@ -134,53 +134,26 @@ def plan_line(trainer: InstructTrainer) -> str:
     )
 
 
-def summary_lines(
-    result: InstructTrainResult,
-    run: RunConfig,
-    peak_gb: float,
-    predicted_gb: float | None = None,
-) -> Iterator[str]:
+def summary_lines(view: RunView, run: RunConfig) -> Iterator[str]:
     """Yield the last lines of a run: speed, memory, losses, and the files written."""
-    predicted = "" if predicted_gb is None else f" (predicted {byte_size(predicted_gb * 1e9)})"
-    seconds = max(sum(record.seconds for record in result.steps), 1e-9)
-    tokens = sum(record.tokens for record in result.steps)
-    rows = sum(record.rows for record in result.steps)
-    yield (
-        f"{count(len(result.steps), 'step')} in {duration(result.total_time_ms / 1000)}, "
-        f"{rows / seconds:.1f} rows/s, {tokens / seconds:,.0f} tokens/s, "
-        f"peak memory {byte_size(peak_gb * 1e9)}{predicted}"
-    )
-    train_loss = result.epoch_metrics[-1].train_loss
-    yield f"training loss {loss_and_perplexity(train_loss)} in the last epoch"
-    yield from _validation_lines(result)
-    if result.stopped_early:
-        yield f"stopped early after step {result.steps[-1].step}"
-    best = _best_place(result)
-    yield f"adapter of {f'{best}, the best' if best else 'the last epoch'}: {run.output_path}"
-    yield f"checkpoints, metrics and ledger: {run.checkpoint_path}"
-
-
-def _validation_lines(result: InstructTrainResult) -> Iterator[str]:
-    before, best = result.initial_val_loss, result.best_val_loss
-    last = result.epoch_metrics[-1].val_loss
-    if before is None or best is None or last is None:
-        return
-    yield (
-        f"validation loss {loss_and_perplexity(before)} before, {loss_and_perplexity(last)} at the "
-        f"end, {loss_and_perplexity(best)} at best, after {_best_place(result)}"
-    )
-    if best >= before:
+    rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.rows_per_second else ""
+    predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
+    yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
+    if view.train_loss is not None:
+        yield f"training loss {loss_and_perplexity(view.train_loss)} in the last epoch"
+    before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
+    if before is not None and last is not None and best is not None:
         yield (
-            "no epoch was better than the base model on the validation rows: "
-            "lower --lr, or add data"
+            f"validation loss {loss_and_perplexity(before)} before, {loss_and_perplexity(last)} at "
+            f"the end, {loss_and_perplexity(best)} at best, after {view.best_place}"
         )
-
-
-def _best_place(result: InstructTrainResult) -> str:
-    step, epoch, loss = result.best_step, result.best_epoch, result.best_val_loss
-    if step is None or epoch is None or loss is None:
-        return ""
-    return best_place(step, epoch, loss, result.epoch_metrics)
+    if not view.improved:
+        yield NOT_BETTER
+    if view.status == "stopped early":
+        yield f"stopped early after step {view.step}"
+    chosen = f"{view.best_place}, the best" if view.best_place else "the last epoch"
+    yield f"adapter of {chosen}: {run.output_path}"
+    yield f"checkpoints, metrics and ledger: {run.checkpoint_path}"
 
 
 def quantized_base_lines(step: StepConfig) -> Iterator[str]:

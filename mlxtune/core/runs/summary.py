@@ -1,4 +1,6 @@
-"""A run in a few numbers and one sentence, and its options compared with the defaults."""
+"""A run described once, for every text, page, card and table; and its options compared."""
+
+from __future__ import annotations
 
 import datetime
 import math
@@ -16,19 +18,41 @@ from mlxtune.config import TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.options import OPTIONS
 from mlxtune.core.runs.run import CHECKPOINTS, Run, mapping, number, text, whole
-from mlxtune.core.text import count, loss_text
+from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
+from mlxtune.core.training.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
 
 _CURVE_POINTS = 12
+NOT_BETTER = (
+    "no epoch was better than the base model on the validation rows: lower --lr, or add data"
+)
+_STYLES = {HELPED: ("", "✓"), HURT: ("error", "✕"), CANNOT_TELL: ("warning", "!")}
+# The fields that the JSON of a run leaves out.
+_NOT_IN_JSON = ("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged")
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """A run in a few numbers; None, or empty, for what it did not record.
+class Verdict:
+    """A sentence on a run, its style on the page, and a command or path that belongs to it."""
+
+    style: str
+    text: str
+    code: str = ""
+
+    @property
+    def line(self) -> str:
+        """The sentence and what belongs to it."""
+        return f"{self.text} {self.code}".strip()
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run in a few numbers and sentences; None, or empty, for what it did not record.
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
     `train_loss` is that of the last epoch, or of the steps so far if none ended. `curve` is the
-    validation loss or, of fewer than three, the training loss in a few means.
+    validation loss or, of fewer than three, the training loss in a few means. `judged` is the
+    verdict of the evaluation, `best_place` the epoch or step of the best validation.
     """
 
     name: str
@@ -55,6 +79,50 @@ class RunSummary:
     resume: str
     problems: tuple[str, ...]
     curve: tuple[float, ...]
+    rows_per_second: float | None
+    last_val_loss: float | None
+    best_place: str
+    judged: Verdict | None
+
+    @classmethod
+    def of(cls, run: Run) -> RunView:
+        """Describe a run."""
+        progress, best, status = run.progress, run.progress.best, _status(run)
+        seconds = math.fsum(run.column("seconds"))
+        losses = [each.val_loss for each in progress.validations]
+        peak = max([whole(run.result, "peak_memory") or 0, *map(int, run.column("memory"))])
+        return cls(
+            name=run.name,
+            folder=str(run.folder),
+            status=status,
+            started=_started(run),
+            model=PurePath(text(run.config, "model_path")).name,
+            data=data_names(run),
+            step=progress.step,
+            total_steps=whole(run.about, "plan", "steps"),
+            epoch=len(progress.epochs),
+            epochs=whole(run.config, "epochs"),
+            train_loss=_train_loss(run),
+            initial_val_loss=progress.initial_val_loss,
+            best_val_loss=best.val_loss if best else None,
+            best_epoch=progress.best_epoch,
+            best_step=best.step if best else None,
+            tokens_per_second=sum(run.column("tokens")) / seconds if seconds > 0 else None,
+            peak_memory=peak or None,
+            predicted_memory=whole(run.about, "plan", "memory", "peak"),
+            seconds=_seconds(run) or seconds or None,
+            adapter=_adapter(run),
+            sha256=text(run.result, "sha256"),
+            resume=_resume(run) if status == "unfinished" else "",
+            problems=tuple(run.problems),
+            curve=tuple(
+                bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
+            ),
+            rows_per_second=sum(run.column("rows")) / seconds if seconds > 0 else None,
+            last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
+            best_place=progress.best_place,
+            judged=_judged(run.evaluation),
+        )
 
     @property
     def finished(self) -> bool:
@@ -71,6 +139,61 @@ class RunSummary:
         return f"{self.step:,}{total} {self.status}"
 
     @property
+    def course(self) -> str:
+        """The number of steps, and the time that they took."""
+        took = f" in {duration(self.seconds)}" if self.seconds else ""
+        return f"{count(self.step, 'step')}{took}"
+
+    @property
+    def speed(self) -> str:
+        """The speed in tokens of examples, with its unit."""
+        speed = self.tokens_per_second
+        return f"{speed:,.0f} tokens/s" if speed else ""
+
+    @property
+    def improved(self) -> bool:
+        """Whether a validation was better than the one before training, as far as is known."""
+        before, best = self.initial_val_loss, self.best_val_loss
+        return before is None or best is None or best < before
+
+    @property
+    def verdict(self) -> Verdict:
+        """What became of the run, in a sentence."""
+        if self.status == "running":
+            return Verdict("warning", "! The run is still training: these are its results so far.")
+        if not self.finished:
+            resume = " Resume it with" if self.resume else ""
+            return Verdict("warning", f"! The run is unfinished.{resume}", self.resume)
+        if self.judged is not None:
+            return self.judged
+        ended = "stopped early" if self.status == "stopped early" else "finished"
+        if not self.improved:
+            return Verdict("warning", f"! The run {ended}. {sentence(NOT_BETTER)}")
+        chosen = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
+        adapter = " Its adapter:" if self.adapter else ""
+        return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", self.adapter)
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The numbers of the run, each by its meaning."""
+        figures = {}
+        if self.best_val_loss is not None:
+            before = self.initial_val_loss
+            improved = f", from {loss_text(before)} before training" if before is not None else ""
+            figures[f"best validation loss{improved}"] = loss_text(self.best_val_loss)
+        if self.train_loss is not None:
+            period = "the last epoch" if self.epoch else "the steps so far"
+            figures[f"training loss in {period}"] = loss_text(self.train_loss)
+        if self.seconds is not None:
+            speed = f", {self.speed}" if self.speed else ""
+            figures[f"for {count(self.step, 'step')}{speed}"] = duration(self.seconds)
+        if self.peak_memory is not None:
+            predicted = self.predicted_memory
+            prediction = f", {byte_size(predicted)} predicted" if predicted else ""
+            figures[f"peak memory{prediction}"] = byte_size(self.peak_memory)
+        return figures
+
+    @property
     def headline(self) -> str:
         """What the run achieved, in one sentence."""
         model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"
@@ -85,7 +208,7 @@ class RunSummary:
             return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
         trained = count(self.epoch, "epoch") if self.epoch else count(self.step, "step")
         if before is not None and best is not None:
-            if best >= before:
+            if not self.improved:
                 losses = f"{loss_text(before)} before, {loss_text(best)} at best"
                 return f"{trained} on {data} did not improve {model}: validation loss {losses}"
             losses = f"from {loss_text(before)} to {loss_text(best)}"
@@ -98,52 +221,34 @@ class RunSummary:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of a run in `mlxtune runs` and `mlxtune report`, without the curve."""
         values = asdict(self) | {"data": list(self.data)}
-        del values["problems"], values["curve"]
+        for name in _NOT_IN_JSON:
+            del values[name]
         return values | {"headline": self.headline, "problems": list(self.problems)}
 
 
-def summarize(run: Run) -> RunSummary:
-    """Return the summary of a run."""
-    progress, best, status = run.progress, run.progress.best, _status(run)
-    seconds = math.fsum(run.column("seconds"))
-    losses = [each.val_loss for each in progress.validations]
-    return RunSummary(
-        name=run.name,
-        folder=str(run.folder),
-        status=status,
-        started=_started(run),
-        model=PurePath(text(run.config, "model_path")).name,
-        data=tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers)),
-        step=progress.step,
-        total_steps=whole(run.about, "plan", "steps"),
-        epoch=len(progress.epochs),
-        epochs=whole(run.config, "epochs"),
-        train_loss=_train_loss(run),
-        initial_val_loss=progress.initial_val_loss,
-        best_val_loss=best.val_loss if best else None,
-        best_epoch=progress.best_epoch,
-        best_step=best.step if best else None,
-        tokens_per_second=sum(run.column("tokens")) / seconds if seconds > 0 else None,
-        peak_memory=max([*map(int, run.column("memory")), whole(run.result, "peak_memory") or 0])
-        or None,
-        predicted_memory=whole(run.about, "plan", "memory", "peak"),
-        seconds=_seconds(run) or seconds or None,
-        adapter=_adapter(run),
-        sha256=text(run.result, "sha256"),
-        resume=_resume(run) if status == "unfinished" else "",
-        problems=tuple(run.problems),
-        curve=tuple(
-            bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
-        ),
-    )
+def _judged(evaluation: Evaluation | None) -> Verdict | None:
+    if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
+        return None
+    style, sign = _STYLES[evaluation.verdict]
+    return Verdict(style, f"{sign} {sentence(verdict_line(evaluation))}")
+
+
+def hub_data(run: Run) -> list[Mapping[str, Any]]:
+    """Return what a run recorded about each data set of the hub."""
+    recorded = run.about.get("hub")
+    found = recorded if isinstance(recorded, list) else []
+    return [each for each in found if isinstance(each, Mapping)]
+
+
+def data_names(run: Run) -> tuple[str, ...]:
+    """Return the names of a run's data files."""
+    return tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers))
 
 
 def data_name(run: Run, path: str) -> str:
     """Return a file of a ledger as people name it: its name, or that of its split on the hub."""
-    about = run.about.get("hub")
-    for data in about if isinstance(about, list) else []:
-        titles = mapping(data, "titles") if isinstance(data, Mapping) else {}
-        for title in map(str, titles.values()):
+    for data in hub_data(run):
+        for title in map(str, mapping(data, "titles").values()):
             if path == title or path.startswith(f"{title}/"):
                 return title
     return PurePath(path).name
@@ -203,12 +308,12 @@ def _lowest_first(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _newest_first(run: RunSummary) -> float:
+def _newest_first(run: RunView) -> float:
     return -datetime.datetime.fromisoformat(run.started).timestamp() if run.started else 0.0
 
 
 # The keys that sort runs: the newest, the lowest loss, the fastest or the longest first.
-SORTS: dict[str, Callable[[RunSummary], Any]] = {
+SORTS: dict[str, Callable[[RunView], Any]] = {
     "when": _newest_first,
     "name": lambda run: run.name,
     "val": lambda run: _lowest_first(run.best_val_loss),

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_type_hints, overload
 
@@ -153,14 +153,6 @@ class InstructEpochMetrics:
     learning_rate: float
     epoch_time_ms: int
     samples_per_sec: float
-
-
-def best_place(
-    step: int, epoch: int, val_loss: float, epochs: Iterable[InstructEpochMetrics]
-) -> str:
-    """Return where the best validation stands: `epoch 2`, or `step 40 (epoch 2)` within it."""
-    at_end = any((each.epoch, each.val_loss) == (epoch, val_loss) for each in epochs)
-    return f"epoch {epoch}" if at_end else f"step {step:,} (epoch {epoch})"
 
 
 @dataclass(frozen=True)

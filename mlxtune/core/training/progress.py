@@ -91,6 +91,15 @@ class Progress:
         return next((each.epoch for each in steps if best and each.step <= best.step), None)
 
     @property
+    def best_place(self) -> str:
+        """The best validation's `epoch 2`, or `step 40 (epoch 2)` within it; empty without one."""
+        best, epoch = self.best, self.best_epoch
+        if best is None or epoch is None:
+            return ""
+        at_end = any((each.epoch, each.val_loss) == (epoch, best.val_loss) for each in self.epochs)
+        return f"epoch {epoch}" if at_end else f"step {best.step:,} (epoch {epoch})"
+
+    @property
     def validations_since_best(self) -> int:
         """How many validations came after the best one."""
         best = self.best

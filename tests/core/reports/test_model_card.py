@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune.core.reports.model_card import card_lines, command_of, quoted_samples
 from mlxtune.core.runs.run import Run, read_run
-from mlxtune.core.runs.summary import summarize
+from mlxtune.core.runs.summary import RunView
 from tests.runs import EVALUATION, LEDGER, write_run
 
 COMMIT = "0123456789" * 4
@@ -36,7 +36,7 @@ def run_with(
 
 def card(run: Run, base: str = "org/base", *, peft: bool = True) -> str:
     return "\n".join(
-        card_lines(run, summarize(run), repository="me/sums-lora", base=base, peft=peft)
+        card_lines(run, RunView.of(run), repository="me/sums-lora", base=base, peft=peft)
     )
 
 

@@ -16,7 +16,15 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.reports import run_text
-from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
+from mlxtune.core.runs.run import Run
+from mlxtune.core.runs.summary import RunView
+from mlxtune.core.training.metrics import (
+    InstructEpochMetrics,
+    InstructTrainResult,
+    StepRecord,
+    ValidationRecord,
+)
+from mlxtune.core.training.progress import Progress, Record
 from mlxtune.core.training.trainer import InstructTrainer
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.core.training.records import epoch_metrics, step_record
@@ -141,32 +149,28 @@ def test_plan_says_how_much_will_be_trained_and_how() -> None:
     assert plan([], val_steps=2) == plan([])
 
 
-def result(*val_losses: float | None, **changes: Any) -> InstructTrainResult:
-    losses = [loss for loss in val_losses if loss is not None]
-    values: dict[str, Any] = {
-        "epoch_metrics": [epoch(i, loss) for i, loss in enumerate(val_losses, start=1)],
-        "best_epoch": val_losses.index(min(losses)) + 1 if losses else None,
-        "best_step": 2 if losses else None,
-        "best_val_loss": min(losses) if losses else None,
-        "stopped_early": False,
-        "total_time_ms": 130_000,
-        "initial_val_loss": 3.0 if losses else None,
-        "steps": [record(1), record(2, tokens=1000, rows=2, seconds=1.5)],
-    }
-    return InstructTrainResult(**values | changes)
-
-
-def summary(found: InstructTrainResult, folder: Path, **changes: Any) -> list[str]:
-    values = {"model_path": "data/my model", "data": "chat.jsonl"}
-    values["output"] = str(folder / "adapters.safetensors")
-    return list(run_text.summary_lines(found, TrainConfig(**values | changes), peak_gb=1.234))
+def summary(
+    folder: Path, *val_losses: float | None, within: float | None = None, early: bool = False
+) -> list[str]:
+    """Return the last lines of a run of one step an epoch; `within` validates after the first."""
+    records: list[Record] = [] if None in val_losses else [ValidationRecord(0, 3.0, 20.0)]
+    for number, loss in enumerate(val_losses, start=1):
+        records.append(record(number, epoch=number, tokens=2000, rows=3, seconds=1.0))
+        if loss is not None:
+            first = loss if within is None or number > 1 else within
+            records.append(ValidationRecord(number, first, 7.0))
+        records.append(epoch(number, loss))
+    about = {"plan": {"memory": {"peak": 2 * 10**9}}}
+    ended = {"total_time_ms": 130_000, "peak_memory": 1_234_000_000, "stopped_early": early}
+    view = RunView.of(Run(folder, about, result=ended, progress=Progress(records)))
+    output = str(folder / "adapters.safetensors")
+    config = TrainConfig(model_path="data/my model", data=("chat.jsonl",), output=output)
+    return list(run_text.summary_lines(view, config))
 
 
 def test_summary_tells_speed_losses_and_what_was_written(tmp_path: Path) -> None:
-    found = summary(result(2.0, 1.0, 1.5), tmp_path)
-
-    assert found == [
-        "2 steps in 2m 10s, 3.0 rows/s, 2,000 tokens/s, peak memory 1.23 GB",
+    assert summary(tmp_path, 2.0, 1.0, 1.5) == [
+        "3 steps in 2m 10s, 3.0 rows/s, 2,000 tokens/s, peak memory 1.23 GB (predicted 2 GB)",
         "training loss 2.0000 (perplexity 7.389) in the last epoch",
         "validation loss 3.0000 (perplexity 20.09) before, 1.5000 (perplexity 4.482) at the end, "
         "1.0000 (perplexity 2.718) at best, after epoch 2",
@@ -176,25 +180,28 @@ def test_summary_tells_speed_losses_and_what_was_written(tmp_path: Path) -> None
 
 
 def test_summary_names_the_step_of_a_best_validation_within_an_epoch(tmp_path: Path) -> None:
-    within = result(2.0, 1.5, best_step=1, best_epoch=1, best_val_loss=1.0)
-    found = summary(within, tmp_path)
+    found = summary(tmp_path, 2.0, 1.5, within=1.0)
     assert found[2].endswith("1.0000 (perplexity 2.718) at best, after step 1 (epoch 1)")
     assert found[3].startswith("adapter of step 1 (epoch 1), the best: ")
 
 
 def test_summary_of_a_run_without_validation_names_the_last_epoch(tmp_path: Path) -> None:
-    found = summary(result(None, None), tmp_path)
+    found = summary(tmp_path, None, None)
 
     assert not any("validation" in line for line in found)
     assert found[2].startswith("adapter of the last epoch: ")
 
 
 def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_path: Path) -> None:
-    found = summary(result(3.0, 4.0, stopped_early=True), tmp_path)
+    found = summary(tmp_path, 3.0, 4.0, early=True)
 
     assert "stopped early after step 2" in found
     assert any(line.startswith("no epoch was better than the base model") for line in found)
-    assert not any("better than the base" in line for line in summary(result(2.9), tmp_path))
+    assert not any("better than the base" in line for line in summary(tmp_path, 2.9))
+
+
+def result(best_epoch: int | None) -> InstructTrainResult:
+    return InstructTrainResult([], best_epoch, None, None, False, 0, None, [])
 
 
 def usage(found: InstructTrainResult, **changes: Any) -> str:
@@ -203,7 +210,7 @@ def usage(found: InstructTrainResult, **changes: Any) -> str:
 
 def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:
     folder = tmp_path / "it's mine"
-    line = usage(result(1.0), output=str(folder / "adapters.safetensors"))
+    line = usage(result(1), output=str(folder / "adapters.safetensors"))
 
     assert shlex.split(line) == [
         *("mlx_lm.generate", "--model", "data/my model"),
@@ -214,7 +221,7 @@ def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:
 def test_adapter_of_another_name_is_used_from_where_mlx_lm_finds_it(tmp_path: Path) -> None:
     output = str(tmp_path / "people.safetensors")
 
-    best = usage(result(1.0), output=output, checkpoint_dir=str(tmp_path / "runs"))
+    best = usage(result(1), output=output, checkpoint_dir=str(tmp_path / "runs"))
     assert shlex.split(best)[4] == str(tmp_path / "runs" / "best")
 
     last = usage(result(None), output=output)

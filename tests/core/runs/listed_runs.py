@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.runs.run import read_run
-from mlxtune.core.runs.summary import RunSummary, summarize
+from mlxtune.core.runs.summary import RunView
 from tests.runs import write_run
 
 
-def listed(folder: Path, **changes: object) -> RunSummary:
-    return summarize(read_run(write_run(folder, **changes)))  # type: ignore[arg-type]
+def listed(folder: Path, **changes: object) -> RunView:
+    return RunView.of(read_run(write_run(folder, **changes)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunSummary]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunView]:
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

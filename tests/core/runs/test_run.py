@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.reports.run_page import render_runs
 from mlxtune.core.runs.run import find_runs, number, read_run, run_folder_at
-from mlxtune.core.runs.summary import summarize
+from mlxtune.core.runs.summary import RunView
 from mlxtune.errors import OutputError
 from tests.runs import EVALUATION, LEDGER, as_lines, metrics, step_line, write_run
 
@@ -232,7 +232,7 @@ def test_nothing_that_a_file_may_hold_breaks_the_page(
         run = read_run(folder)
         assert render_runs([run]).endswith("</html>\n")
         assert render_runs([run, run]).endswith("</html>\n")
-        json.dumps(summarize(run).as_dict(), allow_nan=False)
+        json.dumps(RunView.of(run).as_dict(), allow_nan=False)
     finally:
         for path, content in kept.items():
             path.write_bytes(content)

@@ -15,13 +15,12 @@ from mlxtune.core.files.lock import Lock
 from mlxtune.core.runs.run import Run, read_run
 from mlxtune.core.runs.summary import (
     SORTS,
-    RunSummary,
+    RunView,
     bucket_means,
     differing_options,
     measured_shares,
     option_text,
     options_of,
-    summarize,
 )
 from tests.core.runs.listed_runs import listed, runs
 from tests.runs import as_lines, metrics, step_line, write_run
@@ -29,8 +28,8 @@ from tests.runs import as_lines, metrics, step_line, write_run
 __all__ = ["runs"]
 
 
-def summary(folder: Path, **changes: Any) -> RunSummary:
-    return summarize(read_run(write_run(folder / "out", **changes)))
+def summary(folder: Path, **changes: Any) -> RunView:
+    return RunView.of(read_run(write_run(folder / "out", **changes)))
 
 
 def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +81,7 @@ def test_headline_of_a_run_that_made_nothing_better_says_so(tmp_path: Path) -> N
             epochs = record["epoch"] if record["kind"] == "epoch" else record["step"] / 40
             record["val_loss"] = 4.0 + epochs
     (folder / "metrics.jsonl").write_bytes(as_lines(records))
-    headline = summarize(read_run(folder)).headline
+    headline = RunView.of(read_run(folder)).headline
     assert headline.startswith("2 epochs on chat.jsonl did not improve tiny: ")
     assert "4.00 before, 5.00 at best" in headline
 
@@ -92,13 +91,13 @@ def test_unfinished_run_says_how_to_go_on_and_one_under_way_that_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_run(Path("my run"), finished=False)
-    found = summarize(read_run(folder))
+    found = RunView.of(read_run(folder))
     assert (found.status, found.finished) == ("unfinished", False)
     assert found.resume == "mlxtune train --resume 'my run'"
 
     lock = Lock(folder / ".mlxtune.lock")
     try:
-        going = summarize(read_run(folder))
+        going = RunView.of(read_run(folder))
     finally:
         lock.release()
     assert (going.status, going.resume) == ("running", "")
@@ -109,7 +108,7 @@ def test_peak_is_the_highest_of_the_steps_and_of_the_result(tmp_path: Path) -> N
     folder = write_run(tmp_path / "out")
     lines = [step_line(1, 9, memory=0), step_line(2, 9, memory=90 * 10**6)]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))
-    assert summarize(read_run(folder)).peak_memory == 90 * 10**6
+    assert RunView.of(read_run(folder)).peak_memory == 90 * 10**6
 
 
 def test_training_loss_before_an_epoch_ends_is_that_over_all_supervised_tokens(
@@ -121,7 +120,7 @@ def test_training_loss_before_an_epoch_ends_is_that_over_all_supervised_tokens(
         step_line(2, 9, loss=1.0, supervised_tokens=10),
     ]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))
-    assert summarize(read_run(folder)).train_loss == pytest.approx((4 * 30 + 1 * 10) / 40)
+    assert RunView.of(read_run(folder)).train_loss == pytest.approx((4 * 30 + 1 * 10) / 40)
 
 
 def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ def test_curve_is_of_validation_or_else_of_training(tmp_path: Path) -> None:
         ("steps", ["first", "second", "third"]),
     ],
 )
-def test_runs_are_sorted_by_any_column(runs: list[RunSummary], sort: str, names: list[str]) -> None:
+def test_runs_are_sorted_by_any_column(runs: list[RunView], sort: str, names: list[str]) -> None:
     mixed = [runs[2], runs[0], runs[1]]
     if sort == "speed":
         mixed = [
