@@ -33,7 +33,7 @@ _COMPLETE = "_MLXTUNE_COMPLETE"
 _INTERRUPTED = "mlxtune: interrupted"
 
 
-class _InOrder(click.Group):
+class _OrderedGroup(click.Group):
     """A group whose help lists its commands in their usual order of use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -41,7 +41,7 @@ class _InOrder(click.Group):
 
 
 @click.group(
-    cls=_InOrder,
+    cls=_OrderedGroup,
     commands={str(each.name): each for each in COMMANDS},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

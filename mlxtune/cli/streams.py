@@ -13,7 +13,7 @@ _STDIN, _STDOUT, _STDERR = range(3)
 
 
 def open_streams() -> None:
-    """Open what is closed on the null device, and make failed writes ours to report.
+    """Open closed streams on the null device, and report failed writes as our own errors.
 
     Otherwise the next file that is opened would take the stream's number, and get what other code
     writes there.
@@ -28,9 +28,9 @@ def open_streams() -> None:
         sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
     # Otherwise they are a test's, or a program's that calls main().
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _text(_Results(_STDOUT, "w", closefd=False), sys.stdout)
+        sys.stdout = _text(_StdoutFile(_STDOUT, "w", closefd=False), sys.stdout)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _text(_Messages(_STDERR, "w", closefd=False), sys.stderr)
+        sys.stderr = _text(_StderrFile(_STDERR, "w", closefd=False), sys.stderr)
 
 
 def flush_results() -> None:
@@ -61,8 +61,8 @@ def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
     )
 
 
-class _Waiting(io.FileIO):
-    """A file that waits where a write would block: other programs set shared streams to that."""
+class _BlockingFile(io.FileIO):
+    """A file that waits where a write would block: other programs make shared streams do so."""
 
     def write(self, data: Any, /) -> int:
         """Write some bytes and return how many."""
@@ -71,7 +71,7 @@ class _Waiting(io.FileIO):
         return written
 
 
-class _Results(_Waiting):
+class _StdoutFile(_BlockingFile):
     def write(self, data: Any, /) -> int:
         """Write some bytes. Raises OutputError, or BrokenPipeError if nobody reads."""
         try:
@@ -84,7 +84,7 @@ class _Results(_Waiting):
             ) from error
 
 
-class _Messages(_Waiting):
+class _StderrFile(_BlockingFile):
     def write(self, data: Any, /) -> int:
         """Write some bytes if possible: no work ends because nobody reads its messages."""
         try:

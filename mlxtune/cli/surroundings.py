@@ -1,4 +1,4 @@
-"""What a command finds when it starts: the current folder, and one for temporary files."""
+"""The current folder and the folder of temporary files, checked when a command starts."""
 
 import os
 import tempfile
@@ -26,6 +26,6 @@ def set_temporary_folder() -> None:
     Unlike Python, they fail where the environment names one that does not exist.
     """
     if any(name in os.environ for name in _TEMPORARY):
-        # Without any, what needs one says so.
+        # Without such a folder, the code that needs it reports the problem.
         with suppress(OSError):
             os.environ["TMPDIR"] = tempfile.gettempdir()

@@ -17,7 +17,7 @@ from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine import reservation
 from mlxtune.core.reports import plan_text
-from mlxtune.core.runs.run_plan import Longest
+from mlxtune.core.runs.run_plan import LongestFit
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution, Load, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
@@ -102,7 +102,7 @@ def _possible(
     return allowed, model_shapes(base, lora, allowed.operations.memory)
 
 
-def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> Longest:
+def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> LongestFit:
     """Return the longest example that fits the memory limit, by what the options allow."""
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _LONGEST
@@ -113,7 +113,7 @@ def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> 
         memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
         for value in (False, True)
     )
-    return Longest(kept, max(kept, recomputed), context)
+    return LongestFit(kept, max(kept, recomputed), context)
 
 
 def confirm(

@@ -27,11 +27,11 @@ from mlxtune.errors import printable
 from mlxtune.terminal.notebook import LiveLine, in_notebook
 
 _STAGE_WIDTH = 12
-# The shown loss is the mean over so many steps.
+# The number of steps in the mean loss that is shown.
 _AVERAGED = 10
 
 
-class Surviving:
+class BestEffortStream:
     """A stream that ignores failed writes: a run continues when its terminal is closed."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -67,7 +67,7 @@ class RunConsole(TrainingObserver):
         console: Console | None = None,
     ) -> None:
         self._notebook = console is None and in_notebook()
-        stream = cast(TextIO, Surviving(sys.stdout if self._notebook else sys.stderr))
+        stream = cast(TextIO, BestEffortStream(sys.stdout if self._notebook else sys.stderr))
         self._console = console or Console(file=stream, highlight=False, force_jupyter=False)
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         # The stream of a kernel calls itself a terminal.

@@ -18,7 +18,7 @@ from mlxtune.terminal.tables import plain_table
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
 # A text, or a text and its style.
-Part = str | tuple[str, str]
+StyledPart = str | tuple[str, str]
 
 
 def show_inspection(
@@ -48,7 +48,7 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
     return sorted(ranked[:_EXAMPLES], key=shown.index)
 
 
-def _line(*parts: Part, indent: int = 0) -> Padding:
+def _line(*parts: StyledPart, indent: int = 0) -> Padding:
     """Return parts as a line, with control characters escaped."""
     pairs = ((part, "") if isinstance(part, str) else part for part in parts)
     text = Text.assemble(*((visible.escape(words), style) for words, style in pairs))
@@ -60,14 +60,13 @@ def _heading(text: str, note: str = "") -> Padding:
 
 
 def _settings(inspection: Inspection) -> Iterator[Padding]:
-    parts: list[Part] = []
+    parts: list[StyledPart] = []
     for name in ("model", "template", "thinking", "turns"):
         parts += [(f"{name} ", "dim"), f"{getattr(inspection, name)}  "]
     yield _line(*parts, ("--max-seq-len ", "dim"), str(inspection.max_seq_len))
 
 
 def _ledgers(inspection: Inspection) -> Iterator[Padding]:
-    """Yield where every row and every token went."""
     yield _heading("Where every row went")
     for ledger in inspection.files:
         yield from _ledger(ledger)
@@ -90,8 +89,8 @@ def _ledger(ledger: dict[str, Any]) -> Iterator[Padding]:
 
 def _sum(number: int, name: str, terms: Sequence[tuple[int, str]]) -> Padding:
     adds_up = number == sum(term for term, _ in terms)
-    sign: Part = (" = ", "dim") if adds_up else (" != ", "bold red")
-    parts: list[Part] = [(f"{number:,}", "bold"), f" {name}"]
+    sign: StyledPart = (" = ", "dim") if adds_up else (" != ", "bold red")
+    parts: list[StyledPart] = [(f"{number:,}", "bold"), f" {name}"]
     for term, what in terms:
         style = "bold yellow" if term and what in ("skipped", "truncated") else "bold"
         parts += [sign, (f"{term:,}", style), f" {what}"]
@@ -102,14 +101,13 @@ def _sum(number: int, name: str, terms: Sequence[tuple[int, str]]) -> Padding:
 def _lengths(inspection: Inspection) -> Iterator[Padding]:
     yield _heading("Tokens of an example", f"of {inspection.examples:,}, before any cut")
     table = plain_table(["", "median", "p95", "longest", "mean", "sum"])
-    for name, one in (("all", inspection.tokens), ("supervised", inspection.supervised)):
-        numbers = (one.p50, one.p95, one.max, round(one.mean), one.total)
+    for name, lengths in (("all", inspection.tokens), ("supervised", inspection.supervised)):
+        numbers = (lengths.p50, lengths.p95, lengths.max, round(lengths.mean), lengths.total)
         table.add_row(name, *(f"{number:,}" for number in numbers))
     yield Padding(table, (0, 0, 0, 2), expand=False)
 
 
 def _limits(inspection: Inspection) -> Iterator[Padding]:
-    """Yield the losses under each limit."""
     yield _heading("What --max-seq-len would cut", "a lost row has no supervised token left")
     table = plain_table(["", "rows cut", "rows lost", "tokens cut", "supervised cut"])
     for limit in inspection.limits:
@@ -135,9 +133,8 @@ def _cost(inspection: Inspection) -> Iterator[Padding]:
 
 
 def _findings(inspection: Inspection) -> Iterator[Padding]:
-    """Yield the findings, errors first."""
     yield _heading("Findings", "" if inspection.findings else "none")
-    for finding in sorted(inspection.findings, key=lambda one: one.level != "error"):
+    for finding in sorted(inspection.findings, key=lambda finding: finding.level != "error"):
         yield from _finding(finding)
 
 
@@ -149,17 +146,16 @@ def _finding(finding: Finding) -> Iterator[Padding]:
     for place in finding.places:
         detail = f"  {place.detail}" if place.detail else ""
         yield _line((f"{place.path}:{place.row}", "cyan"), (detail, "dim"), indent=4)
-    if (more := finding.rows - len({(one.path, one.row) for one in finding.places})) > 0:
+    if (more := finding.rows - len({(place.path, place.row) for place in finding.places})) > 0:
         yield _line((f"and {count(more, 'more row')}", "dim"), indent=4)
 
 
 def _examples(
     examples: Sequence[ShownExample], max_seq_len: int, coloured: bool
 ) -> Iterator[Padding | Text]:
-    """Yield examples token by token."""
     if not examples:
         return
-    marks: list[Part] = ["⟦supervised⟧, all else is context"]
+    marks: list[StyledPart] = ["⟦supervised⟧, all else is context"]
     if coloured:
         marks = [("supervised", "bold green"), ("  context", "dim"), "  ", ("control", "magenta")]
     yield _line(("Rows as the model sees them  ", "bold"), *marks)
@@ -173,28 +169,28 @@ def _examples(
         place = f"{example.path}:{example.row}"
         yield Text()
         yield _line(("── ", "dim"), (place, "cyan"), facts, (kinds, "yellow"))
-        yield _text(example.pieces, coloured)
+        yield _example_text(example.pieces, coloured)
         if example.cut:
             verb = "is" if example.cut == 1 else "are"
             more = f"{count(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
             yield _line((f"... {more}", "yellow"))
 
 
-def _text(pieces: Sequence[Piece], coloured: bool) -> Text:
+def _example_text(pieces: Sequence[Piece], coloured: bool) -> Text:
     """Return pieces as text, the middle of many left out."""
     runs = list(visible.stretches(pieces))
     start, end = visible.middle_of(pieces, _HEAD, _TAIL)
-    text = _run(runs[:start], coloured)
+    text = _styled(runs[:start], coloured)
     if start < end:
         tokens = count(sum(piece.tokens for piece in pieces[start:end]), "token")
         text.append(f"\n... {tokens} not shown here ...\n", "yellow")
-        text.append_text(_run(runs[end:], coloured))
+        text.append_text(_styled(runs[end:], coloured))
     if text.plain.endswith("\n"):
         text.right_crop(1)
     return text
 
 
-def _run(runs: Iterable[tuple[Piece, list[visible.Stretch]]], coloured: bool) -> Text:
+def _styled(runs: Iterable[tuple[Piece, list[visible.Stretch]]], coloured: bool) -> Text:
     text = Text()
     for supervised, run in groupby(runs, key=lambda pair: pair[0].supervised):
         bracketed = supervised and not coloured

@@ -1,4 +1,4 @@
-"""Tables on a terminal, and the one of runs."""
+"""Tables on a terminal, and the table of runs."""
 
 import math
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from mlxtune.core.training.metrics import ValidationRecord
 from mlxtune.core.training.observer import RunStart
 from mlxtune.core.training.progress import Progress
 from mlxtune.errors import printable
-from mlxtune.terminal.console import RunConsole, Surviving
+from mlxtune.terminal.console import BestEffortStream, RunConsole
 from tests.core.training.records import step_record
 
 
@@ -45,7 +45,7 @@ def run_start(taken: int = 0) -> RunStart:
 @pytest.mark.parametrize("closed_at", ["start", "step", "warning", "end"])
 def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> None:
     terminal = Gone()
-    stream: Any = Surviving(terminal)
+    stream: Any = BestEffortStream(terminal)
     console = RunConsole(console=Console(file=stream, force_terminal=True, width=100))
     actions = {
         "start": lambda: console.on_start(run_start(), None),

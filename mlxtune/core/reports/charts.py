@@ -92,14 +92,14 @@ def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
 
 
 def _thinned(series: Series) -> Series:
-    return _at(series, decimate(series.y))
+    return _points_at(series, decimate(series.y))
 
 
 def _positive(series: Series) -> Series:
-    return _at(series, [i for i, y in enumerate(series.y) if y > 0])
+    return _points_at(series, [i for i, y in enumerate(series.y) if y > 0])
 
 
-def _at(series: Series, shown: Sequence[int]) -> Series:
+def _points_at(series: Series, shown: Sequence[int]) -> Series:
     return replace(series, x=[series.x[i] for i in shown], y=[series.y[i] for i in shown])
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from mlxtune.core.runs.run_plan import Longest, RunPlan
+from mlxtune.core.runs.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.core.text import byte_size, count, duration, short_duration
@@ -66,8 +66,7 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     yield "Time", _time(run)
 
 
-def _longest_line(longest: Longest) -> str:
-    """Return the longest examples that fit, and by what means."""
+def _longest_line(longest: LongestFit) -> str:
     if not longest.recomputed:
         return "not even one token fits: raise --memory-limit, or use --quantize 4"
     whole = f", all that the model was made for: --max-seq-len {longest.context}"

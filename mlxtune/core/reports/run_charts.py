@@ -20,7 +20,7 @@ _LOSS_UNIT = "nats per supervised token"
 
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
-    """Return the charts of one run, that of the loss first."""
+    """Return the charts of one run, the loss first."""
     steps, rates = run.column("step"), run.column("learning_rate")
     grad_norm, clip = run.column("grad_norm"), number(run.config, "max_grad_norm")
     size, unit = _memory_unit([view])
@@ -40,7 +40,7 @@ def charts_of(run: Run, view: RunView) -> list[Chart]:
             unit="before clipping",
             series=_averaged("each step", "averaged", "grad", steps, grad_norm),
             description=_describe("Gradient norm", grad_norm),
-            levels=_near(grad_norm, clip, f"clipped at {clip:g}" if clip else ""),
+            levels=_level_near(grad_norm, clip, f"clipped at {clip:g}" if clip else ""),
         ),
         Chart(
             title="Speed",
@@ -58,7 +58,7 @@ def charts_of(run: Run, view: RunView) -> list[Chart]:
             ],
             description=_describe(f"Memory in {unit}", memory),
             from_zero=True,
-            levels=_near(memory, predicted / size, f"predicted peak {byte_size(predicted)}"),
+            levels=_level_near(memory, predicted / size, f"predicted peak {byte_size(predicted)}"),
         ),
     ]
 
@@ -129,7 +129,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     return averages
 
 
-def _near(values: Sequence[float], level: float | None, name: str) -> dict[str, float]:
+def _level_near(values: Sequence[float], level: float | None, name: str) -> dict[str, float]:
     highest = max((value for value in values if math.isfinite(value)), default=0.0)
     if not level or not _NEAR * level <= highest <= level / _NEAR**2:
         return {}

@@ -76,7 +76,6 @@ def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _run_context(run: Run, view: RunView) -> dict[str, Any]:
-    """Return the variables of run_page.html."""
     plan, options = mapping(run.about, "plan"), options_of(run)
     parts = ("weights", "optimizer", "activations", "head")
     return {
@@ -184,7 +183,6 @@ def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
 
 
 def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[str, Any]:
-    """Return the variables of comparison_page.html."""
     losses = [each.best_val_loss for each in views if each.best_val_loss is not None]
     styles = [style_of(place) for place in range(len(runs))]
     return {

@@ -83,17 +83,17 @@ def step_line(
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
         f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
         f"{tokens_per_second(record):,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
-        f"{_hot(thermal)}"
+        f"{_heat(thermal)}"
     )
 
 
 def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
     """Return what a live bar shows of a step, and of heat that slows the machine."""
     speed = tokens_per_second(record)
-    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}{_hot(thermal)}"
+    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}{_heat(thermal)}"
 
 
-def _hot(thermal: str) -> str:
+def _heat(thermal: str) -> str:
     return f"  thermal: {thermal}" if thermal else ""
 
 
@@ -214,7 +214,7 @@ def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def next_lines(run: TrainConfig) -> Iterator[str]:
-    """Yield what to type after the demo, for its model and for a model and data of one's own."""
+    """Yield what to type after the demo, for its model and for the user's own model and data."""
     model, adapter = shlex.quote(run.model_path), shlex.quote(str(run.output_path))
     yield (
         f"ask it: mlxtune generate --model-path {model} --adapter {adapter} "

@@ -15,7 +15,7 @@ MOST_LOST = 0.1
 
 
 @dataclass(frozen=True)
-class Tried:
+class StorageTrial:
     """A way to store the trained projections: its measure, and the share of the gain it loses."""
 
     storage: str
@@ -34,10 +34,10 @@ class Retention:
     unit: str
     base: float
     trained: float
-    tried: tuple[Tried, ...]
+    tried: tuple[StorageTrial, ...]
 
     @property
-    def chosen(self) -> Tried:
+    def chosen(self) -> StorageTrial:
         """The storage in use."""
         return self.tried[-1]
 
@@ -48,15 +48,15 @@ class Retention:
     def line(self) -> str:
         """Return the retention as a line of text."""
         first, chosen = self.tried[0], self.chosen
-        line = f"{self.measure}: {self._pair()}, {self._tried(chosen)}"
+        line = f"{self.measure}: {self._gain_text()}, {self._trial_text(chosen)}"
         if first is not chosen:
-            line += f"; {self._tried(first)}"
+            line += f"; {self._trial_text(first)}"
         return line
 
-    def _pair(self) -> str:
+    def _gain_text(self) -> str:
         return f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
 
-    def _tried(self, tried: Tried) -> str:
+    def _trial_text(self, tried: StorageTrial) -> str:
         return f"{tried.value:.4g} stored {tried.storage} ({tried.lost:.0%} of the gain lost)"
 
 
@@ -77,10 +77,10 @@ def try_in_order(
     value_of: Callable[[str], float],
 ) -> Retention:
     """Measure storages in order until one loses no more than `MOST_LOST`, or none is left."""
-    tried: list[Tried] = []
+    tried: list[StorageTrial] = []
     for storage in storages:
         value = value_of(storage)
-        tried.append(Tried(storage, value, share_lost(base, trained, value)))
+        tried.append(StorageTrial(storage, value, share_lost(base, trained, value)))
         if tried[-1].lost <= MOST_LOST:
             break
     return Retention(measure, unit, base, trained, tuple(tried))

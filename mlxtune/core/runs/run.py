@@ -36,8 +36,8 @@ T = TypeVar("T")
 class Run:
     """A run as its folder describes it; `problems` are sentences on what could not be read.
 
-    `about` is run.json, `metadata` that of the newest checkpoint; `holder` is the process that is
-    training it now.
+    `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the
+    process that is training it now.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder as a user would name it, usually that of the adapter."""
+        """The folder as a user would name it, usually the folder of the adapter."""
         folder, suffix = self.folder, ""
         if folder.name == PREVIOUS:
             folder, suffix = folder.parent, " (previous)"

@@ -9,7 +9,7 @@ from mlxtune.core.training.speed import Speed
 
 
 @dataclass(frozen=True)
-class Longest:
+class LongestFit:
     """Tokens of the longest example that fits, with activations kept and recomputed.
 
     No more than `context`, the tokens that the model was made for.
@@ -46,7 +46,7 @@ class RunPlan:
     all_tokens: int = 0
     speed: Speed | None = None
     scaling: Scaling | None = None
-    longest: Longest | None = None
+    longest: LongestFit | None = None
 
     @property
     def seconds(self) -> float | None:

@@ -50,8 +50,8 @@ class RunView:
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
-    `train_loss` is that of the last epoch, or of the steps so far if none ended. `curve` is the
-    validation loss or, of fewer than three, the training loss in a few means. `judged` is the
+    `train_loss` is the mean of the last epoch, or of the steps before a first one ends. `curve` is
+    the validation loss or, with fewer than three, the training loss in a few means. `judged` is the
     verdict of the evaluation, `best_place` the epoch or step of the best validation.
     """
 
@@ -246,7 +246,7 @@ def data_names(run: Run) -> tuple[str, ...]:
 
 
 def data_name(run: Run, path: str) -> str:
-    """Return a file of a ledger as people name it: its name, or that of its split on the hub."""
+    """Return the name of a ledger's file, or of its split on the hub."""
     for data in hub_data(run):
         for title in map(str, mapping(data, "titles").values()):
             if path == title or path.startswith(f"{title}/"):
@@ -340,7 +340,7 @@ def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
 
 
 def option_text(value: Any) -> str:
-    """Return an option's value as one would type it."""
+    """Return an option's value as a user would type it."""
     if value is None or value == "" or value == () or value == []:
         return "–"
     if isinstance(value, bool):

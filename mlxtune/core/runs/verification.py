@@ -45,7 +45,7 @@ class Verification:
         self.checks.append(Check(name, problem is None, detail if problem is None else problem))
 
     def attempt(self, name: str, check: Callable[[], str]) -> None:
-        """Add a check that returns what is well, or raises OSError or ValueError with a problem."""
+        """Add a check that returns its result in words, or raises OSError or ValueError."""
         try:
             self.add(name, None, check())
         except (OSError, ValueError) as problem:

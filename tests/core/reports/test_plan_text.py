@@ -13,7 +13,7 @@ from mlxtune.core.reports.plan_text import (
     peak_line,
     plan_lines,
 )
-from mlxtune.core.runs.run_plan import Longest, RunPlan
+from mlxtune.core.runs.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.execution import Execution, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
@@ -110,14 +110,14 @@ def test_ranks_say_what_they_gain_and_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("longest", "line"),
     [
-        (Longest(0, 0, 4096), "not even one token fits: raise --memory-limit, or use --quantize 4"),
-        (Longest(0, 96, 4096), "no example; 96 with --grad-checkpoint on"),
-        (Longest(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad-check"),
-        (Longest(1500, 4096, 4096), "4,096 with --grad-checkpoint on, all that the model was made"),
-        (Longest(4096, 4096, 4096), "4,096 tokens with activations kept, all that the model was"),
+        (LongestFit(0, 0, 4096), "not even one token fits: raise --memory-limit, or use"),
+        (LongestFit(0, 96, 4096), "no example; 96 with --grad-checkpoint on"),
+        (LongestFit(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad"),
+        (LongestFit(1500, 4096, 4096), "4,096 with --grad-checkpoint on, all that the model"),
+        (LongestFit(4096, 4096, 4096), "4,096 tokens with activations kept, all that the model"),
     ],
 )
-def test_longest_example_is_told_with_what_it_takes(longest: Longest, line: str) -> None:
+def test_longest_example_is_told_with_what_it_takes(longest: LongestFit, line: str) -> None:
     found = text(replace(RUN, longest=longest))
     assert line in found
     assert RUN.as_dict()["longest"] is None
