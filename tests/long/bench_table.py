@@ -103,16 +103,16 @@ CASES = {
     ),
     "small-alpaca": Case("small shape, Alpaca", _SMALL, _ALPACA, 4, 6, target=4),
     "gpu-alpaca": Case(
-        "0.6B shape, Alpaca, steps of 4", _LARGE, _ALPACA, 4, 6, execution="gpu", target=2.6
+        "0.6B shape, Alpaca, steps of 4", _LARGE, _ALPACA, 4, 3, execution="gpu", target=2.6
     ),
     "gpu-wikisql": Case(
-        "0.6B shape, WikiSQL, steps of 8", _LARGE, _WIKISQL, 8, 6, execution="gpu", target=3.2
+        "0.6B shape, WikiSQL, steps of 8", _LARGE, _WIKISQL, 8, 3, execution="gpu", target=3.2
     ),
     "gpu-small-alpaca": Case(
-        "small shape, Alpaca, steps of 4", _SMALL, _ALPACA, 4, 6, execution="gpu"
+        "small shape, Alpaca, steps of 4", _SMALL, _ALPACA, 4, 4, execution="gpu"
     ),
     "gpu-small-wikisql": Case(
-        "small shape, WikiSQL, steps of 8", _SMALL, _WIKISQL, 8, 6, execution="gpu"
+        "small shape, WikiSQL, steps of 8", _SMALL, _WIKISQL, 8, 4, execution="gpu"
     ),
 }
 # The tables, by execution.
