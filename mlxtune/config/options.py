@@ -112,10 +112,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Bench": {
         "against": Option(
-            "Measure another trainer on the same steps.", COMMAND, choices=("mlx-lm", "unsloth")
-        ),
-        "peer_python": Option(
-            "Python of an environment in which unsloth_zoo trains with MLX.", COMMAND
+            "Measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
         ),
         "execution": Option(
             "How our side computes: auto is what train does, gpu what Metal and CUDA get on any "

@@ -284,7 +284,6 @@ class BenchConfig(StepConfig, DataConfig):
     # Rows held out for validation would not be timed.
     val_split: float = option("val_split", 0.0)
     against: str | None = option("against", None)
-    peer_python: str | None = option("peer_python", None)
     execution: str = option("execution", "auto")
     steps: int = option("steps", 8)
     repeats: int = option("repeats", 2)
@@ -302,10 +301,6 @@ class BenchConfig(StepConfig, DataConfig):
         problems = super().contradictions()
         if self.quantize == "nf4" and self.against is not None:
             problems += [f"--against {self.against} has no nf4: use another --quantize"]
-        if (self.against == "unsloth") != (self.peer_python is not None):
-            problems += ["--against unsloth and --peer-python need each other: give both"]
-        if self.against == "unsloth" and self.quantize is not None:
-            problems += ["--against unsloth has no --quantize: use a quantised base"]
         return problems
 
     @property

@@ -2,13 +2,12 @@
 
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import files
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
-from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Counts, Side, TimedStep
+from mlxtune.core.runs.benchmark import Benchmark, BenchmarkRun, Side, TimedStep
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.setup.bench_worker import OURS, Job
@@ -32,6 +31,19 @@ from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.output import print_json
 from mlxtune.terminal.tables import result_console
 
+# The command of a process that does the job in a file.
+Command = Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The options, the rows of all steps, our job on them, and a folder for temporary files."""
+
+    config: BenchConfig
+    rows: Sequence[Sequence[Sequence[Example]]]
+    job: Job
+    scratch: Path
+
 
 def bench(config: BenchConfig) -> Benchmark:
     """Time the first steps that `train` with the same options would take, by us and by a peer.
@@ -41,36 +53,55 @@ def bench(config: BenchConfig) -> Benchmark:
     Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
     when our own process is killed.
     """
+    with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as work:
+        result = measured(work, console)
+    if config.json_path is not None:
+        files.make_folder(config.json_path.parent)
+        files.write_json(config.json_path, result.as_dict())
+    return result
+
+
+@contextmanager
+def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Prepared]:
+    """Read the data and write the adapter that all sides start from; yield the work."""
     folder = model_folder.find_folder(config.model_path)
-    config = with_hub_data(config, RunConsole(quiet=config.quiet))
+    config = with_hub_data(config, console)
     if config.json_path is not None:
         read = [*data_files(config).all, *folder.iterdir()]
         files.check_outputs([config.json_path], read, "--json")
-    with closing(RunConsole(quiet=config.quiet)) as console:
-        dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
-        report_findings(dataset, console)
-        rows = first_steps(config, dataset)
-        steps = [[example for row in step for example in row] for step in rows]
-        _report_work(config, rows, console)
-        with scratch_folder("bench") as scratch:
-            job = _prepare(config, folder, steps, scratch, console)
-            ours, theirs = _alternate(config, job, scratch, console)
-    result = Benchmark(
+    dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
+    report_findings(dataset, console)
+    rows = first_steps(config, dataset)
+    steps = [[example for row in step for example in row] for step in rows]
+    _report_work(config, rows, console)
+    with scratch_folder("bench") as scratch:
+        job = _prepare(config, folder, steps, scratch, console)
+        yield Prepared(config, rows, job, scratch)
+
+
+def measured(
+    work: Prepared, console: RunConsole, peer: tuple[str, Command] | None = None
+) -> Benchmark:
+    """Time the work by us, and by the peer that the options name or by another one.
+
+    Raises MlxTuneError when our own process is killed.
+    """
+    config = work.config
+    if peer is None and config.against is not None:
+        peer = config.against, worker_command
+    ours, theirs = _alternate(config.repeats, work, peer, console)
+    return Benchmark(
         model=config.model_path,
         device=device.device_name(),
-        dtype=job.config.dtype,
-        rows=sum(map(len, rows)),
-        examples=sum(map(len, steps)),
+        dtype=work.job.config.dtype,
+        rows=sum(map(len, work.rows)),
+        examples=sum(map(len, work.job.steps)),
         batch_size=config.batch_size,
         ours=ours,
         theirs=theirs,
         options=asdict(config),
         versions=versions(),
     )
-    if config.json_path is not None:
-        files.make_folder(config.json_path.parent)
-        files.write_json(config.json_path, result.as_dict())
-    return result
 
 
 def show(config: BenchConfig) -> None:
@@ -130,17 +161,18 @@ def _report_work(
 
 
 def _alternate(
-    config: BenchConfig, job: Job, scratch: Path, console: RunConsole
+    repeats: int, work: Prepared, peer: tuple[str, Command] | None, console: RunConsole
 ) -> tuple[Side, Side | None]:
-    """Run ours and theirs in turn, one process at a time, as often as the options ask.
+    """Run ours and theirs in turn, one process at a time, `repeats` times each.
 
     A peer that fails is not run again. Raises MlxTuneError when ours does.
     """
-    ours = Side(OURS)
-    theirs = Side(config.against) if config.against else None
-    steps = len(job.steps)
-    sides = [side for side in (ours, theirs) if side is not None]
-    for repeat, side in product(range(1, config.repeats + 1), sides):
+    ours, theirs = Side(OURS), None if peer is None else Side(peer[0])
+    commands: list[tuple[Side, Command]] = [(ours, worker_command)]
+    if peer is not None and theirs is not None:
+        commands.append((theirs, peer[1]))
+    steps = len(work.job.steps)
+    for repeat, (side, command) in product(range(1, repeats + 1), commands):
         if side.failed:
             continue
 
@@ -149,9 +181,8 @@ def _alternate(
 
         show_step(0)
         try:
-            work = replace(job, side=side.name, counts=repeat == 1)
-            python = str(config.peer_python) if side.name == "unsloth" else sys.executable
-            run = _run_process(work, python, scratch, show_step)
+            job = replace(work.job, side=side.name)
+            run = _run_process(job, command, work.scratch, show_step)
         except MlxTuneError as error:
             if side is ours:
                 raise
@@ -159,30 +190,25 @@ def _alternate(
             console.warn(f"{side.name} failed: {error}")
             continue
         side.runs.append(run)
-        if side is ours and run.counts:
-            # The steps need the same of every side.
-            job = replace(job, needed_flops=run.counts.matmul_flops["needed"])
-        console.say("Run", f"{repeat}/{config.repeats} {run_line(side.name, run)}")
+        console.say("Run", f"{repeat}/{repeats} {run_line(side.name, run)}")
     return ours, theirs
 
 
 def _run_process(
-    job: Job, python: str, scratch: Path, on_step: Callable[[int], None]
+    job: Job, command: Command, scratch: Path, on_step: Callable[[int], None]
 ) -> BenchmarkRun:
-    """Do a job in a new process of an interpreter; `on_step` gets the number of steps taken.
+    """Do a job in a new process; `on_step` gets the number of steps taken.
 
     Raises MlxTuneError with the error that the process reports or, if it ends early without one,
     with how it ended.
     """
-    if shutil.which(python) is None:
-        raise MlxTuneError(f"--peer-python {python} is no program")
     path = scratch / "job.pickle"
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with (
         scratch_file() as errors,
         subprocess.Popen(
-            _command(python, path),
+            command(path),
             # Never written to: the worker ends when it closes.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -195,9 +221,7 @@ def _run_process(
                 if "error" in record:
                     raise MlxTuneError(record["error"])
                 if "run" in record:
-                    counts = record["run"].pop("counts", None)
-                    counted = None if counts is None else Counts(**counts)
-                    return BenchmarkRun(steps, counts=counted, **record["run"])
+                    return BenchmarkRun(steps, **record["run"])
                 steps.append(TimedStep(**record["step"]))
                 on_step(len(steps))
             status = process.wait()
@@ -208,19 +232,10 @@ def _run_process(
     raise MlxTuneError(_describe_end(job, status, len(steps), output))
 
 
-def _command(python: str, job: Path) -> list[str]:
-    # Another environment may have another mlxtune or none, and only its own mlx is to be found.
-    package = str(Path(__file__).parents[1] / "__init__.py")
-    run = f"""
-from importlib.util import module_from_spec, spec_from_file_location
-import sys
-spec = spec_from_file_location("mlxtune", {package!r})
-sys.modules["mlxtune"] = module = module_from_spec(spec)
-spec.loader.exec_module(module)
-from mlxtune.setup import bench_worker
-bench_worker.main()
-"""
-    return [python, "-c", run, str(job)]
+def worker_command(job: Path) -> list[str]:
+    """Return the command of a process of ours that does the job in a file."""
+    run = "from mlxtune.setup.bench_worker import main; main()"
+    return [sys.executable, "-c", run, str(job)]
 
 
 def _describe_end(job: Job, status: int, steps: int, output: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from mlxtune.core.runs.benchmark import Agreement, Benchmark, BenchmarkRun, Counts, Spread
+from mlxtune.core.runs.benchmark import Agreement, Benchmark, BenchmarkRun, Spread
 from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.terminal.tables import plain_table, shown
 
@@ -44,13 +44,7 @@ def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
         cells = [show(side.spread(key)) if side.runs else "failed" for side in sides]
         ratio = _range(ratios[key], "{:#.3g}".format) if key in ratios else ""
         rows.append((name, *cells, *([ratio] if len(sides) > 1 else [])))
-    counted = [side.counts for side in sides]
-    for name, describe in _COUNTS:
-        cells = ["" if counts is None else describe(counts) for counts in counted]
-        if any(cells):
-            rows.append((name, *cells, *([""] if len(sides) > 1 else [])))
-    efficiency = _range(benchmark.ours.spread("step_efficiency"), "{:.1%}".format)
-    return [*rows, ("step efficiency", efficiency, *[""] * (len(rows[0]) - 2))]
+    return rows
 
 
 def remarks(benchmark: Benchmark) -> list[str]:
@@ -86,21 +80,6 @@ def _range(values: Spread, show: Callable[[float], str]) -> str:
     return middle if low == high else f"{middle} ({low}-{high})"
 
 
-def _work(counts: Counts) -> str:
-    """Return the work of the products run, as a multiple of what the steps need."""
-    needed, run = counts.matmul_flops["needed"], counts.matmul_flops["run"]
-    return "" if run is None or not needed else f"{run / needed:.2f} x needed"
-
-
-def _launches(counts: Counts) -> str:
-    each = counts.launches_per_step
-    return "" if each is None else f"{sum(each.values()):,.0f}, head {each['head']:,.0f}"
-
-
-_COUNTS: tuple[tuple[str, Callable[[Counts], str]], ...] = (
-    ("matrix products", _work),
-    ("launches a step", _launches),
-)
 # The rows of the table: a name, a quantity, and the cell that shows its spread over the runs.
 _QUANTITIES: tuple[tuple[str, str, Callable[[Spread], str]], ...] = (
     ("real tokens/s", "real_tokens_per_s", lambda values: f"{values.median:,.0f}"),

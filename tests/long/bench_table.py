@@ -1,4 +1,4 @@
-"""Measure the tables of docs/performance.md: `mlxtune bench --against mlx-lm` at real sizes.
+"""Measure the tables of docs/performance.md: `step_costs --against mlx-lm` at real sizes.
 
     python -m tests.long.bench_table [NAME ...] [--out docs/measured]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
-from tests.paths import SHARED
+from tests.paths import ROOT, SHARED
 
 import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten
@@ -172,14 +173,15 @@ def measure(name: str, scratch: Path, out: Path) -> None:
 
 
 def run_bench(folder: Path, name: str, options: Mapping[str, Any], **how: Any) -> Any:
-    """Compare with mlx-lm in float32; return what the file `name` of the folder holds then.
+    """Measure beside mlx-lm in float32; return what the file `name` of the folder holds then.
 
     `how` goes to subprocess.run. Raises what that raises.
     """
-    command = [sys.executable, "-m", "mlxtune", "bench", "--against", "mlx-lm", "--no-cache"]
+    command = [sys.executable, "-m", "tests.long.step_costs", "--against", "mlx-lm", "--no-cache"]
     given = {"--dtype": "float32", "--rank": 8, "--json": name, **options}
     pairs = [str(part) for option in given.items() for part in option]
-    subprocess.run([*command, *pairs], cwd=folder, check=True, **how)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *pairs], cwd=folder, env=environment, check=True, **how)
     return json.loads((folder / name).read_text())
 
 

@@ -3,7 +3,7 @@
     python -m tests.long.gpu [--json gpu.json] [--shared FOLDER]
     python -m tests.long.gpu --tiny
 
-Equality on the device, `mlxtune bench` against mlx-lm at real sizes with the share of the card's
+Equality on the device, `step_costs` against mlx-lm at real sizes with the share of the card's
 peak, two runs hashed, and predicted against measured memory. Models have random weights, made in a
 temporary folder. Each part has a limit of time and is skipped, with the reason, when the time is
 over; the JSON is written after each. Ends with 1 if a part failed. All processes share the CUDA
@@ -278,7 +278,7 @@ def bench(seconds: float, machine: Machine, case: Case, peak: dict[str, Any]) ->
     """Compare a case with mlx-lm, and its work with what the card could do."""
     out = machine.scratch / "bench.json"
     more = ["--against", "mlx-lm", "--repeats", "1", "--steps", str(case.steps), "--json", str(out)]
-    command(["mlxtune", "bench", *machine.options(case), "--execution", "gpu", *more], seconds)
+    command(["tests.long.step_costs", *machine.options(case), "--execution", "gpu", *more], seconds)
     result = json.loads(out.read_text())
     ours = result["ours"]
     (run,) = ours["runs"]

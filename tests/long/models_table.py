@@ -46,6 +46,7 @@ from tests.long.bench_table import run_bench
 from tests.long.check_architectures import Result, check
 from tests.long.model_sizes import LISTED, write_sized
 from tests.long.models_page import CASES, broken, page
+from tests.long.pipeline_graphs import PipelineGraphs
 from tests.models import write_chat
 from tests.paths import DOCS, SHARED
 
@@ -102,7 +103,8 @@ def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
 def _compiles(folder: Path, targets: tuple[str, ...]) -> bool:
     """Return whether MLX can trace a whole step, as --compile on would; nothing is built."""
     try:
-        fresh(folder, Execution(MLX, compile=True), 10_000, targets=targets).lazy_step(fixed_step())
+        pipeline = fresh(folder, Execution(MLX, compile=True), 10_000, targets=targets)
+        PipelineGraphs(pipeline).lazy_step(fixed_step())
     # Of any kind: models that look at values cannot be traced.
     except Exception:  # noqa: BLE001
         return False

@@ -20,7 +20,7 @@ import pytest
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import ConfigError, MlxTuneError
+from mlxtune.errors import MlxTuneError
 from mlxtune.recipes import bench as bench_recipe
 from mlxtune.recipes.bench import bench as run_bench
 from mlxtune.recipes.bench import first_steps
@@ -77,6 +77,8 @@ def test_both_sides_take_the_same_steps_with_the_same_losses(
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
             assert 0 <= one["padding"] < other["padding"]
             assert one["tokens_run"] < other["tokens_run"]
+    executions = [found[side]["execution"] for side in ("ours", "theirs")]
+    assert executions == ["gpu", "eager" if on_cpu() else "compiled"]
     losses = [step["loss"] for step in found["ours"]["runs"][0]["steps"]]
     assert losses[0] > losses[-1]  # the rate is high enough for a difference to show
 
@@ -104,7 +106,7 @@ for side in (worker.OurSide, worker.MlxLm):
 worker.main()
 """
     monkeypatch.setattr(
-        "mlxtune.recipes.bench._command", lambda _, job: [sys.executable, "-c", code, str(job)]
+        "mlxtune.recipes.bench.worker_command", lambda job: [sys.executable, "-c", code, str(job)]
     )
     path = tmp_path / "gpu.json"
     work = ["--steps", 3, "--max-seq-len", 64, "--lr", 0.01, "--against", "mlx-lm"]
@@ -117,22 +119,6 @@ worker.main()
         losses = [step["loss"] for step in run["steps"]]
         assert losses == pytest.approx([step["loss"] for step in other["steps"]], rel=1e-6)
         assert all(step["seconds"] > 0 and step["peak_memory"] > 0 for step in run["steps"])
-
-
-def test_counts_are_of_the_same_steps(compared: tuple[Outcome, dict[str, Any]]) -> None:
-    _, found = compared
-    ours, theirs = found["ours"], found["theirs"]
-    needed = ours["matmul_flops"]["needed"]
-    assert needed == theirs["matmul_flops"]["needed"]
-    # The gradient of the first layer's output projection is not among what is needed.
-    assert needed < ours["matmul_flops"]["run"] < 1.1 * needed
-    assert theirs["matmul_flops"]["run"] > 1.5 * needed
-    assert 0 < ours["launches_per_step"]["head"] < ours["launches_per_step"]["rest"]
-    assert theirs["launches_per_step"]["head"] == 0
-    assert ours["evaluations_per_step"] == theirs["evaluations_per_step"] == 1
-    assert (ours["execution"], theirs["execution"]) == ("gpu", "eager" if on_cpu() else "compiled")
-    if "MLX_DISABLE_COMPILE" not in os.environ:
-        assert ours["compiled_shapes"] == 1  # the update
 
 
 def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:
@@ -165,7 +151,6 @@ def test_ratios_are_of_the_numbers_that_stand_beside_them(
     assert min(peaks) > 100_000  # the weights alone are more
     assert found["ratio"]["peak_memory"] == pytest.approx(peaks[0] / peaks[1], rel=0.2)
     assert all(math.isfinite(value) and value > 0 for value in found["ratio"].values())
-    assert found["step_efficiency"] > 0
     assert 0 <= found["padding_share"] < found["theirs"]["padding_share"]["median"] < 1
 
 
@@ -179,7 +164,7 @@ def test_peer_would_have_trained_on_padding(compared: tuple[Outcome, dict[str, A
 def test_table_and_stages_are_said(compared: tuple[Outcome, dict[str, Any]]) -> None:
     outcome, found = compared
     assert re.search(r"^ +mlxtune +mlx-lm +ratio *$", outcome.out, re.MULTILINE)
-    for name in ("real tokens/s", "padding", "peak memory", "start", "step efficiency"):
+    for name in ("real tokens/s", "padding", "peak memory", "start"):
         assert re.search(rf"^{name} +\S", outcome.out, re.MULTILINE)
     assert "\nlosses agree (" in outcome.out
     tokens = sum(step["tokens"] for step in found["ours"]["runs"][0]["steps"])
@@ -293,7 +278,7 @@ def test_without_a_peer_only_our_side_is_measured(bench: Cli) -> None:
     assert (found["against"], found["ratio"], found["theirs"]) == (None, None, None)
     assert found["steps"] == 5
     (run,) = found["ours"]["runs"]
-    assert set(run["products"][0]) == {"projections", "LoRA", "attention", "head"}
+    assert len(run["steps"]) == 5
     assert outcome.err == (
         "warning: the data has rows for 5 of 9 steps: add rows or lower --batch-size to time more\n"
     )
@@ -305,7 +290,7 @@ def test_without_a_peer_only_our_side_is_measured(bench: Cli) -> None:
 def test_unknown_peer_is_an_error(bench: Cli) -> None:
     outcome = bench("--against", "axolotl")
     assert outcome.code == 2
-    assert outcome.error == "--against must be one of mlx-lm, unsloth, not 'axolotl'"
+    assert outcome.error == "--against must be mlx-lm, not 'axolotl'"
 
 
 @pytest.mark.parametrize(
@@ -334,22 +319,17 @@ def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None
     assert "cannot be read" in bench("--quiet", "--model-path", broken).error
 
 
-def command_of_peer(
-    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str | None
-) -> None:
-    """Have the peer's process run some code, if any, and ours say what it said once."""
+def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str) -> None:
+    """Have the peer's process run some code, and ours say what it said once."""
     run = dict(found["ours"]["runs"][0])
     (step, *_) = run.pop("steps")
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
-    def command(python: str, job: Path) -> list[str]:
+    def command(job: Path) -> list[str]:
         ours = pickle.loads(job.read_bytes()).side == bench_worker.OURS
-        if not ours and code is None:
-            return real(python, job)
-        return [sys.executable, "-S", "-c", f"print({told!r})" if ours else str(code)]
+        return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
-    real = bench_recipe._command
-    monkeypatch.setattr(bench_recipe, "_command", command)
+    monkeypatch.setattr(bench_recipe, "worker_command", command)
 
 
 @pytest.mark.parametrize(
@@ -381,50 +361,12 @@ def test_peer_that_dies_leaves_our_numbers_and_its_reason(
     assert outcome.err.count(f"mlx-lm failed: {said}") == 2
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (f'#!/bin/sh\nexec {sys.executable} -I "$@"', "No package metadata was found for"),
-        (None, "is no program"),
-    ],
-)
-def test_peer_runs_in_the_environment_that_is_named(
-    bench: Cli,
-    compared: tuple[Outcome, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    script: str | None,
-    said: str,
-) -> None:
-    command_of_peer(monkeypatch, compared[1], None)
-    python = tmp_path / "python"
-    if script is not None:
-        python.write_text(script)
-        python.chmod(0o755)
-    peer = ["--against", "unsloth", "--peer-python", python]
-    outcome = bench(*peer, "--json", "-", "--repeats", 1, "--steps", 1)
-    assert said in json.loads(outcome.out)["theirs"]["failed"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"against": "unsloth"}, "--peer-python"),
-        ({"peer_python": "python"}, "--against unsloth"),
-        ({"against": "unsloth", "peer_python": "p", "quantize": "4"}, "no --quantize"),
-    ],
-)
-def test_environment_of_the_peer_has_to_be_named(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        BenchConfig("m", ("d",), **options)
-
-
 def test_our_process_that_is_killed_is_an_error_with_a_remedy(
     bench: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(
-        "mlxtune.recipes.bench._command", lambda _, job: [sys.executable, "-c", code]
+        "mlxtune.recipes.bench.worker_command", lambda job: [sys.executable, "-c", code]
     )
     error = bench("--quiet").error
     assert error.startswith("killed (signal 9) before its first step")
@@ -435,7 +377,7 @@ def test_bug_in_our_process_keeps_its_traceback(
     model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlxtune.recipes.bench._command", lambda _, job: [sys.executable, "-c", "1 / 0"]
+        "mlxtune.recipes.bench.worker_command", lambda job: [sys.executable, "-c", "1 / 0"]
     )
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ZeroDivisionError"):
         run_bench(BenchConfig(str(model), (str(chat),), quiet=True))

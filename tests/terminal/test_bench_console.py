@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mlxtune.core.runs.benchmark import Counts, agreement
+from mlxtune.core.runs.benchmark import agreement
 from mlxtune.terminal import bench_console
 from tests.core.runs.benchmarks import benchmark, run, step
 
-OURS = run(step(0.5), step(1.5), products=({"head": 0.4}, {"head": 1.0}))
+OURS = run(step(0.5), step(1.5))
 THEIRS = run(step(3.0), step(5.0), peak_rss=8_000_000_000, loss_function="masked")
 
 
@@ -20,27 +18,6 @@ def test_table_has_both_sides_and_their_ratios() -> None:
     assert rows["padding"] == ("10.0%", "10.0%", "")
     assert rows["peak memory"] == ("3 GB", "3 GB", "1.00")
     assert rows["peak of the process"] == ("4 GB", "8 GB", "0.500")
-    assert rows["step efficiency"] == ("70.0%", "", "")
-
-
-def test_counts_are_shown_for_the_sides_that_have_them() -> None:
-    counts = Counts(
-        execution="gpu",
-        matmul_flops={"needed": 200, "run": 206},
-        attention_flops=7,
-        launches_per_step={"head": 30.0, "rest": 1200.0},
-        evaluations_per_step=1.0,
-        compiled_shapes=2,
-        host_memory_per_shape=None,
-    )
-    uncounted = replace(counts, matmul_flops={"needed": 200, "run": None}, launches_per_step=None)
-    made = benchmark([run(step(), counts=counts)], [run(step(), counts=uncounted)])
-    rows = {row[0]: row[1:] for row in bench_console.table(made)}
-    assert rows["matrix products"] == ("1.03 x needed", "", "")
-    assert rows["launches a step"] == ("1,230, head 30", "", "")
-    assert made.ours.as_dict()["launches_per_step"] == {"head": 30.0, "rest": 1200.0}
-    neither = bench_console.table(benchmark([run(step(), counts=uncounted)], None))
-    assert "launches a step" not in [row[0] for row in neither]
 
 
 def test_table_without_a_peer_has_one_column() -> None:

@@ -9,7 +9,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.lora.vectors import ROW, LoRAVectors
-from mlxtune.backend.model.compiling import compiled, compiles
+from mlxtune.backend.model.compiling import compiles
 from mlxtune.config import InstructConfig
 
 # Keeps the scale of a clipped gradient finite, as in mlx.optimizers.clip_grad_norm.
@@ -60,7 +60,7 @@ class LoRAOptimizer:
             "v": [mx.zeros_like(vector) for vector in joined],
         }
         # It has the same shapes in each step.
-        self._compiled = compiled(self._take)
+        self._compiled = mx.compile(self._take)
 
     def adopt(self, parameters: Any) -> dict[str, Any]:
         """Return the same parameters as parts of the vectors that the next update starts from."""

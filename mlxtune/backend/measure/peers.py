@@ -10,14 +10,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_map, tree_map_with_path
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.lora.apply import apply_lora
-from mlxtune.backend.measure.counts import Gradient, GraphSource, Traced
-from mlxtune.backend.model.compiling import compiled
 from mlxtune.backend.model.device import on_cpu
 from mlxtune.backend.model.loading import BaseModel, load_lazily
 from mlxtune.backend.model.model_folder import read_config
@@ -76,21 +74,22 @@ class MlxLm:
             bias_correction=True,
         )
         self._optimizer.init(model.trainable_parameters())
-        self._state = [model.state, self._optimizer.state, mx.random.state]
-        mx.eval(self._state)
-        self._step = self._make_step()
+        self.state = [model.state, self._optimizer.state, mx.random.state]
+        mx.eval(self.state)
+        # On the CPU compiling starts a C++ compiler and is no faster after.
+        self._step = self.make_step(compiled=not on_cpu())
 
     def warm_up(self, examples: Sequence[Example]) -> float | None:
         """Take a step and take it back; return its loss with mlx-lm's own spans, if it has them."""
         # On the CPU nothing is compiled for the shape of a step.
         shown = [min(examples, key=len)] if on_cpu() else examples
-        with self._unchanged():
+        with self.unchanged():
             self._run(shown)
         return self._own_loss(examples) if self.loss_function == "default" else None
 
     def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
         """Take the steps and take them back."""
-        with self._unchanged():
+        with self.unchanged():
             for examples in steps:
                 self._run(examples)
 
@@ -101,26 +100,28 @@ class MlxLm:
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
         """Return how many tokens a step runs through the model, and how many are padding."""
         run = 0
-        for batch in self._batches(examples):
+        for batch in self.batches(examples):
             tokens, _ = padded(batch, self._lora.max_seq_len)
             run += tokens.shape[0] * (tokens.shape[1] - 1)
         return run, run - sum(map(run_length, examples))
 
-    def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+    def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return the examples of a step in batches, sorted by length as mlx-lm sorts them."""
         by_length, size = sorted(examples, key=len), self._batch_size
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
-    def _make_step(self) -> Callable[..., Any]:
+    def loss_and_gradients(self, tokens: mx.array, supervised: mx.array) -> Any:
+        """Return the loss and count of a batch, and its gradients."""
         loss = default_loss if self.loss_function == "default" else masked_loss
-        loss_and_grad = nn.value_and_grad(self._model, loss)
+        return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
 
-        self._loss_and_grad = loss_and_grad
+    def make_step(self, *, compiled: bool) -> Callable[..., Any]:
+        """Return a function of a batch that adds up gradients and, after the last, updates."""
 
         def step(
             tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
         ) -> tuple[mx.array, Any]:
-            (value, _), gradients = loss_and_grad(self._model, tokens, supervised)
+            (value, _), gradients = self.loss_and_gradients(tokens, supervised)
             gradients = tree_map(lambda gradient: gradient * share, gradients)
             if before is not None:
                 gradients = tree_map(mx.add, before, gradients)
@@ -129,9 +130,7 @@ class MlxLm:
                 gradients = None
             return value * share, gradients
 
-        self._compiled = compiled(step, inputs=self._state, outputs=self._state)
-        # On the CPU compiling starts a C++ compiler and is no faster after.
-        return step if on_cpu() else self._compiled
+        return mx.compile(step, inputs=self.state, outputs=self.state) if compiled else step
 
     def _own_loss(self, examples: Sequence[Example]) -> float:
         def loss(
@@ -139,23 +138,23 @@ class MlxLm:
         ) -> tuple[mx.array, None]:
             return default_loss(self._model, tokens, ends)[0] * share, None
 
-        return sum(float(part) for part, _ in self._parts(loss, examples, beyond=1))
+        return sum(float(part) for part, _ in self.parts(loss, examples, beyond=1))
 
     def _run(self, examples: Sequence[Example]) -> float:
         loss = mx.array(0.0)
-        for part, gradients in self._parts(self._step, examples):
+        for part, gradients in self.parts(self._step, examples):
             loss = loss + part
-            mx.eval(self._state, loss, gradients)
+            mx.eval(self.state, loss, gradients)
             # As its train() does after each step by default.
             if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
                 mx.clear_cache()
         return float(loss)
 
-    def _parts(
+    def parts(
         self, step: Callable[..., Any], examples: Sequence[Example], beyond: int = 0
     ) -> Iterator[tuple[mx.array, Any]]:
         """Take a step batch by batch; yield the loss of each and the gradients so far."""
-        batches = [self._batch(batch, beyond) for batch in self._batches(examples)]
+        batches = [self.batch(batch, beyond) for batch in self.batches(examples)]
         total = sum(count for _, _, count in batches)
         gradients = None
         for i, (tokens, supervised, count) in enumerate(batches, 1):
@@ -163,33 +162,8 @@ class MlxLm:
             part, gradients = step(tokens, supervised, share, gradients, last)
             yield part, gradients
 
-    def graphs(self) -> GraphSource:
-        """Return the graphs of the steps."""
-        return self
-
-    def lazy_step(self, examples: Sequence[Example]) -> Any:
-        """Return all arrays that a step evaluates, compiled; the model keeps its state."""
-        with self._unchanged():
-            return list(self._parts(self._compiled, examples)), list(self._state)
-
-    def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
-        """Yield the gradient of each batch."""
-        for batch in self._batches(examples):
-            tokens, supervised, _ = self._batch(batch, 0)
-
-            def gradient(tokens: mx.array, supervised: mx.array = supervised) -> Traced:
-                with self._unchanged():
-                    _, gradients = self._loss_and_grad(self._model, tokens, supervised)
-                return [array for _, array in tree_flatten(gradients)], []
-
-            yield gradient, tokens
-
-    def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
-        """Yield nothing: the head is part of the model."""
-        yield from ()
-
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> Iterator[None]:
         """Put the model and the optimizer back as they are, whatever runs inside the block."""
         before = self._model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
@@ -198,9 +172,9 @@ class MlxLm:
         finally:
             self._model.update(before)
             # In the list, too, from which a compiled step reads its state.
-            self._optimizer.state = self._state[1] = state
+            self._optimizer.state = self.state[1] = state
 
-    def _batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
+    def batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
         """Return tokens (B, L), what of them is supervised, as the loss takes it, and its count."""
         tokens, mask = padded(examples, self._lora.max_seq_len)
         if self.loss_function == "masked":

@@ -1,7 +1,6 @@
 """Compiled functions, and how often they were traced."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -10,7 +9,6 @@ import mlx.core as mx
 from mlxtune.backend.model.device import on_cpu
 
 _traces = [0]
-_as_on_gpu = False
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -27,18 +25,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 def compiles() -> bool:
     """Return whether compiling pays: on the CPU, MLX compiles with a C++ compiler, for no gain."""
-    return _as_on_gpu or not on_cpu()
-
-
-@contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Make graphs inside the block those of a GPU, to count them where there is none."""
-    global _as_on_gpu
-    before, _as_on_gpu = _as_on_gpu, True
-    try:
-        yield
-    finally:
-        _as_on_gpu = before
+    return not on_cpu()
 
 
 def traces() -> int:

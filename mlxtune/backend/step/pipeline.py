@@ -18,7 +18,6 @@ from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.model import memory
-from mlxtune.backend.model.compiling import as_on_gpu
 from mlxtune.backend.model.ranks import ALONE, Ranks
 from mlxtune.backend.step.evaluator import ExampleLosses
 from mlxtune.backend.step.forward import Forward
@@ -257,14 +256,6 @@ class InstructPipeline:
             return found
 
         return self._micro_batches.run(self._share(examples), compute)
-
-    def lazy_step(self, examples: Sequence[Example]) -> Any:
-        """Return all arrays that a step evaluates, computed as on a GPU.
-
-        For counting: nothing is evaluated where MLX does not evaluate, and nothing is updated.
-        """
-        with as_on_gpu():
-            return self._build(examples, self._steps + 1, self.learning_rate)[0].graph.arrays
 
     def _accumulate(
         self, examples: Sequence[Example], step: int, vectors: list[mx.array]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # How far losses may differ, relative to the greater of 1 and the loss, at the first step and after.
 # Before the first update both sides compute the same function of the same numbers; AdamW then turns
 # rounding of a gradient near 0 into an update of full size.
@@ -42,30 +42,13 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What the steps of a run compute, counted and not timed; None where it cannot be counted.
-
-    docs/bench.md describes the fields.
-    """
-
-    execution: str
-    matmul_flops: dict[str, int | None]
-    attention_flops: int | None
-    launches_per_step: dict[str, float] | None
-    evaluations_per_step: float
-    compiled_shapes: int | None
-    host_memory_per_shape: int | None
-
-
-@dataclass(frozen=True)
 class BenchmarkRun:
     """What one process of a side measured, in seconds and bytes.
 
     `process_s` is the time from the start of the process to the first step, and `startup_s` the
     part of it after the weights are read. `peak_rss` is the largest memory of the process.
     `loss_function` names the loss of a peer, `loss_with_pad_targets` is its first loss with its own
-    targets. `products` are the seconds of each step's matrix products, by kind. Only a side's first
-    run has `counts`.
+    targets. `execution` names how the side computes.
     """
 
     steps: list[TimedStep]
@@ -76,8 +59,7 @@ class BenchmarkRun:
     peak_rss: int
     loss_function: str = "own"
     loss_with_pad_targets: float | None = None
-    products: list[dict[str, float]] = field(default_factory=list)
-    counts: Counts | None = None
+    execution: str = ""
 
     @property
     def seconds(self) -> float:
@@ -105,16 +87,11 @@ class BenchmarkRun:
         run = sum(step.tokens_run for step in self.steps)
         return sum(step.padding for step in self.steps) / run
 
-    @property
-    def step_efficiency(self) -> float:
-        """The time of the matrix products over that of their steps; 0 if they were not timed."""
-        return math.fsum(sum(kinds.values()) for kinds in self.products) / self.seconds
-
     def as_dict(self) -> dict[str, Any]:
         """Return the run for JSON."""
         entries = asdict(self)
-        # Of the side, where they stand in the report.
-        del entries["counts"]
+        # The report names it once for each side.
+        del entries["execution"]
         return entries | {
             "steps": [asdict(step) | {"loss": _finite(step.loss)} for step in self.steps],
             "loss_with_pad_targets": _finite(self.loss_with_pad_targets),
@@ -155,17 +132,12 @@ class Side:
             return Spread.of(step.seconds for run in self.runs for step in run.steps)
         return Spread.of(getattr(run, quantity) for run in self.runs)
 
-    @property
-    def counts(self) -> Counts | None:
-        """The counts of the first run."""
-        return self.runs[0].counts if self.runs else None
-
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts, the spreads and the runs for JSON."""
-        counts = asdict(self.counts) if self.counts else {}
+        """Return the execution, the spreads and the runs for JSON."""
+        execution = {"execution": self.runs[0].execution} if self.runs else {}
         spreads = {name: asdict(self.spread(name)) for name in _SPREADS if self.runs}
         runs = [run.as_dict() for run in self.runs]
-        return {"name": self.name, "failed": self.failed, **counts, **spreads, "runs": runs}
+        return {"name": self.name, "failed": self.failed, **execution, **spreads, "runs": runs}
 
 
 # What both sides are compared by, and all that is reported of a side.
@@ -262,7 +234,6 @@ class Benchmark:
             "against": self.theirs.name if self.theirs else None,
             "ratio": {name: spread.median for name, spread in ratios.items()} or None,
             "ratio_spread": {name: asdict(spread) for name, spread in ratios.items()} or None,
-            "step_efficiency": self.ours.spread("step_efficiency").median,
             "padding_share": self.ours.spread("padding_share").median,
             "losses_agree": agreed.agree if agreed else None,
             "loss_difference": asdict(agreed) if agreed else None,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_model
 
 from mlxtune.backend.lora.apply import apply_lora
-from mlxtune.backend.measure.floor import Product, _rounded, product_seconds, step_products
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from tests.long.floor import Product, _rounded, product_seconds, step_products
 from tests.models import VOCAB_SIZE, write_model
 
 # The shape of tests/models.py.
@@ -165,8 +165,8 @@ def test_time_is_by_kind_and_grows_with_the_count() -> None:
 
 
 def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtune.backend.measure.floor._LARGEST_FLOPS_CPU", 1e6)
-    monkeypatch.setattr("mlxtune.backend.measure.floor._LARGEST_FLOPS_GPU", 1e6)
+    monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_CPU", 1e6)
+    monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_GPU", 1e6)
     large = product_seconds({Product("head", 4000, 50, 100): 1}, "float32")["head"]
     # Of the same shape, which is timed once.
     small = product_seconds({Product("head", 100, 50, 100): 1}, "float32")["head"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.measure.counts import StepCounts, count_steps
-from mlxtune.backend.measure.pipeline_graphs import PipelineGraphs
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from tests.backend.measure.test_peers import examples
+from tests.long.counts import StepCounts, count_steps, counted_evaluations
+from tests.long.pipeline_graphs import PipelineGraphs
 from tests.models import VOCAB_SIZE, write_model
 
 # The shape of tests/models.py.
@@ -109,12 +109,11 @@ def test_head_is_a_part_of_the_launches(folder: Path) -> None:
     assert counted(folder, split_head=False).head_launches == 0
 
 
-def test_update_is_the_only_signature_of_lines_and_shapes_are_others_of_a_compiled_step(
-    folder: Path,
-) -> None:
-    steps = [STEP, STEP[:2], STEP]
-    assert counted(folder, steps).shapes == 1
-    assert counted(folder, steps, compile=True).shapes == 3
+def test_step_is_one_evaluation(folder: Path) -> None:
+    side = pipeline(folder)
+    with counted_evaluations() as evaluations:
+        side.train_batch(STEP)
+    assert evaluations == [1]
 
 
 def test_steps_after_counting_are_those_without(folder: Path) -> None:

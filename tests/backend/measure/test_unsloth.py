@@ -12,7 +12,6 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.measure.peers import write_start
-from mlxtune.backend.measure.unsloth import Turns, Unsloth, row
 from mlxtune.backend.model.loading import load_base, open_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import TrainConfig
@@ -20,6 +19,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.errors import MlxTuneError
 from tests.backend.measure import fake_unsloth
 from tests.backend.measure.test_peers import examples, options, two_spans
+from tests.long.unsloth import Turns, Unsloth, row
 from tests.models import write_model
 
 
@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name in ("loader", "trainer"):
         monkeypatch.setitem(sys.modules, f"unsloth_zoo.mlx.{name}", fake_unsloth)
-    monkeypatch.setattr("mlxtune.backend.measure.unsloth.version", lambda _: "2026.1")
+    monkeypatch.setattr("tests.long.unsloth.version", lambda _: "2026.1")
 
 
 def side(config: TrainConfig, folder: Path, tmp_path: Path) -> Unsloth:

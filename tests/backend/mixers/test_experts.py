@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
-from mlxtune.backend.measure.counts import launches
 from mlxtune.backend.mixers.replacements import MIXERS
 from tests.backend.cpu.compared import random
 from tests.backend.switched import WIDTH, assert_same, experts, indices, with_lora
+from tests.long.counts import launches
 
 
 @settings(max_examples=15, deadline=None)

@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.measure.counts import counted_evaluations
 from mlxtune.backend.model import memory
 from mlxtune.backend.model.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
@@ -25,6 +24,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load, load_of
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
+from tests.long.counts import counted_evaluations
 from tests.models import sums, write_chat
 
 KERNELS = Execution(CPU)

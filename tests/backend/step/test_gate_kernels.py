@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama
 
-from mlxtune.backend.measure.counts import launches
 from mlxtune.backend.step import gate_kernels, gates
 from mlxtune.backend.step.gate_kernels import GROUP, PER_THREAD, GateKernels, sources
 from mlxtune.backend.step.gates import plain_swiglu, swiglu
+from tests.long.counts import launches
 
 DTYPES = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 

@@ -38,12 +38,6 @@ def test_padding_is_a_share_of_all_that_ran() -> None:
     assert made.padding_share == pytest.approx(0.25)
 
 
-def test_efficiency_is_the_products_time_over_that_of_the_steps() -> None:
-    products = [{"head": 0.5, "LoRA": 0.1}, {"head": 0.6}]
-    assert run(step(1.0), step(2.0), products=products).step_efficiency == pytest.approx(0.4)
-    assert run(step()).step_efficiency == 0
-
-
 def test_seconds_of_a_step_are_spread_over_all_steps_of_all_runs() -> None:
     side = Side("x", [run(step(1.0), step(2.0)), run(step(9.0))])
     assert side.spread("seconds_per_step") == Spread(2.0, 1.0, 9.0)

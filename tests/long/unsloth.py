@@ -1,4 +1,4 @@
-"""Unsloth's MLX trainer as the other side of `mlxtune bench`, in an environment that has it.
+"""Unsloth's MLX trainer as the other side of `mlxtune bench`; see `bench_unsloth`.
 
 It runs its own loop, in a thread, and waits in its callbacks. The first step, in which it compiles,
 is taken twice: the first time at a rate of 0, apart from the others.
@@ -57,6 +57,9 @@ class Unsloth:
         self._turns.take(self._trainer.train)
         return None
 
+    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
+        """Take nothing: steps of its loop cannot be taken back."""
+
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, from 1, on all examples; return its loss."""
         loss: float = self._turns.take()
@@ -66,9 +69,6 @@ class Unsloth:
         """Return how many tokens the last step ran through the model, and how many are padding."""
         run = self._turns.batch_tokens - len(examples)
         return run, run - sum(map(run_length, examples))
-
-    def graphs(self) -> None:
-        """Return None: its step is a function within its loop."""
 
     def _load(self, folder: Path) -> None:
         from unsloth_zoo.mlx.loader import FastMLXModel

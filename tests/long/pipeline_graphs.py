@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.measure.counts import Gradient, Traced
 from mlxtune.backend.model.autograd import ExportableVjp
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
+from tests.long.counts import Gradient, Traced, compiled_as_on_gpu
 
 
 class PipelineGraphs:
@@ -17,7 +17,16 @@ class PipelineGraphs:
 
     def __init__(self, pipeline: InstructPipeline) -> None:
         self._pipeline = pipeline
-        self.lazy_step = pipeline.lazy_step
+
+    def lazy_step(self, examples: Sequence[Example]) -> Any:
+        """Return all arrays that a step evaluates, computed as on a GPU.
+
+        Nothing is evaluated where MLX does not evaluate, and nothing is updated.
+        """
+        pipeline = self._pipeline
+        with compiled_as_on_gpu():
+            started, _ = pipeline._build(examples, pipeline._steps + 1, pipeline.learning_rate)
+            return started.graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
         """Yield the gradient of each micro-batch, with what custom gradients compute."""

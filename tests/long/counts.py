@@ -1,11 +1,9 @@
-"""What a step costs, counted from its graph on any device: products, launches, compiled shapes.
+"""What a step costs, counted from its graph on any device: products and launches.
 
 Nothing is computed. Products are counted from MLX's export of the gradient's graph, which has
 shapes, and launches from its drawing, which has compiled operations as they are.
 """
 
-import ctypes
-import gc
 import io
 import math
 import re
@@ -18,8 +16,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.compiling import traces
+from mlxtune.backend.model import compiling
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.liveness import Operation, followed, ordered, tie
 
@@ -75,16 +72,13 @@ class StepCounts:
     """Counts over some steps; None where a graph cannot be exported.
 
     `matmul_flops` are those of matrix products, `attention_flops` those of attention, whole squares
-    counted. `launches` are by primitive, `head_launches` the part of the head. `shapes` counts the
-    signatures that were compiled, each of which took `memory_per_shape` bytes.
+    counted. `launches` are by primitive, `head_launches` the part of the head.
     """
 
     matmul_flops: int | None = None
     attention_flops: int | None = None
     launches: Counter[str] | None = None
     head_launches: int = 0
-    shapes: int | None = None
-    memory_per_shape: int | None = None
 
 
 def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
@@ -104,42 +98,12 @@ def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> Step
 
 def _count_launches(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
     launched, head = Counter[str](), 0
-    start, grown = traces(), 0
     for examples in steps:
-        before, known = _allocated_bytes(), traces()
         with _fused(), _nothing_evaluated():
             launched += launches(source.lazy_step(examples))
         with _fused():
             head += sum(launches(arrays).total() for arrays in source.heads(examples))
-        gc.collect()
-        if traces() > known:
-            grown += _allocated_bytes() - before
-    shapes = traces() - start
-    return StepCounts(
-        launches=launched,
-        head_launches=head,
-        shapes=shapes,
-        memory_per_shape=max(grown, 0) // shapes if shapes else None,
-    )
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2` (malloc.h)."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
-        ("keepcost", ctypes.c_size_t),
-    ]
-
-
-def _allocated_bytes() -> int:
-    """Return the bytes that malloc has given out; without glibc, the peak of the process."""
-    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
-        return memory.peak_rss()
-    mallinfo.restype = _MallInfo
-    info = mallinfo()
-    return int(info.hblkhd + info.uordblks)
+    return StepCounts(launches=launched, head_launches=head)
 
 
 def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[str]:
@@ -246,6 +210,13 @@ def _replaced(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
 
 def _nothing_evaluated() -> Any:
     return _replaced(mx, eval=lambda *_: None, async_eval=lambda *_: None)
+
+
+@contextmanager
+def compiled_as_on_gpu() -> Iterator[None]:
+    """Have functions compiled inside the block that a GPU would compile."""
+    with _replaced(compiling, on_cpu=lambda: False):
+        yield
 
 
 def _fused() -> Any:

@@ -1,0 +1,88 @@
+"""Time steps beside Unsloth's MLX trainer.
+
+    python -m tests.long.bench_unsloth --peer-python PATH [options of mlxtune bench]
+
+Unsloth runs in the environment of the interpreter PATH, which has `unsloth_zoo` with its MLX
+trainer; mlxtune need not be installed there. On Linux, without torch:
+
+    python3 -m venv unsloth
+    unsloth/bin/pip install "mlx[cpu]" mlx-lm "transformers<5.18" "datasets<5" psutil tyro msgspec \
+        sentencepiece protobuf pillow
+    unsloth/bin/pip install --no-deps unsloth unsloth_zoo
+
+Its own loader, LoRA, batches, fused cross-entropy and compiled step run, without its clipping and
+gradient checkpointing, on labels that are our mask, from the same LoRA matrices. It takes one
+example a row. As it runs its own loop, its first step is taken twice: once at a rate of 0, as its
+warm-up, in which it compiles (minutes on the CPU), after which the optimizer starts anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from mlxtune.cli import command, main
+from mlxtune.cli.options import config_command
+from mlxtune.config import BenchConfig
+from mlxtune.core.files.files import make_folder, write_json
+from mlxtune.core.runs.benchmark import Benchmark
+from mlxtune.errors import ConfigError, MlxTuneError
+from mlxtune.recipes.bench import measured, prepared
+from mlxtune.setup.bench_worker import main as do_job
+from mlxtune.terminal.bench_console import show_benchmark
+from mlxtune.terminal.console import RunConsole
+from mlxtune.terminal.tables import result_console
+from tests.paths import ROOT
+
+
+def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
+    """Time the steps by us and by Unsloth in an interpreter's environment."""
+    if shutil.which(python) is None:
+        raise MlxTuneError(f"--peer-python {python} is no program")
+    if config.quantize is not None:
+        raise ConfigError(["unsloth has no --quantize: use a quantised base"])
+
+    def command_of(job: Path) -> list[str]:
+        # The environment may have another mlxtune or none.
+        run = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+            "from tests.long.bench_unsloth import take_steps; take_steps()"
+        )
+        return [python, "-c", run, str(job)]
+
+    with prepared(replace(config, against=None), console) as work:
+        return measured(work, console, ("unsloth", command_of))
+
+
+def take_steps() -> None:
+    """Take the steps of the job that the command line names."""
+    from tests.long.unsloth import Unsloth
+
+    do_job(lambda job: Unsloth(job.folder, job.config.split()))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--peer-python", required=True)
+    given, options = parser.parse_known_args()
+
+    @config_command(
+        BenchConfig,
+        name="bench-unsloth",
+        example="python -m tests.long.bench_unsloth --peer-python unsloth/bin/python "
+        "--model-path data/demo-qwen3 --data data/bookings.jsonl",
+    )
+    def bench_unsloth(config: BenchConfig) -> None:
+        """Time training steps beside Unsloth's."""
+        with closing(RunConsole(quiet=config.quiet)) as console:
+            found = measure(config, given.peer_python, console)
+        if config.json_path is not None:
+            make_folder(config.json_path.parent)
+            write_json(config.json_path, found.as_dict())
+        show_benchmark(found, result_console())
+
+    command.add_command(bench_unsloth)
+    main(["bench-unsloth", *options])

@@ -1,0 +1,135 @@
+"""Measure what a step costs beside its time: its products, its launches and its efficiency.
+
+    python -m tests.long.step_costs --model-path M --data F [options of mlxtune bench]
+
+Runs `mlxtune bench` with the same options, which names the file of --json. To its JSON it adds
+
+    step_efficiency    the time of the step's matrix products over the time of the step
+    ours, theirs
+        matmul_flops         `needed` and `run`: multiplications and additions of all steps
+        attention_flops      those of attention's products, whole squares counted
+        launches_per_step    `head` and `rest`: kernels that a GPU launches, mean over the steps
+    ours
+        products             for each step, the seconds of its products by kind
+
+`floor` says which products a step needs, `counts` how those that run and launches are counted. Null
+stands where nothing can be counted: the CPU's kernels have no graph.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+from mlxtune.backend.measure.peers import MlxLm
+from mlxtune.cli import command, main
+from mlxtune.cli.options import config_command
+from mlxtune.config import BenchConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.files.files import make_folder, write_json
+from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.recipes.bench import measured, prepared
+from mlxtune.setup.bench_worker import Job, OurSide, open_side
+from mlxtune.terminal.bench_console import show_benchmark
+from mlxtune.terminal.console import RunConsole
+from mlxtune.terminal.tables import result_console
+from tests.long.counts import GraphSource, StepCounts, count_steps
+from tests.long.floor import Products, needed_flops, product_seconds, step_products
+from tests.long.peer_graphs import MlxLmGraphs
+from tests.long.pipeline_graphs import PipelineGraphs
+
+
+def costs(job: Job) -> dict[str, Any]:
+    """Return what the steps of a side cost; those of ours with what they need."""
+    side = open_side(job)
+    side.start(job.adapter, job.steps)
+    if not isinstance(side, OurSide):
+        assert isinstance(side, MlxLm)
+        return _counted(MlxLmGraphs(side), job.steps)
+    # Kernels of the CPU compute as they are called.
+    source = None if side.execution == "cpu" else PipelineGraphs(side.pipeline)
+    products = [needed_products(side, examples) for examples in job.steps]
+    counted = _counted(source, job.steps)
+    counted["matmul_flops"]["needed"] = sum(map(needed_flops, products))
+    seconds = [product_seconds(each, side.base.dtype) for each in products]
+    return counted | {"products": seconds}
+
+
+def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
+    """Return the products that a step of ours needs."""
+    batches = side.pipeline.micro_batches(examples)
+    return step_products(
+        side.pipeline.model,
+        [stretch for _, batch in batches for stretch in batch.stretches],
+        sum(map(predicted_tokens, examples)),
+        vocab_size=side.base.vocab_size,
+        hidden_size=side.base.hidden_size,
+    )
+
+
+def _counted(source: GraphSource | None, steps: Sequence[Sequence[Example]]) -> dict[str, Any]:
+    found = StepCounts() if source is None else count_steps(source, steps)
+    launches = None
+    if found.launches is not None:
+        head, total = found.head_launches / len(steps), found.launches.total() / len(steps)
+        launches = {"head": head, "rest": total - head}
+    return {
+        "matmul_flops": {"needed": None, "run": found.matmul_flops},
+        "attention_flops": found.attention_flops,
+        "launches_per_step": launches,
+    }
+
+
+def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
+    """Return the JSON of `mlxtune bench` with the costs of the steps."""
+    with prepared(config, console) as work:
+        benchmark = measured(work, console)
+        if not config.quiet:
+            show_benchmark(benchmark, result_console(stderr=config.json == "-"))
+        found = benchmark.as_dict()
+        for name, side in (("ours", benchmark.ours), ("theirs", benchmark.theirs)):
+            if side is not None and side.runs:
+                found[name] |= _apart(replace(work.job, side=side.name))
+    ours, theirs = found["ours"], found["theirs"]
+    if theirs and "matmul_flops" in theirs:
+        # The steps need the same of every side.
+        theirs["matmul_flops"]["needed"] = ours["matmul_flops"]["needed"]
+    spent = median(run.seconds for run in benchmark.ours.runs)
+    floor = math.fsum(sum(kinds.values()) for kinds in ours["products"])
+    return found | {"step_efficiency": floor / spent}
+
+
+def _apart(job: Job) -> dict[str, Any]:
+    """Return the costs of a side, counted in a process where nothing else has run."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(costs, job).result()
+
+
+@config_command(
+    BenchConfig,
+    name="step-costs",
+    example="python -m tests.long.step_costs --model-path data/demo-qwen3 "
+    "--data data/bookings.jsonl --execution gpu --against mlx-lm --json -",
+)
+def step_costs(config: BenchConfig) -> None:
+    """Measure what a step costs beside its time."""
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        found = measure(config, console)
+    if config.json_path is not None:
+        make_folder(config.json_path.parent)
+        write_json(config.json_path, found)
+    else:
+        print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    command.add_command(step_costs)
+    main(["step-costs", *sys.argv[1:]])
