@@ -297,12 +297,6 @@ SECTIONS: dict[str, dict[str, Option]] = {
             EXECUTION,
             choices=("auto", "on", "off"),
         ),
-        "compile": Option(
-            "Have MLX compile the graph of a step, which pads its examples and compiles each "
-            "shape anew; auto does not.",
-            EXECUTION,
-            choices=("auto", "on", "off"),
-        ),
         "parallel": Option(
             "What the ranks that mlx.launch starts share: the examples of each step (data), or "
             "the model, of which each holds a part (tensor).",

@@ -21,7 +21,6 @@ class StepConfig(ModelConfig):
 
     quantized_compute: str = option("quantized_compute", "auto")
     grad_checkpoint: str = option("grad_checkpoint", "auto")
-    compile: str = option("compile", "auto")
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -223,7 +222,6 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
             "--dora": self.dora,
             f"--init {self.init}": self.init != "lora",
             "--quantize nf4": self.quantize == "nf4",
-            "--compile on": self.compile == "on",
         }
         return [
             f"{name} does not work with --parallel tensor: leave one of them out"

@@ -95,9 +95,6 @@ def _possible(
     """Return how the model may run, and its shapes."""
     # The CPU's own functions compute whole layers.
     best = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
-    if step.compile != "auto":
-        compiled = step.compile == "on"
-        best = replace(best, compile=compiled, packs=not compiled)
     allowed = planned_execution(best, base, lora)
     return allowed, model_shapes(base, lora, allowed.operations.memory)
 

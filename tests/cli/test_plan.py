@@ -144,18 +144,6 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
         assert np.allclose(value, adapters["off"][name], rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize("choice", ["on", "off", "auto"])
-def test_compilation_is_as_asked(model: Path, chat: Path, choice: str) -> None:
-    from mlxtune.backend.model.loading import open_base
-    from mlxtune.config import StepConfig, TrainConfig
-    from mlxtune.setup.memory import choose_plan, planned_work
-
-    config = TrainConfig(str(model), str(chat), compile=choice)
-    base, lora = open_base(model, "float32"), config.lora()
-    plan = choose_plan(config.part(StepConfig), lora, base, planned_work(lora, []))
-    assert plan.execution.compile == (choice == "on")
-
-
 def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

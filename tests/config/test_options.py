@@ -60,7 +60,7 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
         *("output", "checkpoint_dir", "cache_dir", "no_cache", "quiet", "log_every", "overwrite")
     }
     assert names_that_affect(Affects.EXECUTION) == {
-        *("memory_limit", "grad_checkpoint", "compile", "trust_remote_code", "on_nonfinite"),
+        *("memory_limit", "grad_checkpoint", "trust_remote_code", "on_nonfinite"),
         *("save_every", "save_steps", "save_minutes", "keep", "profile_interval", "track"),
         *("wait", "ignore_ledger", "samples", "parallel", "allow_sleep", "pause_on_battery"),
     }

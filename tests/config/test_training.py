@@ -46,7 +46,6 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "order": "shuffle",
         "dtype": "auto",
         "grad_checkpoint": "auto",
-        "compile": "auto",
         "parallel": "data",
         "format": "auto",
         "field": (),

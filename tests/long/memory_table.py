@@ -151,7 +151,7 @@ def predicted(name: str, bits: int) -> Row:
         write_headers(folder, MODELS[name], bits)
         base = loading.open_base(folder, "auto")
         config = PlanConfig(model_path=scratch)
-        execution = Execution(operations.MLX, recompute=True, compile=True)
+        execution = Execution(operations.MLX, recompute=True)
         execution = shapes.planned_execution(execution, base, config.lora())
         found = shapes.model_shapes(base, config.lora(), execution.operations.memory)
         peaks = {n: least(found, execution, Load.single(n, n)).total for n in LENGTHS}

@@ -15,7 +15,6 @@ _GETS = {
     "head": "head in blocks",
     "line": "packed line",
     "layerwise": "kernels",
-    "compiled": "compiled",
 }
 _HEAD = """# Models
 
@@ -35,7 +34,7 @@ rows of Alpaca, or 1 step of one example of 2,048 tokens.
 - **Fast ways**: *head split*: logits are computed for supervised positions only; *head in
   blocks*: few of them at a time, from a plain product; *packed line*: examples stand end to end,
   without padding; *kernels*: layers run by the CPU's functions, and keep less for the backward
-  pass; *compiled*: MLX can trace a whole step (`--compile on`).
+  pass.
 - **LoRA by default**: the projections that `q_proj,v_proj` match. Where it says *none*, name
   `--targets`.
 - **Exports**: formats that hold an adapter of the default targets; * those that do not hold one

@@ -33,20 +33,17 @@ import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
 from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
 from mlxtune.backend.cpu.arrays import THREADS
 from mlxtune.backend.model.loading import BaseModel, load_base
-from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.files.files import write_file
-from mlxtune.core.steps.execution import Execution
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.setup.run_metadata import versions
-from tests.backend.step.executions import fixed_step, fresh
+from tests.backend.step.executions import fresh
 from tests.long.bench_table import run_bench
 from tests.long.check_architectures import Result, check
 from tests.long.model_sizes import LISTED, write_sized
 from tests.long.models_page import CASES, broken, page
-from tests.long.pipeline_graphs import PipelineGraphs
 from tests.models import write_chat
 from tests.paths import DOCS, SHARED
 
@@ -84,7 +81,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
     lora = pipeline.lora
     return {
         "trains": result.same,
-        "gets": {**result.gets, "compiled": _compiles(folder, targets)},
+        "gets": result.gets,
         "targets": list(lora.keys) if targets == DEFAULT_TARGETS else [],
         "layers": [lora.layers, lora.num_layers],
         "exports": _exports(pipeline, folder),
@@ -98,17 +95,6 @@ def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
         return check(name, folder, targets=DEFAULT_TARGETS), DEFAULT_TARGETS
     except ModelError:
         return check(name, folder, targets=("all",)), ("all",)
-
-
-def _compiles(folder: Path, targets: tuple[str, ...]) -> bool:
-    """Return whether MLX can trace a whole step, as --compile on would; nothing is built."""
-    try:
-        pipeline = fresh(folder, Execution(MLX, compile=True), 10_000, targets=targets)
-        PipelineGraphs(pipeline).lazy_step(fixed_step())
-    # Of any kind: models that look at values cannot be traced.
-    except Exception:  # noqa: BLE001
-        return False
-    return True
 
 
 def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:

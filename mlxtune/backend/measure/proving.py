@@ -60,10 +60,6 @@ def ways() -> list[Way]:
             continue
         small = replace(execution, recompute=True, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
         found.append(Way(f"{kind}, recomputed", small, _DROPOUT))
-        # On the CPU compiling starts a C++ compiler.
-        if not on_cpu():
-            compiled = replace(execution, compile=True, packs=False)
-            found.append(Way(f"{kind}, compiled", compiled))
     return found
 
 

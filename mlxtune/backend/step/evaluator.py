@@ -224,7 +224,7 @@ class Evaluator:
         kind = "gpu" if ranks.split_model else "auto"
         execution = execution or best_execution(parameters, kind=kind)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
-        stages = Stages(self.forward.mixers, parameters, splits=True)
+        stages = Stages(self.forward.mixers, parameters)
         remedy = "lower --max-seq-len, or use a quantised base"
         batches = MicroBatches(self.forward, remedy=remedy, warn=warn, shorten=stages.shorten)
         self._losses = ExampleLosses(self.forward, batches, stages, parameters, ranks)

@@ -12,7 +12,6 @@ import numpy as np
 
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.model.chosen_rows import ChosenRows
-from mlxtune.backend.model.compiling import compiled, traces
 from mlxtune.backend.model.packed import Layout, laid_out
 from mlxtune.backend.step.costs import ExampleCosts
 from mlxtune.backend.step.head import SplitModel
@@ -32,11 +31,6 @@ from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# Where shapes are compiled, supervised positions are padded to a multiple of this.
-_POSITIONS_MULTIPLE = 64
-# MLX keeps every compiled graph: so many bytes for each layer, and no more than this in all.
-_BYTES_PER_LAYER, _COMPILED_BYTES = 12_000_000 / 36, 1e9
-
 # What the loss is raised by where a model computes in float16: the gradients of single tokens are
 # near its smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small
 # lets entries of a gradient reach 256 before they overflow. The step takes it back in float32.
@@ -51,7 +45,7 @@ class Forward:
 
     `execution` is the one given, as far as the model allows it. Without `trains`, it computes no
     gradients, and the model may have no LoRA. An adapter that is taken off and put back later has
-    to be on the model here. Compiled graphs are dropped once there are `most_compiled`.
+    to be on the model here.
     """
 
     def __init__(
@@ -72,8 +66,7 @@ class Forward:
         operations: Operations = execution.operations if serves else MLX
         splits = execution.split_head and split.splits
         self.mixers = Mixers(model, by_segments=operations.by_segments)
-        # A line has another shape in each step, and each would be compiled anew.
-        self._should_pack = execution.packs and not execution.compile
+        self._should_pack = execution.packs
         self.execution = replace(
             execution,
             operations=operations,
@@ -91,14 +84,7 @@ class Forward:
             self._entropies = partial(split_cross_entropies, split.vocabulary)
             self._vocabulary = {"vocabulary": split.vocabulary}
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
-        self.most_compiled = int(_COMPILED_BYTES / (_BYTES_PER_LAYER * len(model.layers)))
-        self.drop_compiled()
-
-    def drop_compiled(self) -> None:
-        """Drop all compiled graphs, with the memory that they hold."""
-        self._traces = traces()
-        gradients = mx.value_and_grad(self.scaled_loss)
-        self.gradients = compiled(gradients) if self.execution.compile else gradients
+        self.gradients = mx.value_and_grad(self.scaled_loss)
 
     def restore_model(self) -> None:
         """Make the model compute as it did before."""
@@ -139,17 +125,13 @@ class Forward:
 
         `keys` are the dropout keys of its examples, uint32 (B,), or None for no dropout.
         """
-        if traces() - self._traces >= self.most_compiled:
-            self.drop_compiled()
         arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
         if isinstance(batch, Pack):
             return arrays | {
                 "layout": Layout(batch.segments, self.execution.rounding),
                 "keys": None if keys is None else keys[mx.array(batch.owners)][None],
-                "positions": mx.array(batch.places),
                 "rows": ChosenRows(batch.places, batch.inputs.size),
                 "targets": mx.array(batch.targets),
-                "weights": mx.ones(len(batch.targets)),
             }
         if keys is not None:
             arrays["keys"] = keys
@@ -157,18 +139,9 @@ class Forward:
             return arrays | {"targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
         positions = np.flatnonzero(batch.mask)
         targets = batch.targets.reshape(-1)[positions]
-        weights = np.ones(len(positions), dtype=np.float32)
-        if not self.execution.compile:
-            arrays["rows"] = ChosenRows(positions, batch.inputs.size)
-        else:
-            # Few shapes, as each is compiled.
-            padding = (0, -len(positions) % _POSITIONS_MULTIPLE)
-            positions, targets = np.pad(positions, padding), np.pad(targets, padding)
-            weights = np.pad(weights, padding)
         return arrays | {
-            "positions": mx.array(positions.astype(np.int32)),
+            "rows": ChosenRows(positions, batch.inputs.size),
             "targets": mx.array(targets),
-            "weights": mx.array(weights),
         }
 
     def scaled_loss(
@@ -219,8 +192,7 @@ class Forward:
             else:
                 chunk = self.execution.loss_chunk
                 losses = head_losses(self._split.logits, rows, targets, chunk, self._entropies)
-        # Those of compiled shapes are padded.
-        return losses[: batch.supervised]
+        return losses
 
     def running(self) -> AbstractContextManager[None]:
         """Make the layers that run in here prepare for their backward passes."""
@@ -238,14 +210,12 @@ class Forward:
     def _rows(self, arrays: Mapping[str, Any], caches: list[Any] | None) -> mx.array:
         hidden = self._split.hidden(arrays["inputs"], caches)
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        # A compiled step pads its positions.
-        rows = arrays.get("rows")
-        return hidden[arrays["positions"]] if rows is None else rows.of(hidden)
+        rows: mx.array = arrays["rows"].of(hidden)
+        return rows
 
     def _head(self, arrays: Mapping[str, Any]) -> Head:
         targets = arrays["targets"]
-        # A compiled step has positions of padding, whose weights are 0.
-        if self._linear_head is not None and not self.execution.compile:
+        if self._linear_head is not None:
             weight = self._split.weight
             loss_sum = partial(self._linear_head.head_loss_sum, **self._vocabulary)
             return partial(loss_sum, weight, targets=targets)
@@ -253,7 +223,6 @@ class Forward:
             head_loss_sum,
             self._split.logits,
             targets=targets,
-            weights=arrays["weights"],
             chunk=self.execution.loss_chunk,
             losses=self._entropies,
         )

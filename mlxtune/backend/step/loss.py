@@ -101,19 +101,18 @@ def head_loss_sum(
     logits: Callable[[mx.array], mx.array],
     hidden: mx.array,
     targets: mx.array,
-    weights: mx.array,
     chunk: int,
     losses: Losses,
 ) -> mx.array:
     """Return the summed cross-entropy of hidden states, in nats, as a float32 scalar.
 
-    `hidden` is (P, H), `targets` int32 (P,), `weights` float32 (P,), 0 for padding; `logits` maps
-    (p, H) to (p, V), `losses` these and targets (p,) to float32 (p,). At most `chunk` positions
-    have logits at once: the forward pass computes the gradient of the hidden states, too.
+    `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` these and
+    targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass computes
+    the gradient of the hidden states, too.
     """
 
-    def chunk_loss(rows: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        return (losses(logits(rows), targets) * weights).sum()
+    def chunk_loss(rows: mx.array, targets: mx.array) -> mx.array:
+        return losses(logits(rows), targets).astype(mx.float32).sum()
 
     loss_and_gradient = mx.value_and_grad(chunk_loss)
 
@@ -126,7 +125,7 @@ def head_loss_sum(
             if gradients:
                 # One chunk after the other, or the graph would hold the logits of all at once.
                 rows = mx.depends(rows, [gradients[-1], total])
-            loss, gradient = loss_and_gradient(rows, targets[at], weights[at])
+            loss, gradient = loss_and_gradient(rows, targets[at])
             total = total + loss
             gradients.append(gradient)
         # With the loss, so that what it was computed from is not held until it is read.

@@ -100,8 +100,6 @@ class MicroBatches:
             out = fault is Fault.OUT_OF_MEMORY
             raise fault_error(fault, text, "on this rank", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:
-            if fault is Fault.RESOURCE_LIMIT:
-                self._forward.drop_compiled()
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self._shorten():
             self._warn(f"{what}: shorter evaluations from here on; to avoid it, {fault.remedy}")

@@ -34,7 +34,7 @@ def run_again(
     vjp: Callable[..., Any] = mx.vjp,
 ) -> list[mx.array]:
     """Return the gradients of a function that runs again for them."""
-    # Otherwise mx.compile finds that the layer has run already, and keeps all of it.
+    # Otherwise MLX may run the layer again before its gradient arrives, and keeps all of it.
     primals = mx.depends(primals, cotangents)
     gradients = list(vjp(function, primals, cotangents)[1])
     # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.

@@ -32,17 +32,8 @@ class Phases:
     def gradients(self, *args: Any) -> Gradients:
         """Return what `Forward.gradients` gives, and end the phases within.
 
-        These are forward, loss (the head) and backward. A compiled graph shows no border before the
-        head: its forward phase includes the loss.
+        These are forward, loss (the head) and backward.
         """
-        if not self._forward.execution.compile:
-            return self._traced(*args)
-        loss, gradients = self._forward.gradients(*args)
-        self.end("forward", loss)
-        self.end("backward", gradients)
-        return loss, gradients
-
-    def _traced(self, *args: Any) -> Gradients:
         rows_seen: list[mx.array] = []
 
         def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:

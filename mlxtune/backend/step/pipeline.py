@@ -83,8 +83,8 @@ class InstructPipeline:
             shorten=lambda: self._stages.shorten(),
             run_alike=ranks.split_model,
         )
-        parameters, splits = self.lora.total_parameters, not self.forward.execution.compile
-        self._stages = Stages(self.forward.mixers, parameters, splits=splits)
+        parameters = self.lora.total_parameters
+        self._stages = Stages(self.forward.mixers, parameters)
         self._ranks = ranks
         self._losses = ExampleLosses(
             self.forward,

@@ -55,14 +55,14 @@ class Stages:
 
     A stage ends at the output of a layer's mixer or at the gradients of a layer. That changes no
     arithmetic, so that the number of stages may follow the clock. `parameters` counts those of the
-    model; a graph `splits` unless it is compiled.
+    model.
     """
 
-    def __init__(self, mixers: Mixers, parameters: int, *, splits: bool) -> None:
+    def __init__(self, mixers: Mixers, parameters: int) -> None:
         self._mixers = mixers
         # CUDA ends no command of a card that draws no display.
         cuda = not on_cpu() and not has_metal()
-        self._most = max(2 * mixers.count, 1) if splits and not cuda else 1
+        self._most = 1 if cuda else max(2 * mixers.count, 1)
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
         self._shortened = 1

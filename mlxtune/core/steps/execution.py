@@ -25,8 +25,6 @@ from mlxtune.core.steps.liveness import Size, terms
 from mlxtune.core.steps.pack import plan_packs
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
-# Each width is compiled anew.
-_COMPILED_WIDTHS = 32
 # Rows of the vocabulary that the CPU's head casts at once, and how many casts exist at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # For MLX's own graph: the fewest rows and the most logits of a block, and how many blocks of casts
@@ -205,7 +203,7 @@ class GraphMemory:
         layers = self._layers(shapes, execution.packs, load)
         positions, _ = _head_states(shapes, execution, load)
         logits = _logits(execution, positions, shapes)
-        if execution.split_head and not (self.holds_logits(shapes) or execution.compile):
+        if execution.split_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
         working = layers.again if execution.recompute else layers.working
         matrices = _UNPACKED * max(shapes.unpacked, shapes.largest_cast)
@@ -214,7 +212,7 @@ class GraphMemory:
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
         positions, hidden = _head_states(shapes, execution, load)
-        if execution.split_head and not (self.holds_logits(shapes) or execution.compile):
+        if execution.split_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
@@ -330,8 +328,8 @@ class Execution:
     once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time. `packs`:
     lay examples end to end instead of padding them, and run what they start with alike once.
     `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
-    `compile`: have MLX compile the graph of a micro-batch. `fixed_cost` is the cost of a
-    micro-batch beyond its tokens, in units of one token's time. `rounding` is that of packed lines.
+    `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
+    `rounding` is that of packed lines.
     """
 
     operations: Operations
@@ -339,7 +337,6 @@ class Execution:
     split_head: bool = True
     packs: bool = True
     recompute: bool = False
-    compile: bool = False
     loss_chunk: int = 256
     fixed_cost: int = 32
     rounding: Rounding = NOT_ROUNDED
@@ -349,8 +346,7 @@ class Execution:
         if self.packs:
             tokens, fixed, rounding = self.micro_batch_tokens, self.fixed_cost, self.rounding
             return plan_packs(examples, tokens, fixed, keyed=keyed, rounding=rounding)
-        multiple = _COMPILED_WIDTHS if self.compile else 1
-        return plan_step(examples, self.micro_batch_tokens, self.fixed_cost, multiple)
+        return plan_step(examples, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: Load) -> Load:
         """Return the load of one example as it is run."""

@@ -37,16 +37,14 @@ class Group:
         return max(self.tokens - self.added - run, 0) + self.added
 
 
-def plan_step(
-    examples: Sequence[Example], max_tokens: int, fixed: int, multiple: int = 1
-) -> list[Group]:
+def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[Group]:
     """Group the examples of a step at the least cost; the largest group comes first.
 
-    A group costs its tokens and `fixed`, in units of one token's time; its width is a `multiple`.
-    Each example stands in exactly one group, which runs at most `max_tokens` tokens, except for a
-    single longer example. The plan is a function of the arguments.
+    A group costs its tokens and `fixed`, in units of one token's time. Each example stands in
+    exactly one group, which runs at most `max_tokens` tokens, except for a single longer example.
+    The plan is a function of the arguments.
     """
-    runs = [-(-run_length(example) // multiple) * multiple for example in examples]
+    runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (-runs[i], i))
     groups: list[Group] = []
     for begin in range(0, len(order), AT_ONCE):

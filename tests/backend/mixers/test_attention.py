@@ -39,7 +39,6 @@ fused = mx.fast.scaled_dot_product_attention
 WINDOW_WAYS = {
     "padded": SPLIT,
     "padded with recompute": replace(SPLIT, recompute=True),
-    "padded and compiled": replace(SPLIT, compile=True),
     "in one line": IN_LINE,
     "in one line with recompute": replace(IN_LINE, recompute=True),
 }

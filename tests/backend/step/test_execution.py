@@ -6,12 +6,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.step.executions import (
@@ -78,17 +76,6 @@ def test_any_step_equals_the_plain_one(
 def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, quantize=4)
     assert_same(computed(fast, fixed_step()), plain_step(architecture, 4))
-
-
-@pytest.mark.parametrize("split_head", [True, False])
-def test_padded_step_to_compile_equals_the_plain_one(split_head: bool) -> None:
-    mx.disable_compile()  # The CPU takes long to compile; tests/long/check_compile.py does it.
-    try:
-        padded = Execution(MLX, compile=True, split_head=split_head)
-        fast = pipeline("qwen3", padded, tokens=10_000, dropout=0.3)
-        assert_same(computed(fast, fixed_step()), plain_step("qwen3", dropout=0.3))
-    finally:
-        mx.enable_compile()
 
 
 @pytest.mark.parametrize("way", slow_except(WAYS, *SOME))

@@ -221,14 +221,12 @@ def test_command_that_takes_too_long_with_one_example_is_an_error(
         pipeline.train_batch(EXAMPLES)
 
 
-def test_resource_limit_drops_compiled_graphs_and_makes_no_new_shapes(
+def test_step_at_the_resource_limit_is_repeated_and_makes_no_new_shapes(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, _ = make(80)
-    compiled = pipeline.forward.gradients
     fail(monkeypatch, RESOURCES)
     pipeline.train_batch(EXAMPLES)
-    assert pipeline.forward.gradients is not compiled
     assert pipeline.micro_batch_tokens == 80
 
 

@@ -6,10 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.step.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.stages import Graph
-from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import (
     IN_LINE,
@@ -144,5 +142,3 @@ def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
         counts.append(stages.count(1))
     assert counts == sorted(counts)
     assert 1 < len(counts) < 10
-    compiled = Execution(MLX, compile=True)
-    assert not fresh(model_folder("qwen3"), compiled, 10_000)._stages.shorten()

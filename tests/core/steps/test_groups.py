@@ -14,7 +14,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import collate, run_length
 from mlxtune.core.steps.groups import Group, plan_step
 
-COSTS, MULTIPLES = st.integers(0, 40), st.sampled_from([1, 1, 8])
+COSTS = st.integers(0, 40)
 
 
 def of_lengths(*runs: int) -> list[Example]:
@@ -35,11 +35,11 @@ def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
     ]
 
 
-def least(examples: Sequence[Example], max_tokens: int, fixed: int, multiple: int) -> int:
+def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
     """Return what the best of all plans costs."""
 
     def cost(members: tuple[int, ...]) -> int:
-        width = -(-max(run_length(examples[i]) for i in members) // multiple) * multiple
+        width = max(run_length(examples[i]) for i in members)
         fits = width * len(members) <= max_tokens or len(members) == 1
         return fixed + width * len(members) if fits else 10**9
 
@@ -60,40 +60,37 @@ def least(examples: Sequence[Example], max_tokens: int, fixed: int, multiple: in
 
 
 @settings(deadline=None)
-@given(steps(), st.integers(1, 300), COSTS, MULTIPLES)
-def test_no_plan_costs_less(
-    examples: list[Example], max_tokens: int, fixed: int, multiple: int
-) -> None:
-    plan = plan_step(examples, max_tokens, fixed, multiple)
+@given(steps(), st.integers(1, 300), COSTS)
+def test_no_plan_costs_less(examples: list[Example], max_tokens: int, fixed: int) -> None:
+    plan = plan_step(examples, max_tokens, fixed)
     found = sum(group.tokens + fixed for group in plan)
-    assert found == least(examples, max_tokens, fixed, multiple)
+    assert found == least(examples, max_tokens, fixed)
 
 
 @settings(deadline=None)
-@given(steps(12), st.integers(1, 300), COSTS, MULTIPLES)
+@given(steps(12), st.integers(1, 300), COSTS)
 def test_plan_holds_each_example_once_and_keeps_its_bounds(
-    examples: list[Example], max_tokens: int, fixed: int, multiple: int
+    examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
-    plan = plan_step(examples, max_tokens, fixed, multiple)
+    plan = plan_step(examples, max_tokens, fixed)
 
     assert sorted(i for group in plan for i in group.examples) == list(range(len(examples)))
     for group in plan:
         runs = [run_length(examples[i]) for i in group.examples]
-        assert runs == sorted(runs, reverse=True) or multiple > 1
-        assert max(runs) <= group.width < max(runs) + multiple
-        assert group.width % multiple == 0
+        assert runs == sorted(runs, reverse=True)
+        assert group.width == max(runs)
         assert group.tokens <= max_tokens or len(runs) == 1
     tokens = [group.tokens for group in plan]
     assert tokens == sorted(tokens, reverse=True)
 
 
 @settings(deadline=None)
-@given(steps(12), st.integers(1, 300), COSTS, MULTIPLES)
+@given(steps(12), st.integers(1, 300), COSTS)
 def test_planned_micro_batches_teach_what_each_example_by_itself_would(
-    examples: list[Example], max_tokens: int, fixed: int, multiple: int
+    examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
     taught: Counter[tuple[int, ...]] = Counter()
-    for group in plan_step(examples, max_tokens, fixed, multiple):
+    for group in plan_step(examples, max_tokens, fixed):
         batch = collate([examples[i] for i in group.examples], group.width)
         assert batch.inputs.shape == (len(group.examples), group.width)
         assert batch.rows == tuple(examples[i].key for i in group.examples)
@@ -130,10 +127,6 @@ def test_tokens_after_the_last_answer_are_not_run() -> None:
     mask[10:20] = 1
 
     assert plan_step([Example(1, tokens, mask)], 1000, 32) == [Group((0,), 19, 19)]
-
-
-def test_widths_are_of_few_sizes_where_wanted() -> None:
-    assert plan_step(of_lengths(30, 17, 32), 1000, 500, 16) == [Group((0, 1, 2), 32, 96)]
 
 
 def test_large_step_is_planned_in_parts_and_whole() -> None:
