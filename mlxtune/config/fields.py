@@ -96,7 +96,7 @@ class Option:
         if self.choices:
             for each in value if self.several else (value,):
                 if each not in self.choices:
-                    raise ValueError(f"must be one of {', '.join(self.choices)}, {_not(each)}")
+                    raise ValueError(f"must be {_one_of(self.choices)}, {_not(each)}")
         if self.path:
             for each in value if self.several else (value,):
                 if "\0" in each:
@@ -224,3 +224,7 @@ def _options(config: type) -> dict[str, str]:
     return {
         field.name: field.metadata.get("name", field.name) for field in dataclasses.fields(config)
     }
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"

@@ -338,7 +338,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             "Steps between progress lines when stderr is not a terminal.", PLACES, at_least=1
         ),
         "profile_interval": Option(
-            "Profile every Nth step, by phase and layer; 0 turns it off.", EXECUTION, at_least=0
+            "Profile every Nth step, by phase; 0 turns it off.", EXECUTION, at_least=0
         ),
         "track": Option(
             "Also write the run to a tracker; may be repeated.",

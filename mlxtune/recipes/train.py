@@ -10,7 +10,6 @@ from typing import Any
 
 from mlxtune.backend.adapters.attach import base_mismatch
 from mlxtune.backend.adapters.files import check_replaceable, find_adapter
-from mlxtune.backend.measure.profile import PipelineMeter
 from mlxtune.backend.model import loading, memory, model_folder
 from mlxtune.backend.model.loading import BaseModel
 from mlxtune.backend.step import operations
@@ -304,7 +303,7 @@ def make_trainer(
     if run.profile_interval:
         profiler = StepProfiler(
             run.profile_interval,
-            PipelineMeter(setup.pipeline),
+            setup.pipeline.phases,
             run.checkpoint_path,
             on_record=observer.on_profile,
             on_problem=observer.on_problem,

@@ -51,7 +51,6 @@ def test_profiled_run_writes_the_same_adapter(
     said = capsys.readouterr().err
     assert said.count("Profile     step ") == 3
     assert "Profile     3 steps profiled" in said
-    assert "layers.1" in said
 
 
 def test_profile_goes_on_with_the_run(model: Path, chat: Path, tmp_path: Path) -> None:

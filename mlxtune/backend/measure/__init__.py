@@ -1,1 +1,1 @@
-"""Measures steps, ours and a peer's: time, phases and proofs."""
+"""Measures steps, ours and a peer's: time and proofs."""

@@ -149,17 +149,15 @@ class Forward:
         parameters: Mapping[str, Any],
         arrays: Mapping[str, Any],
         scale: mx.array,
-        *,
-        backward: bool = True,
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
         `parameters` are the model's LoRA matrices, which it keeps. The loss is scaled by the count
         of the whole step before the backward pass, and by `raised`, which keeps float16 gradients
-        in range. Without `backward`, layers keep nothing for a gradient.
+        in range.
         """
         self.model.update(parameters)
-        with self.running() if backward else nullcontext(), laid_out(arrays.get("layout")):
+        with self.running(), laid_out(arrays.get("layout")):
             caches = self._caches(arrays)
             if self.execution.split_head:
                 rows, head = self._rows(arrays, caches), self._head(arrays)

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxtune.backend.model import memory
 from mlxtune.backend.step.forward import Forward
 from mlxtune.core.training.profile import PhaseTimer
 
@@ -21,6 +22,10 @@ class Phases:
     def __init__(self, forward: Forward) -> None:
         self.timer: PhaseTimer | None = None
         self._forward = forward
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes in use, and the most that were in use since this was last asked."""
+        return int(mx.get_active_memory()), memory.lap_peak()
 
     def end(self, name: str, *arrays: Any) -> None:
         """End a phase that computed these arrays, or what was evaluated already."""

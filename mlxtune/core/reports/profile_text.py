@@ -3,13 +3,7 @@
 from collections.abc import Iterator
 
 from mlxtune.core.text import byte_size, count, short_duration
-from mlxtune.core.training.profile import (
-    OTHER,
-    PHASES,
-    LayerProfile,
-    Phase,
-    StepProfile,
-)
+from mlxtune.core.training.profile import OTHER, PHASES, Phase, StepProfile
 
 _WIDTH = 16
 
@@ -21,9 +15,6 @@ class ProfileSummary:
         self.steps = 0
         self.seconds = 0.0
         self.phases: dict[str, Phase] = {}
-        self.layers: dict[str, LayerProfile] = {}
-        # Steps whose layers were measured.
-        self.layered = 0
 
     def add(self, profile: StepProfile) -> None:
         """Add a step."""
@@ -32,10 +23,6 @@ class ProfileSummary:
         for name, phase in profile.phases.items():
             known_phase = self.phases.get(name)
             self.phases[name] = known_phase.plus(phase) if known_phase else phase
-        self.layered += bool(profile.layers)
-        for layer in profile.layers:
-            known = self.layers.get(layer.name)
-            self.layers[layer.name] = known.plus(layer) if known else layer
 
 
 def step_line(profile: StepProfile) -> str:
@@ -51,7 +38,7 @@ def step_line(profile: StepProfile) -> str:
 
 
 def table(summary: ProfileSummary) -> Iterator[str]:
-    """Yield the lines of a table with each phase of a step, and each layer."""
+    """Yield the lines of a table with each phase of a step."""
     if summary.steps:
         steps = count(summary.steps, "step")
         yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"
@@ -62,12 +49,3 @@ def table(summary: ProfileSummary) -> Iterator[str]:
                 share = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
                 memory = f"{byte_size(phase.bytes):>10}{byte_size(phase.peak_bytes):>10}"
                 yield f"{name:<{_WIDTH}}{time}{share}{memory}"
-    if summary.layers:
-        yield f"{'layer':<{_WIDTH}}{'forward':>10}{'backward':>10}{'keeps':>10}{'takes':>10}"
-        for layer in summary.layers.values():
-            forward, backward = (
-                short_duration(each / summary.layered)
-                for each in (layer.forward_seconds, layer.backward_seconds)
-            )
-            memory = f"{byte_size(layer.kept_bytes):>10}{byte_size(layer.peak_bytes):>10}"
-            yield f"{layer.name:<{_WIDTH}}{forward:>10}{backward:>10}{memory}"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import append_line
 from mlxtune.errors import OutputError
 
@@ -44,42 +43,12 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class LayerProfile:
-    """A layer's two passes over all micro-batches of a step.
-
-    `kept_bytes` is what the forward pass keeps for the backward pass, outputs included, and
-    `peak_bytes` the peak of both passes; each for the micro-batch in which it is largest.
-    """
-
-    name: str
-    forward_seconds: float
-    backward_seconds: float
-    kept_bytes: int
-    peak_bytes: int
-
-    def plus(self, other: LayerProfile) -> LayerProfile:
-        """Return the sum of the times and the larger of the sizes."""
-        return LayerProfile(
-            self.name,
-            self.forward_seconds + other.forward_seconds,
-            self.backward_seconds + other.backward_seconds,
-            max(self.kept_bytes, other.kept_bytes),
-            max(self.peak_bytes, other.peak_bytes),
-        )
-
-
-@dataclass(frozen=True)
 class StepProfile:
-    """One step. Its `phases`, `other` included, add up to its `seconds`.
-
-    `layers` come from a second pass over the same micro-batches; they are empty if memory did not
-    allow it.
-    """
+    """One step. Its `phases`, `other` included, add up to its `seconds`."""
 
     step: int
     seconds: float
     phases: Mapping[str, Phase]
-    layers: Sequence[LayerProfile] = ()
 
 
 class PhaseTimer:
@@ -117,19 +86,15 @@ class PhaseTimer:
 
 
 class ProfilerBackend(Protocol):
-    """What the profiler needs from a backend."""
+    """What the profiler needs from a backend.
+
+    It reports the phases of a step to its `timer`, if it has one.
+    """
+
+    timer: PhaseTimer | None
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes in use, and the peak since the last call."""
-
-    def attach(self, timer: PhaseTimer | None) -> None:
-        """Report the phases of the following steps to a timer, or to none."""
-
-    def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
-        """Run the micro-batches of a step again, layer by layer, without changing anything.
-
-        Returns the layers in order, unnamed parts included; none if there is too little memory.
-        """
 
 
 class StepProfiler:
@@ -165,19 +130,18 @@ class StepProfiler:
             yield
             return
         timer = PhaseTimer(self._backend.memory, self._clock)
-        self._backend.attach(timer)
+        self._backend.timer = timer
         try:
             yield
             self._last = timer.finish(step)
         finally:
-            self._backend.attach(None)
+            self._backend.timer = None
 
-    def measure_layers(self, examples: Sequence[Example]) -> None:
-        """Measure the layers if the last step was profiled, and write its record."""
+    def record(self) -> None:
+        """Write the record of the last step, if it was profiled."""
         if self._last is None:
             return
         profile, self._last = self._last, None
-        profile = replace(profile, layers=self._backend.layers(examples, profile.step))
         self._on_record(profile)
         try:
             append_line(self._path, json.dumps(asdict(profile), allow_nan=False))

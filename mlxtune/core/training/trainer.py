@@ -308,7 +308,7 @@ class InstructTrainer:
         self._record(record)
         self._observer.on_step(record)
         if self._profiler:
-            self._profiler.measure_layers(taken.examples)
+            self._profiler.record()
 
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
         self._record(skipped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxtune.core.reports.profile_text import ProfileSummary, step_line, table
-from mlxtune.core.training.profile import LayerProfile, Phase, StepProfile
+from mlxtune.core.training.profile import Phase, StepProfile
 
 STEP = StepProfile(
     10,
@@ -14,7 +14,6 @@ STEP = StepProfile(
         "backward": Phase(1.3, 5_000_000, 9_000_000),
         "other": Phase(0.1, 0, 1_000_000),
     },
-    [LayerProfile("layers.0", 0.25, 0.5, 700, 900), LayerProfile("head", 0.1, 0.2, 10, 20)],
 )
 
 
@@ -31,7 +30,7 @@ def test_step_is_one_line_of_shares_and_its_peak() -> None:
     )
 
 
-def test_table_has_a_mean_for_each_phase_and_layer() -> None:
+def test_table_has_a_mean_for_each_phase() -> None:
     slower = StepProfile(20, 4.0, {"forward": Phase(3.5, 1, 6_000_000), "other": Phase(0.5, 0, 0)})
     rows = [line.split() for line in table(summary(STEP, slower))]
     assert rows == [
@@ -41,10 +40,6 @@ def test_table_has_a_mean_for_each_phase_and_layer() -> None:
         ["forward", "2", "s", "66.7%", "3", "MB", "6", "MB"],
         ["backward", "650", "ms", "21.7%", "5", "MB", "9", "MB"],
         ["other", "300", "ms", "10.0%", "0", "B", "1", "MB"],
-        ["layer", "forward", "backward", "keeps", "takes"],
-        # Of the one step whose layers were measured.
-        ["layers.0", "250", "ms", "500", "ms", "700", "B", "900", "B"],
-        ["head", "100", "ms", "200", "ms", "10", "B", "20", "B"],
     ]
 
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mlxtune.core.data.encode import Example
-from mlxtune.core.training.profile import LayerProfile, PhaseTimer
-
-LAYERS = [
-    LayerProfile("layers.0", 1.0, 2.0, 300, 400),
-    LayerProfile("head", 0.5, 0.25, 100, 200),
-]
+from mlxtune.core.training.profile import PhaseTimer
 
 
 class Ticking:
@@ -27,24 +19,23 @@ class Ticking:
 class FakeMeter:
     """Says that memory rises by 10 bytes at each border, with a peak of 5 more.
 
-    `attached` has a True for each step that is to be measured, and a False for its end; `measured`
-    the step and rows of each pass over the layers.
+    `attached` has a True for each step that is to be measured, and a False for its end.
     """
 
     def __init__(self) -> None:
         self.active = 100
         self.attached: list[bool] = []
-        self.measured: list[tuple[int, list[int]]] = []
-        self.timer: PhaseTimer | None = None
+        self._timer: PhaseTimer | None = None
 
     def memory(self) -> tuple[int, int]:
         self.active += 10
         return self.active, self.active + 5
 
-    def attach(self, timer: PhaseTimer | None) -> None:
-        self.attached.append(timer is not None)
-        self.timer = timer
+    @property
+    def timer(self) -> PhaseTimer | None:
+        return self._timer
 
-    def layers(self, examples: Sequence[Example], step: int) -> list[LayerProfile]:
-        self.measured.append((step, [example.row for example in examples]))
-        return list(LAYERS)
+    @timer.setter
+    def timer(self, timer: PhaseTimer | None) -> None:
+        self.attached.append(timer is not None)
+        self._timer = timer
