@@ -13,7 +13,7 @@ from mlxtune.backend.model.model_folder import read_config, vocab_size
 from mlxtune.backend.text.chat_template import (
     ChatTemplate,
     read_chat_template,
-    start_processes,
+    start_process,
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig, as_path
@@ -93,7 +93,7 @@ class Reader:
     def encoder(self) -> Encoder:
         """The tokenizer with the chat template."""
         if self.template_source:
-            start_processes()
+            start_process()
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
             render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]

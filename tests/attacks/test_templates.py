@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.text import chat_template
 from mlxtune.backend.text.chat_template import ChatTemplate
 from mlxtune.errors import ModelError
 from tests.command import Cli
@@ -17,7 +16,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "What is 1 + 1?"},
     {"role": "assistant", "content": "Two."},
 ]
-RANDOM, OBJECT, DIFFERS = "chooses at random", "writes a Python object", "gives different text"
+RANDOM, OBJECT, TIME = "chooses at random", "writes a Python object", "writes the time of the day"
 ATTACKS = {
     "random": ("{{ ['a', 'b'] | random }}", RANDOM),
     "random of one": ("{{ ['a'] | random }}", RANDOM),
@@ -40,16 +39,13 @@ ATTACKS = {
     "a joiner": ("{{ joiner() }}", OBJECT),
     "a format": ("{{ '%s' % lipsum }}", OBJECT),
     "a format's field": ("{{ '{}'.format(lipsum) }}", OBJECT),
-    "upper case": ("{{ (lipsum | string).upper() }}", DIFFERS),
-    "part of an address": ("{{ (lipsum | string)[-7:] }}", DIFFERS),
-    "an address apart": ("{{ (lipsum | string).split('0x') | last }}", DIFFERS),
-    "a sum of digits": ("{{ (lipsum | string).split('x')[-1][:-1] | int(base=16) }}", DIFFERS),
-    "the hour": ("{{ strftime_now('%H') }}", DIFFERS),
-    "the minute": ("{{ strftime_now('%d %b %Y, %H:%M') }}", DIFFERS),
-    "the second": ("{{ strftime_now('%S') }}", DIFFERS),
-    "the microsecond": ("{{ strftime_now('%f') }}", DIFFERS),
-    "the time": ("{{ strftime_now('%c') }}", DIFFERS),
-    "the time by a name": ("{{ strftime_now('%' ~ 'T') }}", DIFFERS),
+    "the hour": ("{{ strftime_now('%H') }}", TIME),
+    "the minute": ("{{ strftime_now('%d %b %Y, %H:%M') }}", TIME),
+    "the second": ("{{ strftime_now('%S') }}", TIME),
+    "the microsecond": ("{{ strftime_now('%f') }}", TIME),
+    "the time": ("{{ strftime_now('%c') }}", TIME),
+    "the half of the day": ("{{ strftime_now('%p') }}", TIME),
+    "the time by a name": ("{{ strftime_now('%' ~ 'T') }}", TIME),
 }
 
 
@@ -66,12 +62,9 @@ def test_template_that_is_no_function_of_its_messages_is_refused(name: str) -> N
 
 @pytest.mark.parametrize("source", ["{{ ['a', 'b'] | random }}", "{{ messages[0].items }}"])
 @pytest.mark.parametrize("rows", ["all", "one"])
-def test_row_behind_those_rendered_twice_is_found(
-    monkeypatch: pytest.MonkeyPatch, source: str, rows: str
-) -> None:
+def test_every_row_is_looked_at(source: str, rows: str) -> None:
     condition = {"all": "true", "one": "messages[0].content == '500'"}[rows]
     render = ChatTemplate({"default": f"{{% if {condition} %}}{source}{{% endif %}}"}, {})
-    monkeypatch.setattr(chat_template, "_unlike", lambda *_: "")
     calls = [
         {
             "messages": [{"role": "user", "content": str(i)}],
@@ -108,21 +101,8 @@ def test_template_that_says_the_same_all_day_is_rendered(source: str, content: s
         assert type(refusal).__name__ == "BadRow"
 
 
-@pytest.mark.parametrize("hour", range(24))
-def test_second_process_has_another_time_of_the_same_day(hour: int) -> None:
-    import time
-
-    now = time.struct_time((2026, 3, 4, hour, 50, 0, 2, 63, 0), {"tm_zone": "", "tm_gmtoff": 19800})
-    zone = chat_template._time_zone(now)
-    sign, (hours, minutes, seconds) = -1 if zone[3] == "-" else 1, zone[3:].strip("-").split(":")
-    offset = -sign * (int(hours) * 3600 + int(minutes) * 60 + int(seconds))
-    shift = offset - 19800
-    assert abs(shift) == 5831
-    assert 0 <= hour * 3600 + 3000 + shift < 86400
-
-
 @pytest.mark.parametrize("command", ["inspect", "train"])
-@pytest.mark.parametrize("name", ["random", "part of an address"])
+@pytest.mark.parametrize("name", ["random", "the hour"])
 def test_command_refuses_it_before_any_training(
     request: pytest.FixtureRequest, broken: Path, output: Path, command: str, name: str
 ) -> None:

@@ -1,10 +1,8 @@
 """A model folder's own chat template, rendered by transformers as inference tools render it."""
 
 import atexit
-import datetime
 import json
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +11,9 @@ from typing import Any
 
 from mlxtune.backend.text.template_process import (
     INVALID,
-    RANDOM,
     REFUSED,
     TEXT,
+    UNSTEADY,
     Asked,
     Harmful,
     Reply,
@@ -29,11 +27,7 @@ from mlxtune.errors import ModelError, one_line
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # Characters of JSON; above that, an exchange for each rendering costs little beside rendering it.
 _MAX_PREFETCHED = 2**22
-# Renderings that a second process repeats: those of the first few rows.
-_REPEATED = 64
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
-# 1 h 37 min 11 s: another hour, minute and second.
-_LATER = 5831
 
 
 class ChatTemplate:
@@ -48,8 +42,6 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._prefetched: dict[str, Reply] = {}
         self._expected: list[_Asked] = []
-        # How many more renderings by each template a second process repeats.
-        self._unrepeated = dict.fromkeys(sources, _REPEATED)
 
     def __call__(
         self,
@@ -129,30 +121,18 @@ class ChatTemplate:
             raise BadRow("the model's template refuses it", one_line(error)) from error
 
     def _send(self, name: str, requests: Sequence[str]) -> "_Asked":
-        again = requests[: self._unrepeated[name]]
-        self._unrepeated[name] -= len(again)
-        source, day = self._sources[name], datetime.date.today()
-        first = _process().send(source, requests)
-        return _Asked(name, first, _second_process().send(source, again) if again else None, day)
+        return _Asked(name, _process().send(self._sources[name], requests))
 
     def _receive(self, asked: "_Asked") -> Sequence[Reply]:
         """Return the replies. Raises ModelError if the template is harmful."""
-        problem, again = "", asked.again
         try:
-            replies = _process().receive(asked.first)
-            problem = _not_from(asked.requests, replies)
-            if again is not None and not problem:
-                repeated = _second_process().receive(again)
-                # At midnight, those that write today's date differ.
-                problem = _unlike(replies, repeated) if asked.day == datetime.date.today() else ""
+            replies = _process().receive(asked.renderings)
         except Harmful as error:
             raise ModelError(
                 f"the model's chat template ({asked.name}) {error}: fix it, or name a built-in "
                 "--template"
             ) from error
-        if again is not None and not any(self._unrepeated.values()):
-            _second_process().close()
-        if problem:
+        if problem := _not_from(asked.requests, replies):
             raise ModelError(
                 f"the model's chat template ({asked.name}) {problem}, so that training and "
                 "inference would differ: fix it, or name a built-in --template"
@@ -162,31 +142,21 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Renderings by one template on one day, and those of the first in a second process."""
+    """Renderings by the template of a name."""
 
     name: str
-    first: Asked
-    again: Asked | None
-    day: datetime.date
+    renderings: Asked
 
     @property
     def requests(self) -> Sequence[str]:
-        return self.first.requests
-
-
-def _unlike(replies: Sequence[Reply], repeated: Sequence[Reply]) -> str:
-    """Return what is wrong if two processes render the same in different ways."""
-    for one, other in zip(replies, repeated, strict=False):
-        if one[0] != other[0] or (one[0] == TEXT and one != other):
-            return "gives different text for the same messages"
-    return ""
+        return self.renderings.requests
 
 
 def _not_from(requests: Sequence[str], replies: Sequence[Reply]) -> str:
     """Return what is wrong if a text holds what no messages can explain."""
     for request, (kind, text) in zip(requests, replies, strict=True):
-        if kind == RANDOM:
-            return "chooses at random"
+        if kind == UNSTEADY:
+            return text
         # Of Python's objects, most show where they are in memory.
         written = kind == TEXT and " at 0x" in text and " at 0x" not in request
         if written and (found := _ADDRESS.search(text)):
@@ -194,10 +164,9 @@ def _not_from(requests: Sequence[str], replies: Sequence[Reply]) -> str:
     return ""
 
 
-def start_processes() -> None:
+def start_process() -> None:
     """Start what will render templates, which takes as long as loading a tokenizer."""
     _process().start()
-    _second_process().start()
 
 
 @cache
@@ -205,26 +174,6 @@ def _process() -> TemplateProcess:
     process = TemplateProcess()
     atexit.register(process.close)
     return process
-
-
-@cache
-def _second_process() -> TemplateProcess:
-    """A process with other addresses, another hash seed, and another time on the same day."""
-    process = TemplateProcess(variables=_differences)
-    atexit.register(process.close)
-    return process
-
-
-def _differences() -> dict[str, str]:
-    # Python's own allocator gives an object the same address but for a few digits in the middle.
-    return {"PYTHONMALLOC": "malloc", "TZ": _time_zone(time.localtime())}
-
-
-def _time_zone(now: time.struct_time) -> str:
-    """Return a time zone, as POSIX writes it, in which another time of today is."""
-    offset = now.tm_gmtoff + (_LATER if now.tm_hour < 12 else -_LATER)
-    hours, seconds = divmod(abs(offset), 3600)
-    return f"XXX{'-' if offset > 0 else ''}{hours}:{seconds // 60:02}:{seconds % 60:02}"
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 core/machine's limited process runs it.
 """
 
+import datetime
 import importlib.util
 import json
 import random
@@ -12,18 +13,32 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 # Kinds of replies: the text, a template's refusal of the messages, a template that is none, and one
-# that asks for random numbers.
-TEXT, REFUSED, INVALID, RANDOM = "text", "refused", "invalid", "random"
+# that asks for random numbers or writes the time of the day, with what it does.
+TEXT, REFUSED, INVALID, UNSTEADY = "text", "refused", "invalid", "unsteady"
 
 Reply = tuple[str, str]
 
+_Moment = datetime.datetime
+# They differ in their hours, halves of the day, minutes, seconds and microseconds.
+_TIMES = datetime.time(), datetime.time(13, 37, 11, 123_457)
 
-class _AtRandom(Exception):
-    """A template asked for a random number."""
+
+class _Unsteady(Exception):
+    """A template asked for what is another thing each time."""
 
 
 def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
-    raise _AtRandom
+    raise _Unsteady("chooses at random")
+
+
+class _Today(_Moment):
+    """The clock of templates, which tells the date and refuses to tell the time of the day."""
+
+    def strftime(self, format: str) -> str:
+        night, later = (_Moment.combine(self.date(), time).strftime(format) for time in _TIMES)
+        if night != later:
+            raise _Unsteady("writes the time of the day")
+        return night
 
 
 def prepare() -> Callable[..., Any]:
@@ -31,6 +46,8 @@ def prepare() -> Callable[..., Any]:
     # Jinja's filter `random` and function `lipsum` call these; it imports some by name.
     for name in ("choice", "choices", "randint", "random", "randrange", "sample", "shuffle"):
         setattr(random, name, _refuse)
+    # transformers formats `datetime.now()` for the templates' `strftime_now`.
+    datetime.datetime = _Today  # type: ignore[misc]
     # Running the __init__ of these packages takes more than a second, to list all of the models.
     for name in ("transformers", "transformers.utils"):
         spec = importlib.util.find_spec(name)
@@ -55,8 +72,8 @@ def _replies(
             yield TEXT, render(chat_template=source, **json.loads(request))[0][0]
         except MemoryError:
             raise
-        except _AtRandom:
-            yield RANDOM, ""
+        except _Unsteady as error:
+            yield UNSTEADY, str(error)
         except Exception as error:  # noqa: BLE001  a template may fail in any way
             line = getattr(error, "lineno", None) if kind == INVALID else None
             message = str(error) or type(error).__name__

@@ -9,15 +9,15 @@ replies.
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.backend.text import template_child
-from mlxtune.backend.text.template_child import INVALID, RANDOM, REFUSED, TEXT, Reply
+from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
 from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
 
-__all__ = ["INVALID", "RANDOM", "REFUSED", "TEXT", "Asked", "Harmful", "Reply", "TemplateProcess"]
+__all__ = ["INVALID", "REFUSED", "TEXT", "UNSTEADY", "Asked", "Harmful", "Reply", "TemplateProcess"]
 
 # A long conversation has more time and a longer result: so many characters double the time, and
 # each may become so many.
@@ -47,17 +47,11 @@ class Asked:
 class TemplateProcess:
     """The child process: started on first use, and again after it was ended.
 
-    A rendering may take `seconds` on the CPU, and the child `memory` bytes. `variables` returns
-    what its environment has beside this process's.
+    A rendering may take `seconds` on the CPU, and the child `memory` bytes.
     """
 
-    def __init__(
-        self,
-        seconds: float = 10.0,
-        memory: int = 2**30,
-        variables: Callable[[], dict[str, str]] = dict,
-    ) -> None:
-        self._seconds, self._memory, self._variables = seconds, memory, variables
+    def __init__(self, seconds: float = 10.0, memory: int = 2**30) -> None:
+        self._seconds, self._memory = seconds, memory
         self._child: LimitedProcess | None = None
         self._source: str | None = None
         self._unread: Asked | None = None
@@ -137,8 +131,7 @@ class TemplateProcess:
             self._child = self._child or self._new()
 
     def _new(self) -> LimitedProcess:
-        script = Path(template_child.__file__)
-        return LimitedProcess(script, self._memory, variables=self._variables())
+        return LimitedProcess(Path(template_child.__file__), self._memory)
 
 
 def _why(ended: str, seconds: float) -> str:

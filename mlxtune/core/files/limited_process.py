@@ -16,9 +16,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 # Exit status of a process that ran out of memory.
 _OUT_OF_MEMORY = 77
@@ -28,7 +26,6 @@ _LIMITS_ITSELF = _STATM.exists()
 # Seconds between looks at the process's memory elsewhere.
 _LOOK_EVERY = 0.2
 _PIECE = 2**16
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class TooMuchMemory(Exception):
@@ -36,14 +33,9 @@ class TooMuchMemory(Exception):
 
 
 class LimitedProcess:
-    """Runs a script that may take `memory` bytes beyond those of its imports.
+    """Runs a script that may take `memory` bytes beyond those of its imports."""
 
-    Its environment is this process's, with `variables`.
-    """
-
-    def __init__(
-        self, script: Path, memory: int, *arguments: str, variables: Mapping[str, str] = _NONE
-    ) -> None:
+    def __init__(self, script: Path, memory: int, *arguments: str) -> None:
         self._memory = memory
         self._unread = bytearray()
         # -P: the modules beside a script have common names, and must not be found by them.
@@ -54,7 +46,6 @@ class LimitedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
-            env={**os.environ, **variables},
         )
         self.pid = self._process.pid
 
