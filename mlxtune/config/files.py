@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from mlxtune.config.limits import OPTIONS, TooLarge, check_value
 from mlxtune.errors import ConfigError, one_line
 
-MAX_BYTES = 64 * 1024
 # tomllib takes time and memory that grow with the square of the parts of a key.
 _LONG_KEY = re.compile(
     r"""(?<![\w-])(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
@@ -48,17 +48,21 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
     """Return the names and values in a YAML or TOML file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(OPTIONS.bytes + 1)
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([f"--config {path} cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
-    if len(content) > MAX_BYTES:
+    if len(content) > OPTIONS.bytes:
         raise ConfigError(
-            [f"--config {path} has more than {MAX_BYTES // 1024} KB: keep only options in it"]
+            [f"--config {path} has more than {OPTIONS.bytes // 1024} KB: keep only options in it"]
         )
     values = _parse_toml(path, text) if path.suffix.lower() == ".toml" else _parse_yaml(path, text)
+    try:
+        check_value(values, OPTIONS, f"--config {path}")
+    except TooLarge as error:
+        raise ConfigError([str(error)]) from error
     if values is None:  # an empty file, or one of comments
         return {}
     if not isinstance(values, Mapping):

@@ -1,17 +1,17 @@
-"""What a hub answers, checked before its client uses it: names that become paths, and waiting.
+"""What a hub answers, checked before its client uses it: sizes, names that become paths, waits.
 
 The client makes paths in its cache from a file's ETag and from commits, and sleeps as long as an
 answer asks. It has one session for all of a process, also for models that mlx-lm downloads.
 """
 
 import importlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import huggingface_hub
 
+from mlxtune.config.limits import HUB_ANSWER, TooLarge, parse_json
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 
 # Seconds that the hub may be silent, and that it may ask to wait. The client would wait for ever.
@@ -21,6 +21,11 @@ SLOWEST = 1000
 # Headers that become a file's name in the cache, and those that say how long to wait.
 _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
+# A few megabytes of gzip unpack to gigabytes, in memory, so nothing else is asked for.
+_PLAIN = "identity"
+# In the address of a file, which goes to disk piece by piece; other answers are read whole. The
+# second is where a request notes whether it began with one, as it may be redirected.
+_FILE, _IS_FILE = "/resolve/", "mlxtune.is_file"
 _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
 
@@ -44,7 +49,12 @@ def _factory(kind: type[Any], hooks: dict[str, list[Callable[..., Any]]]) -> Cal
 
 
 def _limit(request: Any) -> None:
-    """Have a request give up on silence, also one that the client would wait for without end."""
+    """Have a request give up on silence, also one that the client would wait for without end.
+
+    It asks for an answer that is not packed.
+    """
+    request.headers["Accept-Encoding"] = _PLAIN
+    request.extensions.setdefault(_IS_FILE, _FILE in request.url.path)
     waits = request.extensions["timeout"]
     limited = {
         name: SILENCE if wait is None else min(wait, SILENCE) for name, wait in waits.items()
@@ -53,15 +63,21 @@ def _limit(request: Any) -> None:
 
 
 def _check(response: Any) -> None:
-    """Raise BadAnswerError for an answer with a name that is none, and shorten its waits."""
+    """Raise BadAnswerError for an answer with a name that is none, and shorten its waits.
+
+    Raises TooLarge for one that is packed; one that is no file raises it beyond its limit.
+    """
     headers = response.headers
+    if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
+        raise TooLarge(f"the hub's answer is packed ({packed:.20}), which nobody asked for")
     if response.request.method == "HEAD":  # which the client asks about a file before it fetches it
         _check_file_headers(headers)
     for name in _LIMITS:
         headers.pop(name, None)
     if _RETRY in headers and not _short(headers[_RETRY]):
         headers[_RETRY] = str(MOST_WAIT)
-    response.stream = _with_pace(response)
+    is_file = response.request.extensions.get(_IS_FILE) and response.is_success
+    response.stream = _within_limits(response, None if is_file else HUB_ANSWER.bytes)
     if response.request.url.path.startswith("/api/") and response.is_success:
         _check_facts(response)
 
@@ -83,8 +99,10 @@ def _short(wait: str) -> bool:
 def _check_facts(response: Any) -> None:
     """Raise BadAnswerError for facts about a repository with a commit or file that is none."""
     try:
-        facts = json.loads(response.read())
-    except (ValueError, RecursionError):
+        facts = parse_json(response.read(), HUB_ANSWER, "the hub's answer")
+    except TooLarge:
+        raise
+    except ValueError:
         return  # what is no JSON surfaces where it is read
     for each in facts if isinstance(facts, list) else [facts]:
         if not isinstance(each, dict):
@@ -98,16 +116,21 @@ def _check_facts(response: Any) -> None:
                 raise BadAnswerError(f"no name of a file: {name!r:.60}")
 
 
-def _with_pace(response: Any) -> Any:
-    """Return the stream of an answer, which ends in the client's own error if it trickles."""
+def _within_limits(response: Any, most: int | None) -> Any:
+    """Return the stream of an answer, which ends in the client's own error if it trickles.
+
+    It raises TooLarge beyond `most` bytes.
+    """
     library = importlib.import_module(type(response).__module__.partition(".")[0])
     stream = response.stream
 
-    class Paced(library.SyncByteStream):  # type: ignore[name-defined, misc]
+    class Limited(library.SyncByteStream):  # type: ignore[name-defined, misc]
         def __iter__(self) -> Iterator[bytes]:
             started, size = time.monotonic(), 0
             for piece in stream:
                 size += len(piece)
+                if most is not None and size > most:
+                    raise TooLarge(f"the hub's answer has more than {most:,} bytes")
                 seconds = time.monotonic() - started
                 if seconds > SILENCE and size < SLOWEST * seconds:
                     raise library.ReadTimeout("the answer trickles", request=response.request)
@@ -116,4 +139,4 @@ def _with_pace(response: Any) -> Any:
         def close(self) -> None:
             stream.close()
 
-    return Paced()
+    return Limited()

@@ -10,6 +10,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import disable_progress_bars, logging
 
+from mlxtune.config.limits import TooLarge
 from mlxtune.errors import MlxTuneError, one_line
 from mlxtune.hub.answers import check_answers
 
@@ -71,6 +72,8 @@ def _reason(error: Exception, kind: str) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(cause, errors.HfHubHTTPError):
         return _refusal(cause, kind)
+    if isinstance(error, TooLarge):
+        return f"{error}: check HF_ENDPOINT"
     nonsense = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
     if isinstance(error, (*nonsense, errors.FileMetadataError)):
         return f"the answer of {constants.ENDPOINT} is not that of a hub: check HF_ENDPOINT"

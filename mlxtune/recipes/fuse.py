@@ -29,7 +29,7 @@ def fuse(config: FuseConfig) -> ExportResult:
     """
     console = RunConsole(quiet=config.quiet)
     source, trust = find_source(config), config.trust_remote_code
-    fusing.check_links(source.folder)
+    fusing.check_copied(source.folder)
     with output_folder(config, source, console) as folder:
         options: dict[str, Any] = {
             "dequantize": _dequantizes(config, source, console),

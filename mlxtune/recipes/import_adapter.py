@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from mlxtune.backend.adapters.files import read_info
 from mlxtune.backend.adapters.formats.adapter import completed
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
 from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_peft
@@ -27,11 +28,15 @@ def import_adapter(config: ImportConfig) -> Path:
     ModelError, which names what LoRA in mlx-lm has no place for, or OutputError.
     """
     given, is_peft = _find(config.adapter)
-    named = base_of(given.parent) if is_peft else read_mlx_lm(given).model
+    named = base_of(given.parent) if is_peft else read_info(given).model
     folder = find_base(config, named, str(given.parent), str(given))
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
     modules = projections_of(base.model)
-    adapter = read_peft(given.parent, modules, base.model_type) if is_peft else read_mlx_lm(given)
+    adapter = (
+        read_peft(given.parent, modules, base.model_type)
+        if is_peft
+        else read_mlx_lm(given, modules)
+    )
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]
     with new_folder(target, sources, manifest=FILES, overwrite=config.overwrite) as temporary:

@@ -8,11 +8,12 @@ from typing import Any
 
 from mlxtune.backend.adapters import proof
 from mlxtune.backend.adapters.attach import base_options, load_adapted
-from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.adapters.files import find_adapter, read_info
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
+from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model import loading, memory
-from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.model.loading import BaseModel, open_base
 from mlxtune.backend.model.model_folder import find_folder, read_config
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig
@@ -67,9 +68,11 @@ class ExportResult:
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
     weights = find_adapter(config.adapter)
-    adapter, (metadata, run) = read_mlx_lm(weights), _metadata_of(weights)
+    info, (metadata, run) = read_info(weights), _metadata_of(weights)
     relative_to = str(metadata.get("working_directory") or "")
-    folder = find_base(config, adapter.model, relative_to, str(weights))
+    folder = find_base(config, info.model, relative_to, str(weights))
+    base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
+    adapter = read_mlx_lm(weights, projections_of(base.model))
     quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
     return Source(folder, weights, adapter, metadata, run, quantization)
 

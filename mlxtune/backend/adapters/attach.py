@@ -11,6 +11,7 @@ from mlx.utils import tree_unflatten
 from mlxtune.backend.adapters.checkpoints import trained_tensors
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
+    adapter_header,
     check_shapes,
     find_adapter,
     module_names,
@@ -63,8 +64,8 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     Raises ModelError if it does not fit.
     """
     weights = find_adapter(adapter)
-    info, tensors = read_info(weights), read_tensors(weights)
-    names, dropout_keys = module_names(weights, tensors, info), DropoutKeys()
+    info, header = read_info(weights), adapter_header(weights)
+    names, dropout_keys = module_names(weights, header, info), DropoutKeys()
     config = _config_of(weights, info, names)
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
@@ -78,8 +79,8 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
         modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
-    check_shapes(weights, tensors, trained_tensors(base.model))
-    base.model.update(tree_unflatten(list(tensors.items())))
+    check_shapes(weights, header, trained_tensors(base.model))
+    base.model.update(tree_unflatten(list(read_tensors(weights).items())))
     for module in modules.values():
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()

@@ -10,25 +10,26 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from mlxtune.config.fields import as_path
+from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
 from mlxtune.config.ranks import alpha_of
 from mlxtune.core.files.files import read_json, write_file
-from mlxtune.core.machine.panics import PanicError, caught_panics
+from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
 from mlxtune.core.text import join_few
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.errors import ModelError, OutputError, one_line
 
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
-# Longer names are invalid and slow to match.
-_LONGEST_NAME = 1000
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
-_UNREADABLE = (
-    *(OSError, RuntimeError, TypeError, ValueError),
-    *(safetensors.SafetensorError, PanicError),
-)
+# Dtypes as a header names them.
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_NAMES = {
+    **{mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16"},
+    **{mx.uint64: "U64", mx.uint32: "U32", mx.int32: "I32", mx.uint8: "U8"},
+}
+_UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,14 @@ def check_replaceable(weights: Path) -> None:
 
 def _holds_adapter(path: Path) -> bool:
     try:
-        with caught_panics(), safetensors.safe_open(path, framework="numpy") as file:
-            return any(".lora_" in name for name in file.keys())  # noqa: SIM118
-    except _UNREADABLE:
+        return any(".lora_" in name for name in read_header(path).tensors)
+    except (OSError, ValueError):
         return False
 
 
 def _describes_adapter(path: Path) -> bool:
     try:
-        config = read_json(Path(os.path.realpath(path)))
+        config = read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
     except (OSError, ValueError):
         return False
     return not config.keys().isdisjoint({"fine_tune_type", "lora_parameters", "peft_type"})
@@ -95,7 +95,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
     path = weights.with_name(ADAPTER_CONFIG)
     try:
         # It may be a link: Hugging Face's cache consists of links.
-        return read_json(Path(os.path.realpath(path)))
+        return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
     except FileNotFoundError:
         raise ModelError(
             f"{path}: is missing: copy it there from where the adapter was trained"
@@ -146,13 +146,27 @@ def valid_dropout(path: Path, option: str, value: Any) -> float:
     return dropout
 
 
-def load_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Return a safetensors file's tensors and its metadata. Raises ModelError."""
+def tensor_header(path: Path) -> TensorHeader:
+    """Return the checked header of a safetensors file. Raises ModelError."""
     try:
-        # Unlike MLX, this checks the header; unlike numpy, MLX knows bfloat16.
-        with caught_panics(), safetensors.safe_open(path, framework="numpy") as file:
-            if long := [name for name in file.keys() if len(name) > _LONGEST_NAME]:  # noqa: SIM118
-                raise ValueError(f"a tensor's name has {len(long[0]):,} characters")
+        return read_header(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+
+
+def load_tensors(
+    path: Path, expected: Mapping[str, mx.array] | None = None
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return a safetensors file's tensors and its metadata.
+
+    The header, which MLX does not check, is checked before any data is read. If tensors are
+    expected, it must have these with their shapes and dtypes. Raises ModelError.
+    """
+    header = tensor_header(path)
+    if expected is not None:
+        check_shapes(path, header.tensors, expected)
+        _check_dtypes(path, header.tensors, expected)
+    try:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(loaded[0])
     except _UNREADABLE as error:
@@ -160,8 +174,20 @@ def load_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     return loaded
 
 
+def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
+    """Return an adapter's tensors by their header. Raises ModelError for what no adapter has."""
+    tensors = tensor_header(weights).tensors
+    for name, info in tensors.items():
+        if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
+            raise ModelError(
+                f"{weights}: {name:.100} is {info.dtype} of {info.shape}, which no adapter has"
+            )
+    return tensors
+
+
 def read_tensors(weights: Path) -> dict[str, mx.array]:
     """Return an adapter's tensors in float32, whatever their dtype. Raises ModelError."""
+    adapter_header(weights)
     tensors = {name: value.astype(mx.float32) for name, value in load_tensors(weights)[0].items()}
     if broken := [name for name, value in tensors.items() if not mx.isfinite(value).all()]:
         raise ModelError(f"{weights}: has NaN or infinite values in {join_few(broken)}")
@@ -194,7 +220,7 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def check_shapes(
-    path: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, mx.array]
+    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, mx.array]
 ) -> None:
     """Raise ModelError, naming every tensor whose shape is not the expected one."""
     shapes, needed = (
@@ -209,7 +235,20 @@ def check_shapes(
         raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")
 
 
-def module_names(weights: Path, tensors: Mapping[str, mx.array], info: AdapterInfo) -> list[str]:
+def _check_dtypes(
+    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, mx.array]
+) -> None:
+    """Raise ModelError, naming every tensor whose dtype is not the expected one."""
+    problems = [
+        f"{name} is {tensors[name].dtype}, not {_NAMES[value.dtype]}"
+        for name, value in sorted(expected.items())
+        if tensors[name].dtype != _NAMES[value.dtype]
+    ]
+    if problems:
+        raise ModelError(f"{path}: has other dtypes than a run writes: {join_few(problems, 3)}")
+
+
+def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:
     """Return the modules that an adapter's tensors belong to, sorted.
 
     Raises ModelError for a tensor too many or too few, and for a rank that is not the config's,

@@ -33,7 +33,9 @@ from mlxtune.backend.model.layers import dequantized_weight
 from mlxtune.backend.model.loading import load_lazily
 from mlxtune.backend.model.model_folder import read_config
 from mlxtune.backend.model.quantize import quantize_lazily, quantized_config
+from mlxtune.config.limits import TooLarge, limits_of
 from mlxtune.core.files.files import as_output_error, copy_file, make_folder, write_file
+from mlxtune.core.files.sizes import check_file
 from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 
@@ -175,12 +177,13 @@ def _copied_files(base: Path) -> Iterator[Path]:
             yield path
 
 
-def check_links(base: Path) -> None:
-    """Raise ModelError if a file to be copied is a link to outside of the model's folder.
+def check_copied(base: Path) -> None:
+    """Raise ModelError if a file to be copied is too large, or a link to outside of the folder.
 
     It may be a private file of this machine, and the copy is made to be shared. Hugging Face's
     cache keeps its files in `blobs`, and has a folder of links to them for each snapshot.
     """
+    _check_sizes(base)
     real = Path(os.path.realpath(base))
     allowed = [real]
     if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
@@ -194,8 +197,17 @@ def check_links(base: Path) -> None:
             )
 
 
+def _check_sizes(base: Path) -> None:
+    """Raise ModelError if a file to be copied is too large for its kind, or nearly all holes."""
+    for path in filter(Path.is_file, _copied_files(base)):
+        try:
+            check_file(path, limits_of(path.name))
+        except TooLarge as error:
+            raise ModelError(f"{path}: would be copied: {error}: download it again") from error
+
+
 def _copy_files(base: Path, folder: Path) -> None:
-    check_links(base)
+    check_copied(base)
     for path in filter(Path.is_file, _copied_files(base)):
         target = folder / path.relative_to(base)
         make_folder(target.parent)

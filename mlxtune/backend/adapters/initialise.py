@@ -12,6 +12,7 @@ from mlx.utils import tree_unflatten
 from mlxtune.backend.adapters.checkpoints import adapter_tensors, unpad_rank
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
+    adapter_header,
     check_shapes,
     find_adapter,
     module_names,
@@ -54,8 +55,8 @@ def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
             f"--init-adapter {weights}: {'; '.join(problems)}: leave these options out to use "
             "the adapter's"
         )
+    check_shapes(weights, adapter_header(weights), adapter_tensors(model, lora))
     tensors = read_tensors(weights)
-    check_shapes(weights, tensors, adapter_tensors(model, lora))
     for name, module in adapted_modules(model).items():
         a, b, rank = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"], module.lora_a.shape[1]
         try:
@@ -95,7 +96,7 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     weights = find_adapter(adapter, "--init-adapter")
     info, places = read_info(weights), []
-    for name in module_names(weights, read_tensors(weights), info):
+    for name in module_names(weights, adapter_header(weights), info):
         if (place := split_layer(name)) is None:
             raise ModelError(
                 f"{weights}: has LoRA on {name:.200}, outside the layers, where mlxtune cannot "

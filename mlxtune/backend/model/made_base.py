@@ -1,6 +1,5 @@
 """A base model with random weights, made from the tokenizer and config of another."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,9 +8,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from mlxtune.backend.model.device import on_cpu
+from mlxtune.config.limits import CONFIG
 from mlxtune.core.files.files import copy_file, make_folder, write_json
 from mlxtune.core.files.ours import entries
-from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.sizes import read_value
 
 _HEAD, _GROUP, _BITS = 64, 64, 4
 # Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
@@ -30,7 +30,7 @@ def write_base(
     for path in entries(like):
         if path.suffix != ".safetensors" and path.name != "config.json":
             copy_file(path, folder / path.name)
-    config = json.loads(read_text(like / "config.json")) | {
+    config = read_value(like / "config.json", CONFIG) | {
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_attention_heads": width // _HEAD,

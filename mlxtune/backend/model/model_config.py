@@ -6,15 +6,27 @@ from typing import Any
 
 # Libraries make lists as long as these counts, in config.json alone or even to load the tokenizer.
 _MOST = 10_000
+# The widest matrix, or largest vocabulary; the largest known are a fortieth of it.
+_WIDEST = 10_000_000
 # Gemma 3n's vocab_size_per_layer_input is no count of layers.
-LAYERS = re.compile(r"(?!.*per_layer).*layer.*")
-_LISTED = re.compile(rf"{LAYERS.pattern}|.*experts")
+LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
+_LISTED = re.compile(
+    rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
+)
 # Where wrappers of a language model keep its part.
 _PARTS = ("text_config", "llm_config", "language_config")
 _COUNT = re.compile(
     r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|num_experts_per_tok|(?:\w+_)?head_dim"
     r"|(?:\w+_)?(?:hidden|intermediate|vocab)_size"
 )
+# Digits of a number that is text.
+_LONGEST_NUMBER = 20
+# The parameters of MLX's formats for quantised weights.
+_FORMATS: dict[str, tuple[Any, ...]] = {
+    "group_size": (16, 32, 64, 128),
+    "bits": (2, 3, 4, 5, 6, 8),
+    "mode": ("affine", "mxfp4", "mxfp8", "nvfp4"),
+}
 # The first is a multiple of the second.
 _MULTIPLES = (
     ("num_attention_heads", "num_key_value_heads"),
@@ -45,15 +57,24 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(part, Mapping):
             problems = list(_no_counts(part))
             yield from problems or _contradictions(part)
+            yield from _unknown_formats(part)
 
 
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
-    """Yield the numbers at any depth that have such names."""
+    """Yield the numbers at any depth that have such names, and the lengths of lists.
+
+    Some models have a character for each layer; a number may be text.
+    """
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("config"):
             yield from counts(value, names)
-        elif isinstance(value, int) and names.fullmatch(name):
-            yield name, value
+        elif names.fullmatch(name):
+            if isinstance(value, int):
+                yield name, value
+            elif isinstance(value, list) or (isinstance(value, str) and "pattern" in name):
+                yield name, len(value)
+            elif isinstance(value, str) and value.isdecimal():
+                yield name, int(value[:_LONGEST_NUMBER])
 
 
 def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
@@ -63,6 +84,30 @@ def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} is not an integer: {value!r:.40}"
             elif value < 0:
                 yield f"{name} is {value}, less than 0"
+            elif value > _WIDEST:
+                yield f"{name} is more than {_WIDEST:,}"
+
+
+def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the formats of quantised weights that MLX has not; some divide by their group size.
+
+    `quantization` has MLX's formats, also by layer; `quantization_config` those of other tools.
+    """
+    ours, others = config.get("quantization"), config.get("quantization_config")
+    if isinstance(others, Mapping) and others.get("group_size", 1) == 0:
+        yield "quantization_config has a group_size of 0"
+    if not isinstance(ours, Mapping):
+        return
+    yield from _unknown_format("quantization", ours)
+    for name, value in ours.items():
+        if isinstance(value, Mapping):
+            yield from _unknown_format(f"quantization of {name:.100}", value)
+
+
+def _unknown_format(where: str, values: Mapping[str, Any]) -> Iterator[str]:
+    for name, known in _FORMATS.items():
+        if name in values and values[name] not in known:
+            yield f"{where} has a {name} of {values[name]!r:.40}, not {', '.join(map(str, known))}"
 
 
 def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:

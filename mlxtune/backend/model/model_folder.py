@@ -2,7 +2,6 @@
 
 import glob
 import importlib
-import json
 import os
 import re
 import tempfile
@@ -11,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import safetensors
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.model.model_config import LAYERS, config_problems, counts
-from mlxtune.core.files.reading import read_text
+from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
+from mlxtune.core.files import sizes
 from mlxtune.core.files.scratch import linked_folder
-from mlxtune.core.machine.panics import caught_panics
+from mlxtune.core.files.tensor_files import read_header
 from mlxtune.errors import ModelError, one_line
 from mlxtune.hub.answers import check_answers
 
@@ -27,8 +26,6 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# A vocabulary of a million tokens takes 100 MB, all other files next to nothing.
-_MAX_VOCABULARY, _MAX_BYTES = 2**30, 2**26
 
 
 def is_local(model_path: str) -> bool:
@@ -164,14 +161,30 @@ def check_files(folder: Path) -> None:
             continue
         if not path.is_file():
             raise ModelError(f"{path}: is not a regular file: download it again")
-        if path.suffix == ".safetensors":
-            continue
-        vocabulary = path.name.startswith(("tokenizer.", "vocab", "merges"))
-        if path.stat().st_size > (_MAX_VOCABULARY if vocabulary else _MAX_BYTES):
-            raise ModelError(f"{path}: is far larger than such a file should be: download it again")
+        if path.suffix != ".safetensors":
+            _check_size(path)
     path = folder / "config.json"
     if problems := list(config_problems(json_object(path))):
         raise ModelError(f"{path}: {'; '.join(problems)}: download it again")
+
+
+def _check_size(path: Path) -> None:
+    """Raise ModelError if a file, or a value in its JSON, is larger than its kind may be."""
+    limits = limits_of(path.name)
+    try:
+        if path.suffix != ".json" or limits is TOKENIZER:
+            sizes.check_file(path, limits)
+        elif limits in (INDEX, VOCABULARY):
+            sizes.check_values(path, limits)
+        else:
+            sizes.read_value(path, limits)
+    except TooLarge as error:
+        raise ModelError(
+            f"{path}: is far larger than such a file should be: {one_line(error)}: "
+            "download it again"
+        ) from error
+    except (OSError, ValueError):
+        pass  # surfaces where the file is needed
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
@@ -194,9 +207,8 @@ def weight_names(folder: Path) -> list[str]:
     names: list[str] = []
     for path in sorted(folder.glob("model*.safetensors")):
         try:
-            with caught_panics(), safetensors.safe_open(path, framework="numpy") as file:
-                names += file.keys()
-        except Exception as error:
+            names += read_header(path).tensors
+        except (OSError, ValueError) as error:
             raise ModelError(
                 f"{path}: cannot be read: {one_line(error)}: download it again"
             ) from error
@@ -216,7 +228,7 @@ def vocab_size(folder: Path) -> int:
 def json_object(path: Path) -> dict[str, Any]:
     """Return a file's object, or an empty one: errors surface when the file is really needed."""
     try:
-        value = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
+        value = sizes.read_value(path, limits_of(path.name))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

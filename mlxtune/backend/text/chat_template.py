@@ -19,9 +19,10 @@ from mlxtune.backend.text.template_process import (
     Reply,
     TemplateProcess,
 )
+from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
 from mlxtune.core.data.model_template import RenderCall
 from mlxtune.core.data.problems import BadRow
-from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -184,12 +185,12 @@ def read_chat_template(folder: Path) -> dict[str, str]:
     jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
         sources = {
-            path.stem: read_text(path)
+            path.stem: read_text(path, TEMPLATE)
             for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
         }
         if jinja.is_file():
-            return sources | {_DEFAULT: read_text(jinja)}
-        read = json.loads(read_text(config)) if config.is_file() else {}
+            return sources | {_DEFAULT: read_text(jinja, TEMPLATE)}
+        read = read_value(config, TOKENIZER_CONFIG) if config.is_file() else {}
         template = read.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}

@@ -14,6 +14,8 @@ from typing import Any
 
 # To load it and to try it, each.
 _SECONDS = 10.0
+# As in config/limits.py. Each takes time whenever the tokenizer is loaded.
+_CONTROL_TOKENS = 50_000
 # How many characters the normalizers of a tokenizer may make of one, in all.
 _MAX_GROWTH = 256
 _TRIED = [
@@ -40,7 +42,7 @@ def serve(libraries: Any, path: str) -> None:
     problem = None
     try:
         if path.endswith(".json"):
-            problem = _problem(json.loads(Path(path).read_bytes()).get("normalizer"))
+            problem = _problem(json.loads(Path(path).read_bytes()))
             if problem is None:
                 tokenizer = tokenizers.Tokenizer.from_file(path)
                 # As it is used, whatever the file enables.
@@ -59,8 +61,10 @@ def serve(libraries: Any, path: str) -> None:
     print(json.dumps(problem), flush=True)
 
 
-def _problem(normalizer: Any) -> str | None:
-    growth = math.prod(_growth(normalizer))
+def _problem(content: Any) -> str | None:
+    if (added := len(content.get("added_tokens") or ())) > _CONTROL_TOKENS:
+        return f"it adds {added:,} tokens to its vocabulary, of at most {_CONTROL_TOKENS:,}"
+    growth = math.prod(_growth(content.get("normalizer")))
     if growth > _MAX_GROWTH:
         return f"its normalizer makes up to {growth:.3g} characters of one"
     return None

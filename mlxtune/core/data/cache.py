@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config.limits import OWN_JSON
 from mlxtune.core.data.corpus import COLUMNS, ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
@@ -28,8 +29,8 @@ from mlxtune.core.files.files import (
     new_file,
 )
 from mlxtune.core.files.ours import move, remove_folder
-from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import PREFIX, scratch_folder
+from mlxtune.core.files.sizes import read_value
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
 # Of all entries together; the least recently used are removed first.
@@ -122,11 +123,11 @@ def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
 def _read(entry: Path, path: Path) -> EncodedFile | None:
     """Return an entry, or None if there is none or it is damaged."""
     try:
-        if json.loads(read_text(entry / CHECKSUMS)) != _checksums(entry):
+        if read_value(entry / CHECKSUMS, OWN_JSON) != _checksums(entry):
             return None
-        account = json.loads(read_text(entry / ACCOUNT))
+        account = read_value(entry / ACCOUNT, OWN_JSON)
         arrays = ExampleArrays.mapped(entry)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     with suppress(OSError):  # a read-only cache
         mark_used(entry / CHECKSUMS)

@@ -13,13 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from mlxtune.core.files import ours
+from mlxtune.config.limits import OWN_JSON, RECORDS, Limits, TooLarge, parse_json
+from mlxtune.core.files import ours, sizes
 from mlxtune.core.files.ours import NotOurs
-from mlxtune.core.files.reading import open_regular, read_bytes
+from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
-# No file that we write ourselves is larger.
-MAX_OWN_BYTES = 256 * 2**20
 # As long as those of the files that are written into a folder, temporary ones included.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
@@ -119,32 +118,32 @@ def append_line(target: Path, line: str) -> None:
             raise
 
 
-def read_own(path: Path) -> bytes:
+def read_own(path: Path, limits: Limits = RECORDS) -> bytes:
     """Return the content of a file that we wrote.
 
     Raises ValueError if it is too large or not a regular file, such as a link or a pipe; OSError.
     """
-    return read_bytes(path, MAX_OWN_BYTES, links=False)
+    return sizes.read_bytes(path, limits, links=False)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limits: Limits = OWN_JSON) -> dict[str, Any]:
     """Return the object in a JSON file that we wrote. Raises ValueError or OSError."""
-    content = read_own(path)
-    try:
-        # `int` refuses NaN and Infinity, which JSON lacks.
-        value = json.loads(content.decode("utf-8"), parse_constant=int)
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deep") from error
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not valid JSON") from error
+    value = parse_json(read_own(path, limits), limits, path.name, constants=False)
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return value
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hex. Raises OSError."""
+    """Return the SHA-256 of a file's content, in hex.
+
+    Raises OSError, also for a file that is nearly all holes: reading some takes days.
+    """
     with open_regular(path) as file:
+        try:
+            sizes.check_open(path.name, file)
+        except TooLarge as error:
+            raise OSError(errno.EINVAL, str(error)) from error
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

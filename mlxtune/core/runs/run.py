@@ -3,7 +3,6 @@
 No file is trusted: a missing or invalid value counts as absent.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlxtune.config.limits import OWN_JSON, TooLarge, parse_json
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.files import read_json, read_own
 from mlxtune.core.files.lock import holder_of
 from mlxtune.core.training.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
 from mlxtune.core.training.evaluation import Evaluation, parse_evaluation
 from mlxtune.core.training.metrics import SkippedStep, StepRecord
-from mlxtune.core.training.progress import Progress, parse_record
+from mlxtune.core.training.progress import Progress, Record, parse_records
 from mlxtune.core.training.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PREVIOUS, RESULT
 from mlxtune.errors import OutputError
 
@@ -149,8 +149,11 @@ def read_evaluation(path: Path) -> Evaluation | None:
 def read_ledgers(path: Path) -> list[Ledger]:
     """Read ledger.json. Raises OSError, or ValueError if the file is invalid."""
     try:
-        return [_ledger(**values) for values in json.loads(read_own(path))]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        values = parse_json(read_own(path, OWN_JSON), OWN_JSON, path.name)
+        return [_ledger(**each) for each in values]
+    except TooLarge:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path.name} is not a list of ledgers") from error
 
 
@@ -167,25 +170,29 @@ def _ledger(**values: Any) -> Ledger:
 
 
 def _read_metrics(run: Run) -> None:
-    lines = _read(run, METRICS, read_own, b"").split(b"\n")
+    content = _read(run, METRICS, read_own, b"")
     if not (run.folder / METRICS).exists() and (run.result or run.checkpoints):
         run.problems.append(f"{METRICS} is missing, so there are no curves")
     progress = run.progress
-    bad = [i for i, line in enumerate(lines, start=1) if line and not _add_record(progress, line)]
-    if bad == [len(lines)]:
+    first, bad, lines = 0, 0, 0
+    try:
+        for lines, record in enumerate(parse_records(content), start=1):
+            if not _add_record(progress, record):
+                first, bad = first or lines, bad + 1
+    except TooLarge as error:
+        run.problems.append(str(error))
+    if bad == 1 and first == lines and not content.endswith(b"\n"):
         run.problems.append(f"{METRICS}: its last line is incomplete")
     elif bad:
-        more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        run.problems.append(f"{METRICS}: line {bad[0]} is not the next record of the run{more}")
+        more = f", and {bad - 1:,} more" if bad > 1 else ""
+        run.problems.append(f"{METRICS}: line {first} is not the next record of the run{more}")
     if progress.step != len(progress.steps) + len(progress.skipped):
         run.problems.append(f"{METRICS}: steps are missing")
 
 
-def _add_record(progress: Progress, line: bytes) -> bool:
+def _add_record(progress: Progress, record: Record | ValueError) -> bool:
     """Add a line's record; return False if it is not one, or not of a later step."""
-    try:
-        record = parse_record(line.decode())
-    except ValueError:
+    if isinstance(record, ValueError):
         return False
     if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:
         return False

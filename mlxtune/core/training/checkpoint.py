@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
 from mlxtune.core.files.files import (
     beside,
     file_hash,
@@ -32,6 +33,7 @@ from mlxtune.core.files.ours import (
     remove_folder,
 )
 from mlxtune.core.files.output_folder import put_back, replaced_folder
+from mlxtune.core.files.sizes import check_stored
 from mlxtune.core.names import is_file_name
 
 # The names mlx-lm expects in an adapter folder.
@@ -106,7 +108,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
     """
     if folder.is_symlink():
         raise ValueError("it is a link to another folder")
-    manifest = read_json(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST, MANIFEST_LIMITS)
     if manifest.get("format") != FORMAT:
         raise ValueError(f"its format is {manifest.get('format')!r:.40}, not {FORMAT}")
     files = manifest.get("files")
@@ -132,6 +134,7 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
         raise ValueError(f"{name} is not a regular file")
     if actual.st_size != expected.get("size"):
         raise ValueError(f"{name} has {actual.st_size} bytes, not {expected.get('size')!r:.40}")
+    check_stored(path)
     if file_hash(path) != expected.get("sha256"):
         raise ValueError(f"{name} has changed: its SHA-256 differs from the manifest")
 
@@ -150,7 +153,7 @@ def is_checkpoint(folder: Path) -> bool:
         if not is_folder(folder):
             return False
         try:
-            files = read_json(folder / MANIFEST).get("files")
+            files = read_json(folder / MANIFEST, MANIFEST_LIMITS).get("files")
         except ValueError:
             files = dict.fromkeys(_ALWAYS, "whatever its manifest had")
             if not all(os.path.lexists(folder / name) for name in _ALWAYS):

@@ -5,6 +5,7 @@ The copy of metrics.jsonl in a checkpoint is all a trainer needs to know where t
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
 from mlxtune.core.files.files import as_output_error, make_folder, open_to_append, write_file
 from mlxtune.core.training.checkpoint import METRICS
 from mlxtune.core.training.metrics import (
@@ -35,6 +37,8 @@ _KINDS: dict[str, type] = {
     "validation": ValidationRecord,
     "epoch": InstructEpochMetrics,
 }
+# Nearly all lines, which there are a million of. No such line takes memory to speak of.
+_SHORT_LINE = 4096
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -139,11 +143,9 @@ class Progress:
         """
         progress = cls()
         step = 0
-        for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
-            try:
-                record = parse_record(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} {error}") from error
+        for number, record in enumerate(parse_records(content), start=1):
+            if isinstance(record, ValueError):
+                raise ValueError(f"line {number} {record}") from record
             if isinstance(record, StepRecord | SkippedStep):
                 step += 1
                 if record.step != step:
@@ -212,10 +214,31 @@ def record_values(record: Record) -> dict[str, Any]:
     return {"kind": _KIND_OF[type(record)], **asdict(record)}
 
 
-def parse_record(line: str) -> Record:
+def parse_records(content: bytes) -> Iterator[Record | ValueError]:
+    """Yield the record of each line of metrics.jsonl, or what is wrong with it.
+
+    Raises TooLarge for more lines than a run has, of those that are no numbers of steps.
+    """
+    others = 0
+    for line in io.BytesIO(content):
+        record: Record | ValueError
+        try:
+            record = parse_record(line)
+        except ValueError as error:
+            record = error
+        if not isinstance(record, StepRecord):
+            others += 1 + (len(record.rows) if isinstance(record, SkippedStep) else 0)
+            if others > OTHER_RECORDS:
+                raise TooLarge(f"{METRICS} has more than {OTHER_RECORDS:,} lines besides steps")
+        yield record
+
+
+def parse_record(line: bytes) -> Record:
     """Parse a line of metrics.jsonl. Raises ValueError; its message follows the line's name."""
+    text = line.decode()
     try:
-        values = json.loads(line)
+        short = len(line) < _SHORT_LINE
+        values = json.loads(text) if short else parse_json(line, RECORD, "the line")
         kind = _KINDS[values.pop("kind")]
         record: Record = kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.config.limits import OWN_JSON
 from mlxtune.core.files.files import (
-    MAX_OWN_BYTES,
     check_writable,
     file_hash,
     make_folder,
@@ -178,7 +178,7 @@ def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> 
     assert read_json(path) == {"step": 1}
 
     with path.open("wb") as file:
-        file.truncate(MAX_OWN_BYTES + 1)
+        file.truncate(OWN_JSON.bytes + 1)
     with pytest.raises(ValueError, match="too large"):
         read_json(path)
     for content, why in (

@@ -135,12 +135,12 @@ def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
 
 
 def _zero_update(adapter: Adapter, module: nn.Module) -> Update:
-    a, b = (np.zeros(shape, np.float32) for shape in _shapes(module, adapter.rank))
+    a, b = (np.zeros(shape, np.float32) for shape in shapes_for(module, adapter.rank))
     norms = mx.linalg.norm(dequantized_weight(module), axis=1)
     return Update(a, b, np.array(norms) if adapter.is_dora else None)
 
 
-def _shapes(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of A and B for a projection."""
     *experts, rows, columns = dequantized_weight(module).shape
     if experts:
@@ -150,7 +150,15 @@ def _shapes(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, .
 
 def check_fits(module: nn.Module, update: Update, name: str) -> None:
     """Raise ModelError if an update's shapes are not those for its projection."""
-    shapes, needed = (update.a.shape, update.b.shape), _shapes(module, update.rank)
+    check_shapes_fit(module, (update.a.shape, update.b.shape), name)
+
+
+def check_shapes_fit(
+    module: nn.Module, shapes: tuple[tuple[int, ...], tuple[int, ...]], name: str
+) -> None:
+    """Raise ModelError unless A and B have the shapes for a projection, whatever their rank."""
+    rank = shapes[0][1] if len(shapes[0]) > 1 else 0
+    needed = shapes_for(module, rank)
     if shapes != needed:
         raise ModelError(
             f"{name}: the adapter is for another model: it has {shapes}, this one needs {needed}: "

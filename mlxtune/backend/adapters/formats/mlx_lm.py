@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
@@ -11,31 +12,46 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters.files import (
     LEAVES,
+    adapter_header,
     module_names,
     read_info,
     read_tensors,
+    tensor_header,
     write_tensors,
 )
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
+    check_shapes_fit,
     path_in_layer,
 )
-from mlxtune.core.files.files import write_file, write_json
-from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.files.files import as_output_error, copy_file, write_json
 from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
+_NONE: Mapping[str, nn.Module] = MappingProxyType({})
 
-def read_mlx_lm(weights: Path) -> Adapter:
-    """Return an adapter in mlx-lm's layout. Raises ModelError."""
-    info, tensors = read_info(weights), read_tensors(weights)
+
+def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
+    """Return an adapter in mlx-lm's layout.
+
+    With a base model's projections by path, its shapes are compared with these before its tensors
+    are read. Raises ModelError.
+    """
+    info, header = read_info(weights), adapter_header(weights)
+    names = module_names(weights, header, info)
+    for name in names:
+        if module := modules.get(name):
+            check_shapes_fit(
+                module, (header[f"{name}.lora_a"].shape, header[f"{name}.lora_b"].shape), name
+            )
+    tensors = read_tensors(weights)
     return Adapter(
         scale=info.scale,
         modules={
             name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
-            for name in module_names(weights, tensors, info)
+            for name in names
         },
         num_layers=info.num_layers or -1,
         dropout=info.dropout,
@@ -79,8 +95,10 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
 
 def copy_mlx_lm(weights: Path, folder: Path) -> None:
     """Copy an adapter and its config, byte for byte. Raises OutputError."""
+    tensor_header(weights)
     for path, name in (weights, ADAPTER), (weights.with_name(ADAPTER_CONFIG), ADAPTER_CONFIG):
-        write_file(folder / name, [read_bytes(path)])
+        with as_output_error(folder / name):
+            copy_file(path, folder / name)
 
 
 def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 import regex
 
 from mlxtune.backend.adapters.files import (
+    adapter_header,
     read_adapter_config,
     read_tensors,
     valid_dropout,
@@ -27,10 +29,13 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
+    check_shapes_fit,
     path_in_layer,
+    shapes_for,
 )
 from mlxtune.backend.model.model_folder import NOT_TEXT, json_object, weight_names
 from mlxtune.core.files.files import write_json
+from mlxtune.core.files.tensor_files import TensorInfo
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
@@ -139,7 +144,7 @@ def _rank_in_use(update: Update) -> int:
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
 
 
-def read_peft(folder: Path, modules: Iterable[str], model_type: str) -> Adapter:
+def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -> Adapter:
     """Return the adapter of a PEFT folder for a base model of this type with these modules.
 
     Lower ranks are padded with zeros to the largest, and `b` makes up for differing scales. Raises
@@ -151,18 +156,22 @@ def read_peft(folder: Path, modules: Iterable[str], model_type: str) -> Adapter:
             f"{folder / CONFIG}: has target_parameters, which {model_type} has no place for here: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
-    parts, deadline = _read_parts(weights, dora=bool(config.get("use_dora"))), _deadline()
+    header, deadline = adapter_header(weights), _deadline()
+    parts = _parts(weights, header, dora=bool(config.get("use_dora")))
     experts = _expert_parts(config, parts, model_type)
     names = _match(parts.keys() - experts.keys(), modules, "the base model")
+    _check_sizes(header, parts, names, modules)
+    tensors = {name: np.array(value) for name, value in read_tensors(weights).items()}
     found: dict[str, tuple[Update, float]] = {}
     for name, module in names.items():
-        a, b = parts[name]["lora_A"].T, parts[name]["lora_B"].T
+        each = {part: tensors[tensor] for part, tensor in parts[name].items()}
+        a, b = each["lora_A"].T, each["lora_B"].T
         rank, scale = _rank_and_scale(folder, config, name, deadline)
         _check_rank(folder, name, rank, a.shape[1])
-        found[module] = Update(a, b, parts[name].get("lora_magnitude_vector")), scale
+        found[module] = Update(a, b, each.get("lora_magnitude_vector")), scale
     stacks = peft_experts.stacks(modules) if experts else {}
     for name, (module, parameter) in experts.items():
-        a, b = parts[name]["lora_A"], parts[name]["lora_B"]
+        a, b = (tensors[parts[name][part]] for part in ("lora_A", "lora_B"))
         rank, scale = _rank_and_scale(folder, config, f"{module}.{parameter}", deadline)
         _check_rank(folder, name, rank, math.gcd(rank, len(a)))
         update, (layer, _) = peft_experts.from_matrices(a, b, rank), path_in_layer(module)
@@ -279,13 +288,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
-    """Return tensors by module and part, such as `lora_A`."""
-    parts: dict[str, dict[str, Matrix]] = {}
+def _parts(
+    path: Path, header: Mapping[str, TensorInfo], *, dora: bool
+) -> dict[str, dict[str, str]]:
+    """Return the names of tensors by module and part, such as `lora_A`."""
+    parts: dict[str, dict[str, str]] = {}
     others = []
-    for name, tensor in read_tensors(path).items():
+    for name in header:
         if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
-            parts.setdefault(match[1], {})[match[2]] = np.array(tensor)
+            parts.setdefault(match[1], {})[match[2]] = name
         else:
             others.append(name)
     if others:
@@ -298,10 +309,31 @@ def _read_parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
     for name, each in parts.items():
         if each.keys() != needed:
             raise ModelError(f"{path}: {name} has {', '.join(each)}, not {', '.join(needed)}")
-        shapes = [each["lora_A"].shape, each["lora_B"].shape]
+        shapes = [header[each[part]].shape for part in ("lora_A", "lora_B")]
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
             raise ModelError(f"{path}: {name} has A and B of shapes {shapes[0]} and {shapes[1]}")
     return parts
+
+
+def _check_sizes(
+    header: Mapping[str, TensorInfo],
+    parts: Mapping[str, Mapping[str, str]],
+    names: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+) -> None:
+    """Raise ModelError if tensors do not have the sizes of the projections that they are for.
+
+    For experts, which stand in no module of their own, one projection must have these sizes.
+    """
+    projections = {shapes_for(module, 1) for module in modules.values()}
+    stacked = {(a[-1], b[-2]) for a, b in projections if len(a) == 3}
+    halves = {(columns, rows * 2) for columns, rows in stacked}
+    for name, each in parts.items():
+        a, b = (header[each[part]].shape for part in ("lora_A", "lora_B"))
+        if name in names:
+            check_shapes_fit(modules[names[name]], (a[::-1], b[::-1]), name)
+        elif (a[1], b[0]) not in stacked | halves:
+            raise ModelError(f"{name}: has shapes {a} and {b}, which no experts of the model have")
 
 
 def _rank_and_scale(

@@ -1,0 +1,172 @@
+"""How large what is read may be, by kind of file, and JSON read within these limits.
+
+Python's objects take up to 40 times their JSON: `[],` is 3 bytes, and 64 in memory. So the number
+of values is counted in the text before anything is made of it.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_MB = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a kind of file may have: its bytes and, of its values, how many and how large.
+
+    `values` is the number of all values together, `entries` the longest object and, without
+    `items`, the longest list, `text` the longest string or name, `digits` the longest number, and
+    `depth` how far lists are nested.
+    """
+
+    bytes: int
+    values: int = 100_000
+    entries: int = 50_000
+    text: int = 100_000
+    digits: int = 100
+    items: int | None = None
+    depth: int = 64
+
+
+# Files that tokenizers and models read are named by their makers; the others are ours.
+CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
+# A control token costs time at every load, those in a list the square of their number.
+CONTROL_TOKENS = 50_000
+TOKENIZER_CONFIG = Limits(
+    32 * _MB, values=600_000, entries=CONTROL_TOKENS, text=4 * _MB, items=10_000
+)
+GENERATION_CONFIG = Limits(_MB)
+ADAPTER_CONFIG = Limits(8 * _MB, values=200_000, entries=100_000, text=10_000)
+INDEX = Limits(64 * _MB, values=2_000_000, entries=1_000_000, text=1000)
+VOCABULARY = Limits(64 * _MB, values=3_000_000, entries=1_500_000, text=_MB)
+# Loaded in a child process whose memory is limited.
+TOKENIZER = Limits(256 * _MB)
+MERGES = Limits(32 * _MB)
+TEMPLATE = Limits(4 * _MB)
+OTHER_JSON = Limits(32 * _MB, values=500_000, entries=100_000, text=4 * _MB)
+OTHER = Limits(64 * _MB)
+# The header of a safetensors file, of which each tensor is an object with two lists of numbers.
+HEADER = Limits(64 * _MB, values=3_000_000, entries=300_000, text=_MB, depth=4)
+TENSOR_NAME = 1000
+OWN_JSON = Limits(64 * _MB, values=500_000, entries=200_000, text=8 * _MB)
+MANIFEST = Limits(_MB, values=1000, entries=100, text=1000)
+RECORD = Limits(_MB, values=20_000, entries=20_000)
+RECORDS = Limits(256 * _MB)
+# Of validations, epochs and skipped steps in a run; its other steps are kept as columns.
+OTHER_RECORDS = 200_000
+HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
+# Of a config file, in which each option names what is wrong with its number.
+OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
+
+_BY_NAME = {
+    "config.json": CONFIG,
+    "adapter_config.json": ADAPTER_CONFIG,
+    "tokenizer_config.json": TOKENIZER_CONFIG,
+    "generation_config.json": GENERATION_CONFIG,
+    "special_tokens_map.json": TOKENIZER_CONFIG,
+    "added_tokens.json": TOKENIZER_CONFIG,
+    "vocab.json": VOCABULARY,
+    "tokenizer.json": TOKENIZER,
+    "tokenizer.model": TOKENIZER,
+    "vocab.txt": VOCABULARY,
+    "merges.txt": MERGES,
+}
+_BY_SUFFIX = {".json": OTHER_JSON, ".jinja": TEMPLATE}
+
+
+def limits_of(name: str) -> Limits:
+    """Return the limits of a file in a model's or an adapter's folder, by its name."""
+    if name.endswith(".index.json"):
+        return INDEX
+    suffix = name[name.rfind(".") :] if "." in name else ""
+    return _BY_NAME.get(name) or _BY_SUFFIX.get(suffix, OTHER)
+
+
+class TooLarge(ValueError):
+    """A file, or a value in it, is larger than its kind may be."""
+
+
+def check_bytes(name: str, size: int, limits: Limits) -> None:
+    """Raise TooLarge, naming the file, if it has more bytes than its kind may."""
+    if size > limits.bytes:
+        raise TooLarge(f"{name} is too large: {size:,} bytes, of at most {limits.bytes:,}")
+
+
+def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = True) -> Any:
+    """Return the value of a file's JSON, having counted its values before making any.
+
+    Without `constants`, NaN and Infinity, which JSON lacks, are refused. Raises TooLarge or another
+    ValueError, which both name the file.
+    """
+    check_bytes(name, len(content), limits)
+    check_count(content, limits, name)
+    try:
+        # `int` refuses the names of the constants.
+        value = json.loads(content.decode("utf-8"), parse_constant=None if constants else int)
+    except RecursionError as error:
+        raise TooLarge(f"{name} is nested too deep") from error
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON") from error
+    check_value(value, limits, name)
+    return value
+
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+def count_values(content: bytes) -> int:
+    """Return how many values JSON holds at most: its brackets and commas outside of text."""
+    return _marks(_STRING.sub(b"", content))
+
+
+def check_count(content: bytes, limits: Limits, name: str) -> None:
+    """Raise TooLarge, naming the file, for JSON of more values than its kind may have."""
+    # Templates are text full of braces, which takes longer to leave out.
+    if _marks(content) > limits.values and count_values(content) > limits.values:
+        raise TooLarge(f"{name} has more than {limits.values:,} values")
+
+
+def _marks(content: bytes) -> int:
+    return sum(content.count(mark) for mark in (b"[", b"{", b","))
+
+
+def check_value(value: Any, limits: Limits, name: str) -> None:
+    """Raise TooLarge, naming the file, for text, a list, a number or nesting beyond the limits."""
+    for each, depth in _walk(value):
+        if isinstance(each, str):
+            if len(each) > limits.text:
+                raise TooLarge(f"{name} has text of {len(each):,} characters: {each!r:.40}")
+        elif isinstance(each, dict | list):
+            most = limits.items if isinstance(each, list) and limits.items else limits.entries
+            if len(each) > most:
+                raise TooLarge(f"{name} has a list of {len(each):,}, of at most {most:,}")
+            if depth > limits.depth:
+                raise TooLarge(f"{name} is nested too deep")
+        elif isinstance(each, int) and _is_longer(each, limits.digits):
+            raise TooLarge(f"{name} has a number of more than {limits.digits} digits")
+
+
+def _is_longer(number: int, digits: int) -> bool:
+    # Three bits are less than a digit.
+    return number.bit_length() > 3 * digits and abs(number) >= 10**digits
+
+
+def _walk(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yield a value and all in it, each with its depth; what is larger comes before its parts."""
+    pending, seen = [(value, 1)], set()
+    while pending:
+        each, depth = pending.pop()
+        yield each, depth
+        # In YAML, a list may be in many places, and in itself.
+        if isinstance(each, dict | list):
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+        if isinstance(each, dict):
+            pending += [(name, depth + 1) for name in each]
+            pending += [(part, depth + 1) for part in each.values()]
+        elif isinstance(each, list):
+            pending += [(part, depth + 1) for part in each]

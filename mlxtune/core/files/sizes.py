@@ -1,0 +1,93 @@
+"""Files read within limits: their size is checked against their kind and the blocks on disk."""
+
+import io
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
+from mlxtune.core.files.reading import open_regular
+
+# Of a file's bytes, at least one in as many is on disk. File systems that compress (APFS, btrfs,
+# ZFS) store text in a tenth, and drop the zeros of a matrix that is not trained yet, which is half
+# of an adapter; a file with less is nearly all holes.
+_LEAST_STORED = 64
+# Smaller files take no memory to speak of, and some file systems store them in no block.
+_SMALL = 2**20
+# Pieces of a file to look at; one with more of them has blocks.
+_MOST_PIECES = 10_000
+
+
+def check_stored(path: Path) -> None:
+    """Raise TooLarge, naming the file, if nearly all that its size declares is not there.
+
+    A hole of terabytes costs its maker nothing, and its reader time and memory. Raises OSError.
+    """
+    with open_regular(path) as file:
+        check_open(path.name, file)
+
+
+def check_open(name: str, file: io.BufferedReader) -> None:
+    """Do as `check_stored`, for a file that is open at its start."""
+    status = os.fstat(file.fileno())
+    size = status.st_size
+    if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:
+        return
+    # Some network file systems count no blocks, and ZFS none of what it has just written. They
+    # say that all of a file is data, or where its holes are.
+    if (stored := stored_bytes(file, size)) * _LEAST_STORED < size:
+        raise TooLarge(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
+
+
+def stored_bytes(file: io.BufferedReader, size: int) -> int:
+    """Return the bytes of an open file that are no holes, or as many as make it a whole one."""
+    if not hasattr(os, "SEEK_DATA"):
+        return size
+    stored = end = 0
+    with suppress(OSError):  # ENXIO: no more data
+        for _ in range(_MOST_PIECES):
+            start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            stored += end - start
+            if stored * _LEAST_STORED >= size:
+                break
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    return stored
+
+
+def check_file(path: Path, limits: Limits) -> None:
+    """Raise TooLarge, naming the file, for a file beyond its limits or not there; OSError."""
+    with open_regular(path) as file:
+        check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
+        check_open(path.name, file)
+
+
+def check_values(path: Path, limits: Limits) -> None:
+    """Raise ValueError for a file of JSON that has too many values, or is too large; OSError."""
+    check_count(read_bytes(path, limits), limits, path.name)
+
+
+def read_bytes(path: Path, limits: Limits, *, links: bool = True) -> bytes:
+    """Return the content of a regular file within limits.
+
+    Raises ValueError, which names the file, if it is no regular file, is beyond the limits, or,
+    without `links`, is a link; OSError.
+    """
+    with open_regular(path, links=links) as file:
+        check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
+        check_open(path.name, file)
+        # It may grow while it is read.
+        content = file.read(limits.bytes + 1)
+    check_bytes(path.name, len(content), limits)
+    return content
+
+
+def read_text(path: Path, limits: Limits) -> str:
+    """Return the text of a file in UTF-8 within limits. Raises ValueError or OSError."""
+    return read_bytes(path, limits).decode("utf-8")
+
+
+def read_value(path: Path, limits: Limits) -> Any:
+    """Return the JSON value in a file within limits. Raises ValueError or OSError."""
+    return parse_json(read_bytes(path, limits), limits, path.name)

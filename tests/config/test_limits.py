@@ -1,0 +1,97 @@
+"""The table of limits, and JSON that is counted before it is read."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from mlxtune.config import limits
+from mlxtune.config.limits import Limits, TooLarge, check_value, limits_of, parse_json
+
+SMALL = Limits(1000, values=10, entries=4, text=20, digits=5, items=3, depth=3)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1, 2, 3], None),
+        ([1, 2, 3, 4], "has a list of 4, of at most 3"),
+        ({"a": 1, "b": 2, "c": 3, "d": 4}, None),
+        ({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}, "has a list of 5, of at most 4"),
+        ("x" * 20, None),
+        ("x" * 21, "has text of 21 characters"),
+        ({"x" * 21: 1}, "has text of 21 characters"),
+        (99_999, None),
+        (-999_999, "has a number of more than 5 digits"),
+        ([[[1]]], None),
+        ([[[[1]]]], "is nested too deep"),
+        ([[1, 2, 3], [1, 2, 3], [1, 2, 3]], "has more than 10 values"),
+        ("," * 20, None),
+        ('[{\\",[' * 2, None),
+    ],
+)
+def test_value_beyond_a_limit_is_refused(value: Any, said: str | None) -> None:
+    content = json.dumps(value).encode()
+    if said is None:
+        assert parse_json(content, SMALL, "a.json") == value
+    else:
+        with pytest.raises(TooLarge) as raised:
+            parse_json(content, SMALL, "a.json")
+        assert str(raised.value).startswith(f"a.json {said}")
+
+
+def test_millions_of_values_are_counted_before_one_is_made() -> None:
+    content = b"[" + b"[]," * 1_000_000 + b"[]]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match="more than 500,000 values"):
+            parse_json(content, limits.OWN_JSON, "run.json")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_text_full_of_brackets_is_one_value() -> None:
+    content = json.dumps({"chat_template": '{% if x["y"] %}[,' * 20_000}).encode()
+    assert limits.count_values(content) == 1
+
+
+def test_value_that_holds_itself_is_looked_at_once() -> None:
+    value: list[Any] = []
+    value.append(value)
+    for _ in range(40):
+        value = [value, value]
+    check_value(value, limits.OPTIONS, "options.yaml")
+
+
+def test_constants_are_json_of_models_only() -> None:
+    content = b'{"time_step_limit": [0.0, Infinity]}'
+    assert parse_json(content, limits.CONFIG, "config.json")
+    with pytest.raises(ValueError, match=r"run\.json is not valid JSON"):
+        parse_json(content, limits.OWN_JSON, "run.json", constants=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", limits.CONFIG),
+        ("merges.txt", limits.MERGES),
+        ("tokenizer.json", limits.TOKENIZER),
+        ("model.safetensors.index.json", limits.INDEX),
+        ("processor_config.json", limits.OTHER_JSON),
+        ("tools.jinja", limits.TEMPLATE),
+        ("LICENSE", limits.OTHER),
+        ("a.tiktoken", limits.OTHER),
+    ],
+)
+def test_kind_of_a_file_is_known_by_its_name(name: str, kind: Limits) -> None:
+    assert limits_of(name) is kind
+
+
+def test_childs_limit_of_control_tokens_is_that_of_the_table() -> None:
+    from mlxtune.backend.text import tokenizer_child
+
+    assert tokenizer_child._CONTROL_TOKENS == limits.CONTROL_TOKENS

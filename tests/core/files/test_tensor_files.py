@@ -1,0 +1,123 @@
+"""Headers of safetensors files: what is read, and what is refused before any tensor is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from mlxtune.config.limits import Limits
+from mlxtune.core.files import tensor_files
+from mlxtune.core.files.tensor_files import TensorInfo, read_header
+from tests.attacks.sparse import write_tensors
+
+A = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+B = {"dtype": "F16", "shape": [4], "data_offsets": [16, 24]}
+
+
+def write(path: Path, header: Any, data: int = 24, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = (len(text) if length is None else length).to_bytes(8, "little")
+    path.write_bytes(size + text + b"\1" * data)
+    return path
+
+
+def test_header_is_that_of_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    arrays = {
+        "weight": np.zeros((3, 5), np.float32),
+        "step": np.zeros((), np.uint64),
+        "none": np.zeros((0, 4), np.int8),
+    }
+    safetensors.numpy.save_file(arrays, path, metadata={"format": "mlx"})
+    header = read_header(path)
+    assert header.metadata == {"format": "mlx"}
+    assert header.tensors == {
+        "weight": TensorInfo("F32", (3, 5)),
+        "step": TensorInfo("U64", ()),
+        "none": TensorInfo("I8", (0, 4)),
+    }
+
+
+def test_metadata_may_be_null_as_mlx_writes_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", {"__metadata__": None, "a": A}, 16)
+    assert read_header(path).metadata == {}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "overlap": ({"a": A, "b": B | {"data_offsets": [8, 16]}}, "overlaps another"),
+    "the same place twice": ({"a": A, "b": A}, "overlaps another"),
+    "gap": ({"a": A, "b": B | {"data_offsets": [20, 28]}}, "leaves a gap before it"),
+    "gap at the start": ({"b": B}, "leaves a gap before it"),
+    "beyond the end": ({"a": A, "b": B | {"shape": [8], "data_offsets": [16, 32]}}, "describes 32"),
+    "before the end": ({"a": A}, "describes 16 bytes of tensors, the file has 24"),
+    "backwards": ({"a": A | {"data_offsets": [16, 0]}}, "gives a -16 bytes"),
+    "negative": ({"a": A | {"data_offsets": [-16, 0]}}, "invalid offsets"),
+    "negative shape": ({"a": A | {"shape": [-2, -2]}}, "invalid shape"),
+    "shape of a boolean": ({"a": A | {"shape": [True, 4]}}, "invalid shape"),
+    "shape of a fraction": ({"a": A | {"shape": [2.0, 2]}}, "invalid shape"),
+    "shape of text": ({"a": A | {"shape": "22"}}, "invalid shape"),
+    "shape beyond 32 bits": ({"a": A | {"shape": [2**32, 2**32]}}, "invalid shape"),
+    "shape of many": ({"a": A | {"shape": [1] * 20 + [4]}}, "invalid shape"),
+    "other size": ({"a": A | {"shape": [2, 3]}}, "gives a 16 bytes, which is not F32 of (2, 3)"),
+    "unknown dtype": ({"a": A | {"dtype": "F31"}}, "unknown dtype"),
+    "dtype of a list": ({"a": A | {"dtype": ["F32"]}}, "unknown dtype"),
+    "three offsets": ({"a": A | {"data_offsets": [0, 8, 16]}}, "invalid offsets"),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, "has no dtype, shape and offsets"),
+    "no object": ({"a": [1]}, "has no dtype, shape and offsets"),
+    "a list": ([A], "is not a JSON object"),
+    "not JSON": (b"{", "is not valid JSON"),
+    "nested": (b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}", "is nested too deep"),
+    "long name": ({"a" * 1001: A, "b": B}, "a tensor's name has 1,001 characters"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": A, "b": B}, "metadata that is not"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_header_that_no_library_writes_is_refused(tmp_path: Path, name: str) -> None:
+    header, said = REFUSED[name]
+    with pytest.raises(ValueError, match="header of a") as raised:
+        read_header(write(tmp_path / "a", header))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["overlap", "gap", "beyond the end", "other size", "not JSON"])
+def test_reference_library_refuses_it_too(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "a", REFUSED[name][0])
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, "numpy"):
+        pass
+
+
+@pytest.mark.parametrize("length", [1000, 2**40, 2**64 - 1])
+def test_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
+    with pytest.raises(ValueError, match="is not complete"):
+        read_header(write(tmp_path / "a", {"a": A, "b": B}, length=length))
+
+
+def test_header_larger_than_its_kind_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "HEADER", Limits(100))
+    path = write(tmp_path / "a", {"a": A, "b": B}, length=101, data=100)
+    with pytest.raises(ValueError, match="the header of a is too large: 101 bytes, of at most 100"):
+        read_header(path)
+
+
+def test_file_that_is_nearly_all_a_hole_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_tensors(path, {"a": ("F32", (1000, 1000))})
+    with pytest.raises(ValueError, match=r"a has 4,000,0.. bytes, but only .* are on disk"):
+        read_header(path)
+
+
+def test_pipe_is_not_read(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_header(tmp_path / "a")

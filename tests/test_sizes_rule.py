@@ -1,0 +1,126 @@
+"""Nothing in the package reads a file but within limits; the exceptions are here, with reasons."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlxtune
+
+PACKAGE = Path(mlxtune.__file__).parent
+# Calls that read all of a file, or make objects of what is in one, whoever wrote it.
+READS = {
+    *("json.load", "json.loads", "np.load", "numpy.load", "pickle.load", "pickle.loads"),
+    *("mx.load", "safetensors.safe_open", "safe_open", "load_file", "yaml.load", "tomllib.load"),
+    *("tomllib.loads", "load_config", "shutil.copyfile", "shutil.copytree", "hashlib.file_digest"),
+}
+# Without an argument, which limits what is read.
+METHODS = {"read_text", "read_bytes", "read"}
+
+OWN_CHILD = "from a process that this one started, in a folder that nobody else knows"
+PACKAGED = "part of an installed package"
+SYSTEM = "a file of the operating system, or of mlx.launch"
+LIMITED_PROCESS = "in a process whose memory and time are limited"
+LINE = "a line of bounded length from such a process"
+PEERS = "from the other ranks, which run the same command"
+ALLOWED: dict[str, dict[str, str]] = {
+    # The bounded readers
+    "config/limits.py": {"json.loads": "the bounded reader: values are counted before"},
+    "config/files.py": dict.fromkeys(("yaml.load", "tomllib.loads"), "64 KB at most"),
+    "core/files/files.py": {"hashlib.file_digest": "by pieces, after the blocks were checked"},
+    "core/training/progress.py": {"json.loads": "a line below 4 KB, others by parse_json"},
+    "core/files/lock.py": {"json.loads": "a note of which at most some KB are read"},
+    "core/data/problems.py": {"json.loads": "a row, within the limits of data files"},
+    "backend/adapters/files.py": {
+        "mx.load": "after the header was checked, in the same function",
+        "json.loads": "the header of what this process has just made",
+    },
+    "backend/model/model_folder.py": {"load_config": "after check_files has read the same files"},
+    "hub/answers.py": {"read": "through a stream with a limit, put in place just before"},
+    "core/files/reading.py": {"read_text": SYSTEM},
+    # Other processes
+    "core/data/files/parquet.py": {"json.loads": LINE},
+    "backend/text/template_process.py": {"json.loads": LINE},
+    "backend/text/tokenizer_trial.py": {"json.loads": LINE},
+    "backend/text/template_child.py": {"json.loads": LIMITED_PROCESS},
+    "backend/text/tokenizer_child.py": dict.fromkeys(("json.loads", "read_bytes"), LIMITED_PROCESS),
+    "backend/measure/proving.py": {"np.load": OWN_CHILD},
+    "recipes/bench.py": dict.fromkeys(("json.loads", "read"), OWN_CHILD),
+    "setup/bench_worker.py": dict.fromkeys(("pickle.loads", "read_bytes"), OWN_CHILD),
+    "setup/children.py": dict.fromkeys(("json.loads", "read_bytes"), OWN_CHILD),
+    "setup/workbench.py": dict.fromkeys(("json.loads", "read_text", "read_bytes"), OWN_CHILD),
+    "setup/launch.py": {"json.loads": PEERS},
+    "setup/ranks.py": {"json.loads": PEERS, "read_text": SYSTEM},
+    "core/reports/run_text.py": {"json.loads": "a row of the demonstration's own data"},
+    "recipes/push.py": {"read_text": "the card that this command has just written"},
+    # The machine
+    "cli/commands.py": {"read_text": PACKAGED},
+    "core/machine/blas.py": {"read_text": PACKAGED},
+    "core/reports/page.py": {"read_text": PACKAGED},
+    "core/files/limited_process.py": {"read_text": SYSTEM},
+    "core/machine/ranks.py": {"read_text": SYSTEM},
+}
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
+
+
+def reads_in(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each call, or function that is passed on, that reads a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and _dotted(node) in READS:
+            yield node.lineno, _dotted(node)
+        elif isinstance(node, ast.Call):
+            name = _dotted(node.func)
+            last = name.rpartition(".")[2]
+            if last in {"load_config", "safe_open", "load_file"}:
+                yield node.lineno, last
+            # That of core/files/reading.py takes a gigabyte without a limit.
+            if name in ("read_text", "read_bytes") and len(node.args) == 1 and not node.keywords:
+                yield node.lineno, name
+            # The functions of the module `sizes` take limits.
+            bounded = name.startswith("sizes.") or (last == "read" and (node.args or node.keywords))
+            if isinstance(node.func, ast.Attribute) and last in METHODS and not bounded:
+                yield node.lineno, last
+
+
+def test_every_read_is_bounded_or_has_a_reason() -> None:
+    found: dict[str, set[str]] = {}
+    problems = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        for line, call in reads_in(path.read_text(encoding="utf-8")):
+            found.setdefault(name, set()).add(call)
+            if call not in ALLOWED.get(name, {}):
+                problems.append(f"{name}:{line}: {call}: use core/files/sizes.py")
+    assert problems == []
+    left = {
+        f"{name}: {call}"
+        for name, calls in ALLOWED.items()
+        for call in calls.keys() - found.get(name, set())
+    }
+    assert left == set(), "exceptions that nothing needs any more"
+
+
+def test_reads_that_go_round_the_rule_are_found() -> None:
+    source = """
+import json, mx
+from pathlib import Path
+json.loads(Path("a").read_text())
+Path("a").read_bytes()
+open("a").read()
+open("a").read(10)
+map(json.loads, [])
+mx.load("a")
+safe_open("a")
+sizes.read_text(path, limits)
+read_text(path, limits)
+read_bytes(path)
+"""
+    found = sorted(name for _, name in reads_in(source))
+    expected = ["json.loads"] * 2 + ["mx.load", "read"]
+    assert found == [*expected, "read_bytes", "read_bytes", "read_text", "safe_open"]
