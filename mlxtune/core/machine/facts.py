@@ -23,14 +23,10 @@ from mlxtune.core.files.reading import read_kernel_file
 MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
 _SYSCTL = (
-    "hw.memsize",
     "machdep.cpu.brand_string",
     "sysctl.proc_translated",
-    "vm.swapusage",
     "iogpu.wired_limit_mb",
 )
-# Pages that macOS can give to a program: free, read ahead, or unused for a while.
-_AVAILABLE_PAGES = ("free", "speculative", "inactive")
 _TOOL_SECONDS = 2.0
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -140,11 +136,7 @@ def read_system() -> dict[str, Any]:
             "release": platform.mac_ver()[0],
             "chip": values.get("machdep.cpu.brand_string", ""),
             "translated": values.get("sysctl.proc_translated") == "1",
-            "memory": Memory(
-                total=_whole(values.get("hw.memsize", "")),
-                available=parse_vm_stat(tool_output("vm_stat")),
-                swap_used=parse_swap(values.get("vm.swapusage", "")),
-            ),
+            "memory": read_memory(),
             "wired_limit_mb": _whole(values.get("iogpu.wired_limit_mb", "")),
         }
     name = platform.system()
@@ -152,35 +144,24 @@ def read_system() -> dict[str, Any]:
         name = platform.freedesktop_os_release().get("PRETTY_NAME", name)
     limits = (_whole(_text(path).strip()) for path in _CGROUP_LIMITS)
     limit = next((limit for limit in limits if limit is not None), sys.maxsize)
-    memory = parse_meminfo(_text("/proc/meminfo"), limit)
-    return {"name": name, "release": platform.release(), "memory": memory}
+    return {"name": name, "release": platform.release(), "memory": read_memory(limit)}
+
+
+def read_memory(limit: int = sys.maxsize) -> Memory:
+    """Return the memory of the machine; `limit` is a container's, in bytes."""
+    # Only `doctor` needs it.
+    import psutil
+
+    try:
+        found, swap = psutil.virtual_memory(), psutil.swap_memory()
+    except OSError:  # without /proc
+        return Memory()
+    return Memory(min(found.total, limit), min(found.available, limit), swap.used)
 
 
 def parse_pairs(text: str) -> dict[str, str]:
     """Parse the output of `sysctl a b`, lines of `name: value`."""
     return dict(re.findall(r"(?m)^(\S+): (.*)$", text))
-
-
-def parse_swap(text: str) -> int | None:
-    """Parse the bytes used in macOS's `vm.swapusage`, such as `used = 1033.75M`."""
-    used = re.search(r"used = ([\d.]+)M", text)
-    return int(float(used[1]) * 2**20) if used else None
-
-
-def parse_vm_stat(text: str) -> int | None:
-    """Parse the bytes available to a program in the output of macOS's `vm_stat`."""
-    size = re.search(r"page size of (\d+) bytes", text)
-    pages = dict(re.findall(r"Pages (\w+):\s+(\d+)\.", text))
-    available = [int(pages[kind]) for kind in _AVAILABLE_PAGES if kind in pages]
-    return int(size[1]) * sum(available) if size and available else None
-
-
-def parse_meminfo(text: str, limit: int = sys.maxsize) -> Memory:
-    """Parse Linux's /proc/meminfo; `limit` is a container's, in bytes."""
-    sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"(?m)^(\w+):\s+(\d+) kB", text)}
-    within = {name: min(size, limit) for name, size in sizes.items()}
-    swap = sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0) if sizes else None
-    return Memory(within.get("MemTotal"), within.get("MemAvailable"), swap)
 
 
 def parse_pmset(battery: str, settings: str) -> Power:

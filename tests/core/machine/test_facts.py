@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,22 +12,6 @@ import pytest
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.facts import Memory, Power
 
-VM_STAT = """\
-Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                                4000.
-Pages active:                            400000.
-Pages inactive:                          300000.
-Pages speculative:                         1000.
-Pages throttled:                              0.
-Pages wired down:                        150000.
-"""
-MEMINFO = """\
-MemTotal:       24737000 kB
-MemFree:        19000000 kB
-MemAvailable:   23000000 kB
-SwapTotal:       2000000 kB
-SwapFree:        1500000 kB
-"""
 BATTERY = """\
 Now drawing from 'Battery Power'
  -InternalBattery-0 (id=4653155)\t85%; discharging; 5:31 remaining present: true
@@ -41,48 +26,36 @@ Currently in use:
 
 
 def test_what_a_mac_reports_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = {
-        "sysctl": "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2\n"
-        "sysctl.proc_translated: 1\nvm.swapusage: used = 1.00M\niogpu.wired_limit_mb: 0\n",
-        "vm_stat": VM_STAT,
-    }
-
-    def output(*command: str) -> str:
-        return outputs["sysctl" if command[0] == "sysctl" else " ".join(command)]
-
-    monkeypatch.setattr(facts, "tool_output", output)
+    output = (
+        "machdep.cpu.brand_string: Apple M2\nsysctl.proc_translated: 1\niogpu.wired_limit_mb: 0\n"
+    )
+    monkeypatch.setattr(facts, "tool_output", lambda *_: output)
+    monkeypatch.setattr(facts, "read_memory", lambda: Memory(2**34, 2**33, 2**20))
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
     assert facts.read_system() == {
         **{"name": "macOS", "release": "15.3", "chip": "Apple M2", "translated": True},
-        "memory": Memory(2**34, (4000 + 300000 + 1000) * 16384, 2**20),
+        "memory": Memory(2**34, 2**33, 2**20),
         "wired_limit_mb": 0,
     }
 
 
 def test_sysctl_is_read_by_name_with_what_it_does_not_know_left_out() -> None:
-    text = "hw.memsize: 17179869184\nmachdep.cpu.brand_string: Apple M2: Pro\n\nnonsense\n"
+    text = "iogpu.wired_limit_mb: 0\nmachdep.cpu.brand_string: Apple M2: Pro\n\nnonsense\n"
     assert facts.parse_pairs(text) == {
-        "hw.memsize": "17179869184",
+        "iogpu.wired_limit_mb": "0",
         "machdep.cpu.brand_string": "Apple M2: Pro",
     }
 
 
-def test_swap_of_a_mac_is_in_mebibytes() -> None:
-    text = "total = 2048.00M  used = 1033.75M  free = 1014.25M  (encrypted)"
-    assert facts.parse_swap(text) == int(1033.75 * 2**20)
-    assert facts.parse_swap("") is None
-
-
-def test_available_memory_of_a_mac_is_what_it_would_give() -> None:
-    assert facts.parse_vm_stat(VM_STAT) == (4000 + 300000 + 1000) * 16384
-    assert facts.parse_vm_stat("") is None
-
-
-def test_memory_of_linux_is_in_kibibytes() -> None:
-    assert facts.parse_meminfo(MEMINFO) == Memory(24737000 * 1024, 23000000 * 1024, 500000 * 1024)
-    assert facts.parse_meminfo("") == Memory()
-    assert facts.parse_meminfo("MemTotal: 8 kB\n") == Memory(8192, None, 0), "as on WSL 1"
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="compares with /proc/meminfo")
+def test_memory_is_that_of_the_system() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    found = facts.read_memory()
+    assert found.total == sizes["MemTotal"]
+    assert found.available == pytest.approx(sizes["MemAvailable"], rel=0.2)
+    assert found.swap_used == pytest.approx(sizes["SwapTotal"] - sizes["SwapFree"], abs=2**28)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +63,20 @@ def test_memory_of_linux_is_in_kibibytes() -> None:
     [(2**52, 100, 80), (90, 90, 80), (50, 50, 50)],
 )
 def test_container_has_no_more_memory_than_its_limit(
-    limit: int, total: int, available: int
+    monkeypatch: pytest.MonkeyPatch, limit: int, total: int, available: int
 ) -> None:
-    text = "MemTotal: 100 kB\nMemAvailable: 80 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
-    assert facts.parse_meminfo(text, limit * 1024) == Memory(total * 1024, available * 1024, 0)
+    memory = SimpleNamespace(total=100, available=80)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(used=7))
+    assert facts.read_memory(limit) == Memory(total, available, 7)
+
+
+def test_memory_of_a_system_that_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr("psutil.virtual_memory", fails)
+    assert facts.read_memory() == Memory()
 
 
 def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:
