@@ -24,8 +24,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mlxtune.cli import command, main
-from mlxtune.cli.options import config_command
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.files import make_folder, write_json
 from mlxtune.core.runs.benchmark import Benchmark
@@ -35,6 +33,7 @@ from mlxtune.setup.bench_worker import main as do_job
 from mlxtune.terminal.bench_console import show_benchmark
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.tables import result_console
+from tests.long.bench_options import run_with_options
 from tests.paths import ROOT
 
 
@@ -69,12 +68,6 @@ if __name__ == "__main__":
     parser.add_argument("--peer-python", required=True)
     given, options = parser.parse_known_args()
 
-    @config_command(
-        BenchConfig,
-        name="bench-unsloth",
-        example="python -m tests.long.bench_unsloth --peer-python unsloth/bin/python "
-        "--model-path data/demo-qwen3 --data data/bookings.jsonl",
-    )
     def bench_unsloth(config: BenchConfig) -> None:
         """Time training steps beside Unsloth's."""
         with closing(RunConsole(quiet=config.quiet)) as console:
@@ -84,5 +77,4 @@ if __name__ == "__main__":
             write_json(config.json_path, found.as_dict())
         show_benchmark(found, result_console())
 
-    command.add_command(bench_unsloth)
-    main(["bench-unsloth", *options])
+    run_with_options("bench-unsloth", bench_unsloth, options)

@@ -30,8 +30,6 @@ from statistics import median
 from typing import Any
 
 from mlxtune.backend.measure.peers import MlxLm
-from mlxtune.cli import command, main
-from mlxtune.cli.options import config_command
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder, write_json
@@ -41,6 +39,7 @@ from mlxtune.setup.bench_worker import Job, OurSide, open_side
 from mlxtune.terminal.bench_console import show_benchmark
 from mlxtune.terminal.console import RunConsole
 from mlxtune.terminal.tables import result_console
+from tests.long.bench_options import run_with_options
 from tests.long.counts import GraphSource, StepCounts, count_steps
 from tests.long.floor import Products, needed_flops, product_seconds, step_products
 from tests.long.peer_graphs import MlxLmGraphs
@@ -113,12 +112,6 @@ def _apart(job: Job) -> dict[str, Any]:
         return pool.submit(costs, job).result()
 
 
-@config_command(
-    BenchConfig,
-    name="step-costs",
-    example="python -m tests.long.step_costs --model-path data/demo-qwen3 "
-    "--data data/bookings.jsonl --execution gpu --against mlx-lm --json -",
-)
 def step_costs(config: BenchConfig) -> None:
     """Measure what a step costs beside its time."""
     with closing(RunConsole(quiet=config.quiet)) as console:
@@ -131,5 +124,4 @@ def step_costs(config: BenchConfig) -> None:
 
 
 if __name__ == "__main__":
-    command.add_command(step_costs)
-    main(["step-costs", *sys.argv[1:]])
+    run_with_options("step-costs", step_costs, sys.argv[1:])
