@@ -200,10 +200,11 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):
                 raise OutputError(f"{path}: is not a regular file: choose another {option}")
-            ours.check_file(path)
         if any(same_place(path, each) for each in read):
             raise OutputError(f"{path}: is read by this run: choose another {option}")
         check_writable(path.parent, option, path.name)
+        with as_output_error(path, option):
+            ours.check_file(path)
 
 
 def same_place(one: Path, other: Path) -> bool:
