@@ -27,7 +27,13 @@ from tests.slow import slow, slow_except
 
 # While the command starts: where an interrupt meets an import, whatever is slow there.
 
-MODULES = ["mlxtune.config", "mlxtune.core.machine.blas", "click", "mlxtune.cli.train", "warnings"]
+MODULES = [
+    "mlxtune.config",
+    "mlxtune.core.machine.blas",
+    "click",
+    "mlxtune.cli.commands",
+    "warnings",
+]
 INTERRUPTS = """
 import os, signal, sys
 
@@ -45,7 +51,7 @@ sys.modules.pop("warnings", None)
 
 
 @pytest.mark.parametrize(
-    "module", slow_except(MODULES, "mlxtune.config", "mlxtune.cli.train"), ids=str
+    "module", slow_except(MODULES, "mlxtune.config", "mlxtune.cli.commands"), ids=str
 )
 def test_interrupt_while_the_command_is_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)

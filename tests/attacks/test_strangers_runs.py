@@ -230,7 +230,11 @@ def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: 
         assert not own_runs.is_own(run)
         assert train("--max-steps", 1, "--overwrite").code == 0
         assert own_runs.is_own(run) == (damage in ("missing", "binary"))
+        if damage == "folder":
+            assert cache.is_dir(), "what is not ours is left"
     finally:
+        if cache.is_dir():
+            cache.rmdir()
         cache.unlink(missing_ok=True)
         cache.write_bytes(before)
 

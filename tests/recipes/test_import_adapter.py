@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.model.loading import load_base
+from mlxtune.recipes.import_adapter import FILES
 from tests.command import Cli, files_in
 
 TOKENS = [[5, 17, 80, 3]]
@@ -59,7 +60,8 @@ def test_adapter_of_mlx_lm_is_taken_as_it_is(
     expected = mlx_lm_made(model, tmp_path / "theirs", num_layers)
     outcome = cli("import", tmp_path / "theirs", "--output", tmp_path / "ours")
     assert outcome.code == 0, outcome.err
-    assert files_in(tmp_path / "ours") == ["adapter_config.json", "adapters.safetensors"]
+    files = ["adapter_config.json", "adapters.safetensors", FILES]
+    assert files_in(tmp_path / "ours") == files
     ours = load_adapted(load_base(model, "float32"), str(tmp_path / "ours"))
     np.testing.assert_allclose(np.array(ours.model(mx.array(TOKENS))), expected, rtol=0, atol=1e-5)
 
