@@ -40,12 +40,12 @@ def asking(
     except MlxTuneError:
         raise
     except Exception as problem:
-        raise error(f"{name}: {_reason(problem, kind)}") from problem
+        raise error(f"{name}: {reason(problem, kind)}") from problem
     finally:
         logging.set_verbosity(verbosity)
 
 
-def _reason(error: Exception, kind: str) -> str:
+def reason(error: Exception, kind: str) -> str:
     """Return what went wrong, and the remedy."""
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__

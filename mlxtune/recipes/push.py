@@ -1,6 +1,7 @@
 """The recipe of `mlxtune push`: an adapter and its model card to the hub, shown before."""
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from mlxtune.core.files.files import file_hash, make_folder, write_file
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.reports.model_card import card_lines, quoted_samples
-from mlxtune.core.runs.run import read_run, run_folder_at
+from mlxtune.core.runs.run import Run, read_run, run_folder_at
 from mlxtune.core.runs.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.core.training.run_folder import PREVIOUS
 from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
 from mlxtune.hub.card import model_card
 from mlxtune.hub.names import REPOSITORY
@@ -92,7 +94,7 @@ def write_package(
         ExportConfig(run_path, output=repository, format="peft", model_path=model_path or None)
     )
     view = RunView.of(run)
-    _check_adapter(view, source)
+    _check_adapter(run, view, source)
     if not view.finished:
         console.warn(f"the run is {view.status}: this is its best adapter so far")
     base = base_model or _name_of(source.folder)
@@ -130,9 +132,20 @@ def _check_names(repository: str, base_model: str) -> None:
         raise ConfigError(problems)
 
 
-def _check_adapter(view: RunView, source: Source) -> None:
+def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     """Raise OutputError for an adapter of which the run's records would not be true."""
-    if view.sha256 and file_hash(source.weights) != view.sha256:
+    own = file_hash(source.weights)
+    if not view.sha256:
+        # An unfinished run has written checkpoints alone; what lies beside it is an earlier run's.
+        adapters = [
+            path for path in run.folder.glob(f"*/{ADAPTER}") if path.parent.name != PREVIOUS
+        ]
+        if own not in map(file_hash, adapters):
+            raise OutputError(
+                f"{source.weights}: is not the adapter of this unfinished run: finish it with "
+                f"mlxtune train --resume {shlex.quote(str(run.folder))}"
+            )
+    elif own != view.sha256:
         raise OutputError(
             f"{source.weights}: is not the adapter that the run wrote, which its card would "
             "describe: name the run's own, or train again"

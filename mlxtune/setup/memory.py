@@ -23,7 +23,7 @@ from mlxtune.core.steps.execution import Execution, Load, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
 from mlxtune.core.training.metrics import StepRecord
 from mlxtune.core.training.speed import save_speed, speed_of
-from mlxtune.errors import MemoryLimitError, MlxTuneError
+from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.setup.dataset import Dataset
 from mlxtune.terminal.console import RunConsole
 
@@ -191,7 +191,7 @@ def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: R
         else:
             lock = reservation.reserve(folder, size, capacity, owner)
     except OSError as error:
-        if isinstance(error, MlxTuneError):
+        if isinstance(error, MlxTuneError) and not isinstance(error, OutputError):
             raise
         console.warn(f"{folder}: other runs will not see the memory that this one takes: {error}")
     else:

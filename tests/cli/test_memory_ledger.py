@@ -29,7 +29,7 @@ def test_second_run_is_told_what_it_needs_and_who_holds_it(
     train: Cli, output: Path, full: Path
 ) -> None:
     error = train().error
-    assert "holds 8.0 GB for /somewhere/checkpoints" in error
+    assert "holds 8 GB for /somewhere/checkpoints" in error
     assert "--wait" in error
     assert not output.parent.exists()
 

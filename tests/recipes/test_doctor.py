@@ -100,7 +100,7 @@ def test_memory_that_a_run_has_reserved_is_told() -> None:
         notes = [check.found for check in mlxtune.doctor().checks if check.name == "reserved"]
     finally:
         lock.release()
-    assert notes == [f"process {os.getpid()} holds 5.0 GB for /somewhere/run"]
+    assert notes == [f"process {os.getpid()} holds 5 GB for /somewhere/run"]
 
 
 # What is installed

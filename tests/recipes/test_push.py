@@ -207,6 +207,19 @@ def test_adapter_that_the_run_did_not_write_is_refused(hub: Hub, run: Path, tmp_
     assert hub.requests == []
 
 
+def test_adapter_of_the_run_before_an_unfinished_one_is_refused(
+    hub: Hub, run: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "checkpoints" / "result.json").unlink()
+    data = bytearray((copy / "adapters.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "adapters.safetensors").write_bytes(data)
+    with pytest.raises(OutputError, match="is not the adapter of this unfinished run"):
+        mlxtune.push(copy, "me/sums", model_path=str(run.parent / "tiny"))
+    assert hub.requests == []
+
+
 def test_folder_without_a_run_is_an_error(cli: Cli, hub: Hub, tmp_path: Path) -> None:
     assert "holds no run" in cli("push", tmp_path, "me/sums", "--yes").error
 

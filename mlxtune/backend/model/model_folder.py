@@ -1,5 +1,6 @@
 """Finding a model's folder, and checking its files before any library reads them."""
 
+import difflib
 import glob
 import importlib
 import os
@@ -19,6 +20,7 @@ from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import read_header
 from mlxtune.errors import ModelError, one_line
 from mlxtune.hub.answers import check_answers
+from mlxtune.hub.client import reason
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -63,8 +65,19 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
         raise ModelError(
-            f"{model_path}: no such folder, and downloading it failed: {one_line(error)}"
+            f"{model_path}: no such folder{_meant(folder)}, and downloading it failed: "
+            f"{reason(error, 'model')}"
         ) from error
+
+
+def _meant(folder: Path) -> str:
+    """Return a suggestion where a folder beside this one has nearly its name."""
+    try:
+        names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.8)
+    return f" (did you mean {folder.parent / near[0]}?)" if near else ""
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:

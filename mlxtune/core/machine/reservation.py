@@ -15,6 +15,7 @@ from pathlib import Path
 from mlxtune.core.files.files import make_folder
 from mlxtune.core.files.lock import Held, Lock, holder_of
 from mlxtune.core.files.ours import remove_file
+from mlxtune.core.text import byte_size
 from mlxtune.errors import MemoryLimitError
 
 _SUFFIX = ".run"
@@ -36,7 +37,7 @@ class Reservation:
 
     def describe(self) -> str:
         """Return the holder and the amount in words."""
-        return f"process {self.pid} holds {self.size / _GB:.1f} GB for {self.run}"
+        return f"process {self.pid} holds {byte_size(self.size)} for {self.run}"
 
 
 def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:

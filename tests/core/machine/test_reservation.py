@@ -38,8 +38,8 @@ def test_runs_that_fit_together_are_let_in_and_one_more_is_told_who_holds_what(
             reserve(tmp_path / "new" / "folder", GB, 10 * GB, "another")
         for said in (
             "needs 1.0 GB of 10.0",
-            f"process {theirs.pid} holds 6.0 GB for their run",
-            f"process {os.getpid()} holds 4.0 GB for mine",
+            f"process {theirs.pid} holds 6 GB for their run",
+            f"process {os.getpid()} holds 4 GB for mine",
             "--wait",
             "--ignore-ledger",
         ):
@@ -78,7 +78,7 @@ def test_whoever_waits_is_let_in_when_the_other_ends(tmp_path: Path) -> None:
     assert len(slept) == 3
     (line,) = told
     assert line.startswith("waiting: ")
-    assert f"process {theirs.pid} holds 10.0 GB" in line
+    assert f"process {theirs.pid} holds 10 GB" in line
     lock.release()
 
 
