@@ -202,6 +202,8 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
                 raise OutputError(f"{path}: is not a regular file: choose another {option}")
         if any(same_place(path, each) for each in read):
             raise OutputError(f"{path}: is read by this run: choose another {option}")
+        with as_output_error(path, option):
+            ours.check_file(path)
         check_writable(path.parent, option, path.name)
         with as_output_error(path, option):
             ours.check_file(path)
@@ -225,7 +227,7 @@ def _real(path: Path) -> Path:
 def make_folder(folder: Path, option: str = "path") -> None:
     """Make a folder and its missing parents. Raises OutputError."""
     with as_output_error(folder, option):
-        folder.mkdir(parents=True, exist_ok=True)
+        ours.ensure_folder(folder)
 
 
 def copy_file(path: Path, target: Path) -> None:

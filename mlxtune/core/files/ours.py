@@ -83,6 +83,11 @@ def move(path: Path, target: Path) -> None:
     path.rename(target)
 
 
+def ensure_folder(folder: Path) -> None:
+    """Make a folder and its missing parents. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def is_folder(path: Path) -> bool:
     """Return whether this is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()

@@ -11,6 +11,7 @@ from typing import IO, cast
 
 # More than any file that is read whole without a limit of its kind.
 MOST_BYTES = 2**30
+_PIECE = 2**20
 
 
 class NotRegular(OSError, ValueError):
@@ -58,9 +59,14 @@ def read_bytes(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> by
     Raises ValueError if it has more bytes than the limit; OSError as `open_regular` does.
     """
     with open_regular(path, links=links) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Python reserves as much memory as it is asked to read.
+        content = file.read(min(size, limit) + 1)
         # A file may grow while it is read.
-        if os.fstat(file.fileno()).st_size > limit or len(content := file.read(limit + 1)) > limit:
-            raise ValueError(f"{path.name} is too large")
+        while len(content) <= limit and (more := file.read(_PIECE)):
+            content += more
+    if len(content) > limit:
+        raise ValueError(f"{path.name} is too large")
     return content
 
 

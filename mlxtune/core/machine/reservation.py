@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.files.files import make_folder
 from mlxtune.core.files.lock import Held, Lock, holder_of
-from mlxtune.core.files.ours import remove_file
+from mlxtune.core.files.ours import ensure_folder, remove_file
 from mlxtune.core.text import byte_size
 from mlxtune.errors import MemoryLimitError
 
@@ -48,7 +47,7 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
     Raises MemoryLimitError, which names the other runs, if all together exceed `capacity`; OSError
     if the folder cannot be written.
     """
-    make_folder(folder)
+    ensure_folder(folder)
     with _door(folder):
         others = reservations(folder)
         if others and sum(each.size for each in others) + size > capacity:
