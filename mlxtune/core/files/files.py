@@ -202,8 +202,6 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
                 raise OutputError(f"{path}: is not a regular file: choose another {option}")
         if any(same_place(path, each) for each in read):
             raise OutputError(f"{path}: is read by this run: choose another {option}")
-        with as_output_error(path, option):
-            ours.check_file(path)
         check_writable(path.parent, option, path.name)
         with as_output_error(path, option):
             ours.check_file(path)

@@ -59,14 +59,19 @@ def read_bytes(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> by
     Raises ValueError if it has more bytes than the limit; OSError as `open_regular` does.
     """
     with open_regular(path, links=links) as file:
-        size = os.fstat(file.fileno()).st_size
-        # Python reserves as much memory as it is asked to read.
-        content = file.read(min(size, limit) + 1)
-        # A file may grow while it is read.
-        while len(content) <= limit and (more := file.read(_PIECE)):
-            content += more
+        content = read_at_most(file, limit + 1)
     if len(content) > limit:
         raise ValueError(f"{path.name} is too large")
+    return content
+
+
+def read_at_most(file: io.BufferedReader, size: int) -> bytes:
+    """Return the first bytes of a file that is open at its start. Raises OSError."""
+    # Python reserves as much memory as it is asked to read.
+    content = file.read(min(os.fstat(file.fileno()).st_size + 1, size))
+    # A file may grow while it is read.
+    while len(content) < size and (more := file.read(min(size - len(content), _PIECE))):
+        content += more
     return content
 
 

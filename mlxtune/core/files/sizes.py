@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
-from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.reading import open_regular, read_at_most
 
 # Of a file's bytes, at least one in as many is on disk. File systems that compress (APFS, btrfs,
 # ZFS) store text in a tenth, and drop the zeros of a matrix that is not trained yet, which is half
@@ -77,8 +77,7 @@ def read_bytes(path: Path, limits: Limits, *, links: bool = True) -> bytes:
     with open_regular(path, links=links) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
         check_open(path.name, file)
-        # It may grow while it is read.
-        content = file.read(limits.bytes + 1)
+        content = read_at_most(file, limits.bytes + 1)
     check_bytes(path.name, len(content), limits)
     return content
 

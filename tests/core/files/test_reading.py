@@ -74,8 +74,9 @@ def test_zipped_file_is_closed_with_its_reader(tmp_path: Path) -> None:
 def test_small_file_takes_no_memory_of_its_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("small")
     code = (
-        "import sys; from pathlib import Path; from mlxtune.core.files.reading import read_bytes; "
-        "print(read_bytes(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from mlxtune.core.files import reading, sizes; "
+        "from mlxtune.config.limits import Limits; path = Path(sys.argv[1]); "
+        "print(reading.read_bytes(path), sizes.read_bytes(path, Limits(2**30)))"
     )
 
     def limit() -> None:
@@ -87,4 +88,4 @@ def test_small_file_takes_no_memory_of_its_limit(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert shown.stdout == "b'small'\n", shown.stderr
+    assert shown.stdout == "b'small' b'small'\n", shown.stderr
