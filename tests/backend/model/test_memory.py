@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -195,10 +196,9 @@ def test_peak_of_the_process_counts_what_mlx_does_not() -> None:
 
 def test_peak_of_the_process_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = memory.peak_rss()
-    monkeypatch.setattr(memory, "Path", lambda path: Missing())
+    monkeypatch.setattr(memory, "read_kernel_file", missing)
     assert 0.5 < memory.peak_rss() / ours < 2
 
 
-class Missing:
-    def read_text(self) -> str:
-        raise FileNotFoundError
+def missing(path: Path) -> str:
+    raise FileNotFoundError(path)
