@@ -61,7 +61,7 @@ STEPS = """
   view.location.hash = "#e6";
   const row = page.getElementById("e6");
   const inView = () => !row.hidden && row.getBoundingClientRect().top < 900;
-  for (let tries = 0; tries < 50 && !inView(); tries++) await later(100);
+  for (let tries = 0; tries < 300 && !inView(); tries++) await later(100);
   seen.target = [count(page), inView()];
   const token = page.querySelector("#e0 b.s i");
   token.dispatchEvent(new view.MouseEvent("mouseover", { bubbles: true }));
