@@ -14,7 +14,7 @@ from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
-from mlxtune.setup.proof import find_base
+from mlxtune.setup.proof import find_base, metadata_of
 from mlxtune.terminal.output import print_line
 
 # The SHA-256 of the files that were written, so that --overwrite replaces no other ones.
@@ -29,7 +29,7 @@ def import_adapter(config: ImportConfig) -> Path:
     """
     given, is_peft = _find(config.adapter)
     named = base_of(given.parent) if is_peft else read_info(given).model
-    folder = find_base(config, named, str(given.parent), str(given))
+    folder = find_base(config, named, str(given.parent), str(given), metadata_of(given)[1])
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
     modules = projections_of(base.model)
     adapter = (

@@ -1,5 +1,6 @@
 """What `fuse` and `export` share: finding adapter and base, the output folder, the proof."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.model import loading, memory
 from mlxtune.backend.model.loading import BaseModel, open_base
-from mlxtune.backend.model.model_folder import find_folder, read_config
+from mlxtune.backend.model.model_folder import find_folder, is_local, read_config
 from mlxtune.backend.model.quantize import format_name
 from mlxtune.config import DataConfig
 from mlxtune.config.use import ImportConfig, OutgoingConfig
@@ -24,6 +25,7 @@ from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.runs.certificate import CERTIFICATE, Certificate, WeightCheck, check
 from mlxtune.core.runs.retention import Retention
 from mlxtune.core.training.checkpoint import ADAPTER, METADATA
+from mlxtune.core.training.own_runs import is_own
 from mlxtune.errors import ModelError
 from mlxtune.setup.dataset import Reader
 from mlxtune.setup.interrupt import end_in_order
@@ -68,9 +70,9 @@ class ExportResult:
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
     weights = find_adapter(config.adapter)
-    info, (metadata, run) = read_info(weights), _metadata_of(weights)
+    info, (metadata, run) = read_info(weights), metadata_of(weights)
     relative_to = str(metadata.get("working_directory") or "")
-    folder = find_base(config, info.model, relative_to, str(weights))
+    folder = find_base(config, info.model, relative_to, str(weights), run)
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
     adapter = read_mlx_lm(weights, projections_of(base.model))
     quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
@@ -78,11 +80,17 @@ def find_source(config: OutgoingConfig) -> Source:
 
 
 def find_base(
-    config: OutgoingConfig | ImportConfig, named: str, relative_to: str, adapter: str
+    config: OutgoingConfig | ImportConfig,
+    named: str,
+    relative_to: str,
+    adapter: str,
+    run: Path | None,
 ) -> Path:
     """Return the base model's folder: that of --model-path, or the one that the adapter names.
 
-    The adapter's name for it may be relative to the folder `relative_to`. Its config is checked.
+    The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded
+    under that name if this user made the adapter's `run`. Its config is checked.
+
     Raises ModelError.
     """
     path = config.model_path or named
@@ -91,6 +99,11 @@ def find_base(
     with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
         if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
             path = str(Path(relative_to) / path)
+    if not (config.model_path or is_local(path) or (run is not None and is_own(run))):
+        raise ModelError(
+            f"{adapter}: its base model is not here, and you did not make the adapter on this "
+            f"machine: to download the model, give --model-path {shlex.quote(path)}"
+        )
     try:
         folder = find_folder(path)
     except ModelError as error:
@@ -101,7 +114,7 @@ def find_base(
     return folder
 
 
-def _metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
+def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
     """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
 
     The checkpoint is the adapter's own folder, or one of the run that wrote it.

@@ -247,3 +247,25 @@ def test_list_of_own_runs_stays_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         run.mkdir()
         own_runs.mark(run)
     assert [own_runs.is_own(run) for run in runs] == [False] * 6 + [True] * 5
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("fuse", "--adapter"), ("export", "--format", "mlx-lm", "--adapter"), ("import",)],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_base_that_a_strangers_adapter_names_is_not_downloaded(
+    cli: Cli, run: Path, downloads: list[str], command: tuple[str, ...], own: bool
+) -> None:
+    folder = run.parent if own else copied(run).parent
+    config = json.loads((run / "best" / "adapter_config.json").read_text())
+    assert "model" in config
+    shutil.copy(run / "best" / "adapters.safetensors", folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"model": HUB}))
+    options = [*command, folder, "--output", run.parent.parent / "made"]
+    error = cli(*options).error
+    assert ("give --model-path evil/model" in error) != own
+    assert downloads == [HUB] * own
+    assert "downloading it failed" in cli(*options, "--model-path", HUB).error
+    assert downloads == [HUB] * (1 + own)
