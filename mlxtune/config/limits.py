@@ -5,6 +5,7 @@ of values is counted in the text before anything is made of it.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,20 +99,27 @@ def check_bytes(name: str, size: int, limits: Limits) -> None:
 def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = True) -> Any:
     """Return the value of a file's JSON, having counted its values before making any.
 
-    Without `constants`, NaN and Infinity, which JSON lacks, are refused. Raises TooLarge or another
-    ValueError, which both name the file.
+    Without `constants`, NaN and infinity, which JSON lacks, are refused, 1e999 too. Raises TooLarge
+    or another ValueError, which both name the file.
     """
     check_bytes(name, len(content), limits)
     check_count(content, limits, name)
     try:
         # `int` refuses the names of the constants.
-        value = json.loads(content.decode("utf-8"), parse_constant=None if constants else int)
+        kinds: dict[str, Any] = {} if constants else {"parse_constant": int, "parse_float": _finite}
+        value = json.loads(content.decode("utf-8"), **kinds)
     except RecursionError as error:
         raise TooLarge(f"{name} is nested too deep") from error
     except ValueError as error:
         raise ValueError(f"{name} is not valid JSON") from error
     check_value(value, limits, name)
     return value
+
+
+def _finite(digits: str) -> float:
+    if math.isfinite(number := float(digits)):
+        return number
+    raise ValueError(f"{digits:.40} is too large a number")
 
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)

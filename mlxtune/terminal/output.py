@@ -9,8 +9,8 @@ from mlxtune.errors import ConfigError, printable
 
 def print_json(value: Any) -> None:
     """Print a JSON document. Raises ValueError for NaN and infinity, which JSON lacks."""
-    json.dump(value, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    # Half a document is worse than none.
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def print_line(line: str = "", *, stderr: bool = False) -> None:

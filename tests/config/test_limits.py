@@ -95,3 +95,9 @@ def test_childs_limit_of_control_tokens_is_that_of_the_table() -> None:
     from mlxtune.backend.text import tokenizer_child
 
     assert tokenizer_child._CONTROL_TOKENS == limits.CONTROL_TOKENS
+
+
+@pytest.mark.parametrize("digits", ["1e999", "-1e999", "1" * 99 + "e300"])
+def test_number_that_reads_as_infinity_is_no_json_of_ours(digits: str) -> None:
+    with pytest.raises(ValueError, match="not valid JSON"):
+        parse_json(f"[{digits}]".encode(), limits.OWN_JSON, "run.json", constants=False)

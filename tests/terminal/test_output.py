@@ -29,3 +29,9 @@ def test_answer_keeps_its_lines_and_controls_nothing(
 ) -> None:
     print_answer("a\n\tb\x1b[2J")
     assert capsys.readouterr().out == "a\n\tb\\x1b[2J"
+
+
+def test_document_that_is_no_json_is_not_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        print_json([1, 2, float("inf")])
+    assert capsys.readouterr().out == ""
