@@ -256,7 +256,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     if annotation == list[str]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if type(value) is int:
-        return abs(value) < _LARGEST_INT
+        return 0 <= value < _LARGEST_INT
     # Rejects NaN and infinity too.
     is_number = type(value) is float and abs(value) < _LARGEST_FLOAT
     return annotation is not int and (

@@ -127,6 +127,7 @@ def test_validation_at_a_cut_stays_where_a_longer_run_has_it_too() -> None:
             (json.dumps({"kind": kind, **vars(record), **wrong}), f"its {next(iter(wrong))} is")
             for kind, record, wrong in [
                 ("validation", validation(5, 1.0), {"step": "5"}),
+                ("validation", validation(5, 1.0), {"step": -1}),
                 ("validation", validation(5, 1.0), {"step": True}),
                 ("validation", validation(5, 1.0), {"val_loss": None}),
                 ("skipped", skipped(5), {"rows": [[[]]]}),
