@@ -27,7 +27,8 @@ class Axis:
     def place(self, value: float) -> float:
         """Return the position of a value, from 0 at the low end to 1 at the high."""
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            low = math.log10(self.low)
+            return (math.log10(value) - low) / (math.log10(self.high) - low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 5) -> list[float]:
@@ -49,14 +50,14 @@ def log_axis(values: Sequence[float]) -> Axis:
     """Return a logarithmic axis for the values above 0, of which there must be some."""
     positive = [value for value in values if value > 0]
     low, high = min(positive), max(positive)
-    margin = max((high / low) ** _MARGIN, 1.05)
+    margin = max(10 ** (_MARGIN * (math.log10(high) - math.log10(low))), 1.05)
     # The low end must stay within the range of a float.
-    return Axis(max(low / margin, 1e-300), high * margin, log=True)
+    return Axis(max(low / margin, math.ulp(0.0)), high * margin, log=True)
 
 
 def spans_much(values: Sequence[float]) -> bool:
     """Return whether values suit a logarithmic axis: all above 0 and far apart."""
-    return bool(values) and min(values) > 0 and max(values) / min(values) > _SPANS
+    return bool(values) and min(values) > 0 and max(values) > _SPANS * min(values)
 
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:
@@ -68,7 +69,7 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    decades = math.log10(high / low)
+    decades = math.log10(high) - math.log10(low)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors: tuple[int, ...] = (1, 2, 5) if decades < 2 else (1,)
     every = max(1, math.ceil(decades / most))

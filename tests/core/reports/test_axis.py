@@ -62,6 +62,14 @@ def test_logarithmic_axis_holds_all_values_and_marks_some_within(values: list[fl
     assert all(axis.low * 0.999 <= value <= axis.high * 1.001 for value in ticks)
 
 
+def test_logarithmic_axis_spans_all_floats_of_a_record() -> None:
+    values = [5e-324, 1.0, 9e39]
+    assert spans_much(values)
+    axis = log_axis(values)
+    assert 0 <= axis.place(5e-324) < axis.place(1.0) < axis.place(9e39) <= 1
+    assert 2 <= len(axis.ticks()) <= 16
+
+
 def test_axis_begins_at_zero_where_that_wastes_little() -> None:
     assert linear_axis([0.3, 4.0]).low == 0
     assert linear_axis([1.9, 2.1]).low > 1.8
