@@ -213,7 +213,7 @@ def _comparable(runs: Sequence[Run]) -> bool:
     validated_on = {
         (
             text(run.about, "validation_hash"),
-            run.config.get("val_split"),
+            number(run.config, "val_split"),
             *(whole(run.config, name) for name in ("seed", "val_rows")),
         )
         for run in runs

@@ -107,7 +107,7 @@ class RunView:
             best_val_loss=best.val_loss if best else None,
             best_epoch=progress.best_epoch,
             best_step=best.step if best else None,
-            tokens_per_second=sum(run.column("tokens")) / seconds if seconds > 0 else None,
+            tokens_per_second=_speed(run, "tokens", seconds),
             peak_memory=peak or None,
             predicted_memory=whole(run.about, "plan", "memory", "peak"),
             seconds=_seconds(run) or seconds or None,
@@ -118,7 +118,7 @@ class RunView:
             curve=tuple(
                 bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
             ),
-            rows_per_second=sum(run.column("rows")) / seconds if seconds > 0 else None,
+            rows_per_second=_speed(run, "rows", seconds),
             last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
             best_place=progress.best_place,
             judged=_judged(run.evaluation),
@@ -264,7 +264,8 @@ def bucket_means(values: Sequence[float], most: int) -> list[float]:
 def _started(run: Run) -> str:
     try:
         started = datetime.datetime.fromisoformat(text(run.about, "started_at"))
-    except ValueError:
+        started.astimezone().timestamp()  # the first and the last year may have none
+    except (ValueError, OverflowError, OSError):
         return ""
     return started.isoformat(timespec="seconds")
 
@@ -288,6 +289,12 @@ def _seconds(run: Run) -> float | None:
         if (milliseconds := number(source, "total_time_ms")) is not None:
             return milliseconds / 1000
     return None
+
+
+def _speed(run: Run, name: str, seconds: float) -> float | None:
+    # Within the smallest float's time, even one token is infinitely fast.
+    speed = sum(run.column(name)) / seconds if seconds > 0 else math.inf
+    return speed if math.isfinite(speed) else None
 
 
 def _adapter(run: Run) -> str:

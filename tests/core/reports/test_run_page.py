@@ -337,3 +337,10 @@ def test_metrics_of_the_fixture_are_those_of_a_run() -> None:
     from mlxtune.core.training.progress import Progress
 
     assert Progress.from_jsonl(as_lines(metrics(2, 5))).step == 10
+
+
+def test_options_of_any_type_are_compared(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name)) for name in ("one", "other")]
+    for run in runs:
+        run.about = {**run.about, "config": {**run.config, "val_split": [0.2]}}
+    assert "2 runs" in render_runs(runs)

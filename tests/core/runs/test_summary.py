@@ -242,3 +242,20 @@ def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: P
 )
 def test_value_of_an_option_is_as_one_would_type_it(value: Any, text: str) -> None:
     assert option_text(value) == text
+
+
+@pytest.mark.parametrize(
+    "started", ["0001-01-01T00:00:00+14:00", "0001-01-01", "9999-12-31T23:59:59-12:00"]
+)
+def test_time_that_no_clock_has_is_absent(tmp_path: Path, started: str) -> None:
+    found = summary(tmp_path, about={"started_at": started})
+    assert found.started == ""
+    assert sorted([found, found], key=SORTS["when"]) == [found, found]
+
+
+def test_speed_in_no_time_is_absent(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out", validation=False)
+    (folder / "metrics.jsonl").write_bytes(as_lines([step_line(1, 1, seconds=5e-324)]))
+    found = RunView.of(read_run(folder))
+    assert (found.tokens_per_second, found.rows_per_second) == (None, None)
+    json.dumps(found.as_dict(), allow_nan=False)
