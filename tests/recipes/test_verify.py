@@ -122,6 +122,13 @@ def other_shapes(run: Path) -> None:
             "not a list of ledgers",
         ),
         (
+            lambda run: rewrite(
+                run / "run.json", lambda found: found | {"config": found["config"] | {"rank": 3}}
+            ),
+            "run.json",
+            "has --rank 3, ",
+        ),
+        (
             lambda run: rewrite(run / "result.json", lambda found: found | {"steps": 9}),
             "result.json",
             "has 9 steps",

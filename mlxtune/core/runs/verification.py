@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config.fields import Affects, flag
+from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import file_hash, read_json, read_own
-from mlxtune.core.runs.run import read_ledgers
+from mlxtune.core.runs.run import mapping, read_ledgers
 from mlxtune.core.text import count
 from mlxtune.core.training.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
 from mlxtune.core.training.evaluation import VERDICTS
 from mlxtune.core.training.metrics import ValidationRecord
 from mlxtune.core.training.progress import Progress
-from mlxtune.core.training.run_folder import EVALUATION, LEDGER, RESULT
+from mlxtune.core.training.run_folder import ABOUT, EVALUATION, LEDGER, RESULT
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
         if progress.best is not None:
             found.attempt("best step", partial(_check_best, progress.best, good))
     found.attempt(LEDGER, partial(_check_ledger, run))
+    if good and (run / ABOUT).exists():
+        newest = max(good, key=lambda each: each.step)
+        found.attempt(ABOUT, partial(_check_options, run, newest))
     _verify_result(found, run, progress)
     if (run / EVALUATION).exists():  # a run without validation has none
         found.attempt(EVALUATION, partial(_check_evaluation, run))
@@ -122,6 +127,18 @@ def _check_ledger(run: Path) -> str:
         if not ledger.adds_up():
             raise ValueError(f"{ledger.path} does not add up")
     return f"{count(sum(ledger.rows_read for ledger in ledgers), 'row')}, all accounted for"
+
+
+def _check_options(run: Path, newest: Checkpoint) -> str:
+    said, kept = mapping(read_json(run / ABOUT), "config"), mapping(newest.metadata, "config")
+    for name, option in OPTIONS.items():
+        # A resumed run may have other paths and be longer.
+        fixed = option.affects is Affects.RESULT and not option.path
+        if fixed and name in said and name in kept and said[name] != kept[name]:
+            raise ValueError(
+                f"has {flag(name)} {said[name]!r:.40}, {newest.folder.name} {kept[name]!r:.40}"
+            )
+    return f"its options are those of {newest.folder.name}"
 
 
 def _verify_result(found: Verification, run: Path, progress: Progress | None) -> None:
