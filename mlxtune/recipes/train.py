@@ -132,7 +132,7 @@ def _train(
         if not (dry_run or run.allow_sleep) and joint.first_on_machine:
             held.enter_context(kept_awake())
         # A missing folder is made only once there is something to put into it.
-        if not dry_run and run.checkpoint_path.is_dir():
+        if is_locked := not dry_run and run.checkpoint_path.is_dir():
             lock_folder(run, resume, held)
         setup = prepare(parts, folder, joint, None if dry_run else held, resume)
         dataset = setup.dataset
@@ -147,7 +147,7 @@ def _train(
                 check_resumed(resume, trainer, console)
             check_ranks(joint, trainer, resume)
             if not dry_run:
-                if not run.checkpoint_path.is_dir():
+                if not is_locked:  # another run may have made the folder meanwhile
                     lock_folder(run, resume, held)
                 ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
                 about = about_run(
@@ -210,11 +210,13 @@ def check_paths(data: DataConfig, run: RunConfig) -> Path:
 
 
 def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> None:
-    """Lock the run's folder for as long as `held`, or this process, lives.
+    """Lock the run's folder and its adapter for as long as `held`, or this process, lives.
 
     Raises OutputError if another process trains there, or if it holds another unfinished run.
     """
     folder = run.checkpoint_path
+    if (lock := run_folder.lock_output(run.output_path)) is not None:
+        held.callback(lock.release)
     held.callback(run_folder.lock_run(folder, new=resume is None).release)
     if resume is None:
         run_folder.check_own(folder)

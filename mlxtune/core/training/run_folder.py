@@ -152,6 +152,24 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
         return lock
 
 
+def lock_output(adapter: Path) -> Lock | None:
+    """Lock a run's adapter for the lifetime of this process; None where there are no locks.
+
+    Raises OutputError when another run is to write it, or its folder cannot be written.
+    """
+    with as_output_error(adapter, "--output"):
+        make_folder(adapter.parent, "--output")
+        try:
+            return Lock(adapter.with_name(f".{adapter.name}{LOCK}"))
+        except Held as held:
+            raise OutputError(
+                f"{adapter}: process {held.holder.get('pid', 'of another user')} is training here: "
+                "wait until it ends, or choose another --output"
+            ) from held
+        except NoLocks:
+            return None
+
+
 def check_own(run: Path, *, new: bool = True) -> None:
     """Raise OutputError if a run would change what something else wrote there.
 

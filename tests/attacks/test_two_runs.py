@@ -1,0 +1,56 @@
+"""Two runs that write to one place: only the first one trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.files.lock import Lock
+from mlxtune.core.training import run_folder
+from mlxtune.recipes import train as recipe
+from tests.attacks.test_files import snapshot
+from tests.command import Cli
+
+
+def test_folder_that_another_run_makes_meanwhile_is_locked(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, other = recipe.prepare, output.parent / "checkpoints"
+    locks = []
+
+    def overtaken(*arguments: Any) -> recipe.Setup:
+        other.mkdir(parents=True)
+        locks.append(Lock(other / run_folder.LOCK))
+        return prepare(*arguments)
+
+    monkeypatch.setattr(recipe, "prepare", overtaken)
+    try:
+        outcome = train("--max-steps", 1)
+    finally:
+        locks[0].release()
+    assert outcome.code == 1
+    assert "is training here" in outcome.err.splitlines()[-1]
+    assert list(other.iterdir()) == []
+
+
+def test_adapter_of_another_run_is_locked_whatever_folder_holds_the_checkpoints(
+    train: Cli, output: Path, tmp_path: Path
+) -> None:
+    output.parent.mkdir(exist_ok=True)
+    lock = run_folder.lock_output(output)
+    assert lock is not None
+    before = snapshot(output.parent)
+    try:
+        outcome = train("--max-steps", 1, "--checkpoint-dir", tmp_path / "second")
+    finally:
+        lock.release()
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1].endswith(
+        "is training here: wait until it ends, or choose another --output"
+    )
+    assert before.items() >= snapshot(output.parent).items()
+    assert not (tmp_path / "second").exists()
+    assert train("--max-steps", 1, "--checkpoint-dir", tmp_path / "second").code == 0
+    assert not list(tmp_path.rglob("*.lock"))
