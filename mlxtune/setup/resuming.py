@@ -148,7 +148,12 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
         raise ConfigError(problems)
     if given.get("init_adapter") is not None:
         check_initial(str(given["init_adapter"]), metadata)
-    own |= _places(run, own, str(metadata.get("working_directory", "")))
+    working_directory = str(metadata.get("working_directory", ""))
+    if "\0" in working_directory or any(
+        _has_null(value) for name, value in own.items() if OPTIONS[name].path
+    ):
+        raise ConfigError([f"{place}: has a path with a null character"])
+    own |= _places(run, own, working_directory)
     try:
         TrainConfig(**own)
     except ConfigError as error:
@@ -216,7 +221,19 @@ def _from(working_directory: str, path: str, name: str) -> str:
     is_name = name == "model_path" or (
         name in ("data", "val_data") and dataset_name(path) is not None
     )
-    return path if is_name and not there.exists() else str(there)
+    return path if is_name and not _exists(there) else str(there)
+
+
+def _has_null(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and "\0" in text for text in texts)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no system has
+        return False
 
 
 def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:

@@ -19,11 +19,13 @@ from tests.hub_server import Hub
 HUB = "evil/model"
 
 
-def change(run: Path, **options: Any) -> None:
+def change(run: Path, working_directory: str = "", **options: Any) -> None:
     """Change options in a run's checkpoints, as somebody who sends it might."""
     for folder in checkpoint.checkpoint_folders(run):
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["config"] |= {"epochs": 5, "max_steps": None, **options}
+        if working_directory:
+            metadata["working_directory"] = working_directory
         (folder / "metadata.json").write_text(json.dumps(metadata))
         (folder / "manifest.json").unlink()
         checkpoint.write_json(folder / "manifest.json", checkpoint._manifest(folder))
@@ -269,3 +271,16 @@ def test_base_that_a_strangers_adapter_names_is_not_downloaded(
     assert downloads == [HUB] * own
     assert "downloading it failed" in cli(*options, "--model-path", HUB).error
     assert downloads == [HUB] * (1 + own)
+
+
+@pytest.mark.parametrize("place", ["x" * 5000, "/" + "y" * 300, "a\0b"], ids=["x", "y", "NUL"])
+@pytest.mark.parametrize("options", [{"model_path": "a/b"}, {"output": "a\0b/c"}], ids=str)
+def test_working_directory_that_no_system_has_is_one_line(
+    cli: Cli, run: Path, downloads: list[str], place: str, options: dict[str, Any]
+) -> None:
+    change(run, working_directory=place, **options)
+    received = copied(run)
+    assert cli("train", "--resume", received).error
+    verified = cli("verify", received)
+    assert "Traceback" not in verified.err
+    assert downloads == []

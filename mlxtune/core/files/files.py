@@ -209,11 +209,9 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
 
 def same_place(one: Path, other: Path) -> bool:
     """Return whether two paths lead to one place, as two spellings of a name do on macOS."""
-    if _real(one) == _real(other):
-        return True
     try:
-        return one.samefile(other)
-    except OSError:
+        return _real(one) == _real(other) or one.samefile(other)
+    except (OSError, ValueError):  # ValueError for a null character
         return False
 
 

@@ -17,6 +17,7 @@ from mlxtune.core.files.files import (
     file_hash,
     make_folder,
     read_json,
+    same_place,
     write_file,
     write_json,
 )
@@ -220,3 +221,7 @@ def test_own_file_is_not_read_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "own.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(ValueError, match="not a regular file"):
         read_json(tmp_path / "own.json")
+
+
+def test_path_with_a_null_character_is_no_place(tmp_path: Path) -> None:
+    assert not same_place(tmp_path / "a\0b", tmp_path)
