@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +109,32 @@ def test_two_small_files_make_no_checkpoint_of_a_folder(train: Cli, run: Path) -
     outcome = train("--max-steps", 1, "--save-steps", 1, "--overwrite")
     assert "holds step-9, not written by mlxtune" in outcome.error
     assert thesis.read_text() == MINE
+
+
+@pytest.mark.parametrize("name", ["epoch-1", "previous/tensorboard"])
+def test_folders_nested_thousands_deep_are_refused_in_one_line(
+    train: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    top = run / name
+    top.mkdir(parents=True)
+    for folder in (run, run / "previous"):
+        if folder.is_dir():
+            (folder / ".mlxtune").touch()
+    (run / "epoch-1").mkdir(exist_ok=True)
+    (run / "epoch-1" / "manifest.json").write_text('{"files": {"adapters.safetensors": {}}}')
+    if name == "epoch-1":
+        top = top / "deep"
+        top.mkdir()
+    with monkeypatch.context() as inside:
+        inside.chdir(top)
+        for _ in range(1500):
+            Path("a").mkdir()
+            os.chdir("a")
+    try:
+        outcome = train("--max-steps", 1, "--overwrite")
+        assert f"holds {name.split('/')[0]}, not written by mlxtune: move it away" in outcome.error
+    finally:
+        subprocess.run(["rm", "-rf", top], check=True)
 
 
 def _more(out: Path) -> None:

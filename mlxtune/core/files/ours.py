@@ -16,6 +16,9 @@ from pathlib import Path
 
 # Left in a folder by the systems that show it, and of no value to anybody.
 _LITTER = {".DS_Store"}
+# No run nests folders nearly as deeply, and Python's own removal of a tree recurses.
+_MOST_LEVELS = 100
+_TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} deep"
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -104,14 +107,31 @@ def entries(folder: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, Path]:
-    """Return all below a folder that is no folder, by relative path. Raises OSError."""
+    """Return all below a folder that is no folder, by relative path. Raises NotOurs or OSError."""
     found: dict[str, Path] = {}
-    for path in entries(folder):
-        if is_folder(path):
-            found |= {f"{path.name}/{name}": each for name, each in contents(path).items()}
-        else:
-            found[path.name] = path
-    return found
+    level = [folder]
+    for _ in range(_MOST_LEVELS):
+        below = []
+        for path in (path for each in level for path in entries(each)):
+            if is_folder(path):
+                below.append(path)
+            else:
+                found[path.relative_to(folder).as_posix()] = path
+        if not below:
+            return dict(sorted(found.items()))
+        level = below
+    raise NotOurs(folder, _TOO_DEEP)
+
+
+def is_shallow(folder: Path) -> bool:
+    """Return whether the folders in a folder are not nested too deeply to be removed."""
+    try:
+        contents(folder)
+    except NotOurs:
+        return False
+    except OSError:
+        pass  # whoever reads or removes it names the problem
+    return True
 
 
 def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
@@ -137,8 +157,13 @@ def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
 def discard(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder that is known to be ours, and all in it.
 
-    Links in it are removed, and not followed. Raises OSError.
+    Links in it are removed, and not followed. Raises NotOurs if folders are nested
+    too deeply; OSError.
     """
+    if is_folder(folder) and not is_shallow(folder):
+        if ignore_errors:
+            return
+        raise NotOurs(folder, _TOO_DEEP)
     shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 

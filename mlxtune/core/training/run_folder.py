@@ -17,6 +17,7 @@ from mlxtune.core.files.ours import (
     is_empty,
     is_folder,
     is_ours,
+    is_shallow,
     move,
     remove_file,
 )
@@ -210,8 +211,10 @@ def _is_run(folder: Path) -> bool:
 def _is_of_a_run(path: Path) -> bool:
     if is_named_checkpoint(path):
         return not _is_strange(path)
-    # Trackers choose the names of their files.
-    return is_folder(path) if path.name in _TRACKERS else path.name in _FILES and is_ours(path)
+    if path.name in _TRACKERS:
+        # Trackers choose the names of their files.
+        return is_folder(path) and is_shallow(path)
+    return path.name in _FILES and is_ours(path)
 
 
 def archive_previous_run(run: Path) -> Path | None:

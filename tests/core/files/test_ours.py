@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -198,3 +199,24 @@ def test_folder_is_removed_only_where_every_file_is_known_and_ours(
 def test_temporary_files_of_other_programs_have_other_names(name: str) -> None:
     assert not is_temporary(Path(name))
     assert is_temporary(Path(ours.temporary_name(name)))
+
+
+def test_folders_nested_too_deeply_are_neither_read_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    top = folder = tmp_path / "top"
+    for _ in range(1500):
+        folder.mkdir()
+        os.chdir(folder)
+        folder = Path("a")
+    os.chdir(tmp_path)
+    try:
+        with pytest.raises(NotOurs, match="nested more than 100 deep"):
+            ours.contents(top)
+        with pytest.raises(NotOurs, match="nested more than 100 deep"):
+            ours.discard(top)
+        ours.discard(top, ignore_errors=True)
+        assert top.is_dir()
+    finally:
+        subprocess.run(["rm", "-rf", top], check=True)
