@@ -139,6 +139,20 @@ def test_what_cannot_be_taken_is_named(
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize("shape", [(1,), (63,), (64, 1)])
+def test_magnitudes_of_another_shape_are_refused(
+    cli: Cli, model: Path, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    theirs = peft_folder(tmp_path / "theirs", use_dora=True)
+    file = theirs / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector"
+    safetensors.numpy.save_file(tensors | {name: np.ones(shape, np.float32)}, file)
+    outcome = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
+    assert f"has DoRA magnitudes of shape {shape}, its projection needs (64,)" in outcome.error
+    assert not (tmp_path / "ours").exists()
+
+
 def test_pattern_that_would_take_for_ever_to_match_is_given_up(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

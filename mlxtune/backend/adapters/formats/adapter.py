@@ -151,6 +151,16 @@ def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int
 def check_fits(module: nn.Module, update: Update, name: str) -> None:
     """Raise ModelError if an update's shapes are not those for its projection."""
     check_shapes_fit(module, (update.a.shape, update.b.shape), name)
+    check_magnitudes(update, name)
+
+
+def check_magnitudes(update: Update, name: str) -> None:
+    """Raise ModelError unless an update has one magnitude for each row, or none."""
+    rows = update.b.shape[-1:]
+    if update.m is not None and (update.of_experts or update.m.shape != rows):
+        raise ModelError(
+            f"{name}: has DoRA magnitudes of shape {update.m.shape}, its projection needs {rows}"
+        )
 
 
 def check_shapes_fit(

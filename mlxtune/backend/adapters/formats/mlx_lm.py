@@ -23,6 +23,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
+    check_magnitudes,
     check_shapes_fit,
     path_in_layer,
 )
@@ -47,12 +48,15 @@ def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adap
                 module, (header[f"{name}.lora_a"].shape, header[f"{name}.lora_b"].shape), name
             )
     tensors = read_tensors(weights)
+    updates = {
+        name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
+        for name in names
+    }
+    for name, update in updates.items():
+        check_magnitudes(update, name)
     return Adapter(
         scale=info.scale,
-        modules={
-            name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
-            for name in names
-        },
+        modules=updates,
         num_layers=info.num_layers or -1,
         dropout=info.dropout,
         model=info.model,
