@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,12 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ({"rank_pattern": {"(" * 900: 2}}, "has no valid r and lora_alpha"),
         ({"rank_pattern": {"x" * 2000: 2}}, "is too long, or repeats too much"),
         ({"alpha_pattern": {"((x{60000}){60000}){60000}": 2}}, "repeats too much"),
+        ({"alpha_pattern": dict.fromkeys(map(str, range(1001)), 2)}, "1,001 patterns, more than"),
+        ({"lora_alpha": 1e38}, "lora_alpha 1e+38 is out of range"),
+        ({"lora_alpha": 1e308}, "lora_alpha 1e+308 is out of range"),
+        ({"lora_alpha": "nan"}, "lora_alpha nan is out of range"),
+        ({"target_parameters": 5}, "target_parameters must be a list of names"),
+        ({"target_parameters": [["x"]]}, "target_parameters must be a list of names"),
         ({"alpha_pattern": {"(?R)": 2}}, "the pattern (?R) is invalid"),
         ({"use_dora": True}, "lora_magnitude_vector"),
         ({"base_model_name_or_path": "no such/model at all"}, "give --model-path"),
@@ -166,6 +173,40 @@ def test_pattern_that_would_take_for_ever_to_match_is_given_up(
     error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
     assert time.process_time() - began < 10
     assert "takes too long to match" in error
+
+
+def test_patterns_that_take_long_to_compile_are_given_up(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.adapters.formats import peft
+
+    compiled = []
+    compile_ = re.compile
+
+    def slowly(pattern: str) -> re.Pattern[str]:
+        compiled.append(pattern)
+        time.sleep(0.06)
+        return compile_(pattern)
+
+    theirs = peft_folder(tmp_path / "theirs", alpha_pattern=dict.fromkeys(map(str, range(99)), 2))
+    monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.1)
+    monkeypatch.setattr(peft.re, "compile", slowly)
+    error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
+    assert "takes too long to match" in error
+    assert 1 <= sum(pattern.startswith(r"(.*\.)?(") for pattern in compiled) <= 3
+
+
+@pytest.mark.parametrize("scale", [1e38, 1e308, "nan", "inf"])
+def test_scale_of_mlx_lms_that_no_float32_can_hold_is_refused(
+    cli: Cli, model: Path, tmp_path: Path, scale: Any
+) -> None:
+    mlx_lm_made(model, tmp_path / "theirs")
+    path = tmp_path / "theirs" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["lora_parameters"]["scale"] = scale
+    path.write_text(json.dumps(config))
+    outcome = cli("import", tmp_path / "theirs", "--output", tmp_path / "ours")
+    assert "lora_parameters has no valid rank and scale" in outcome.error
 
 
 def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(

@@ -29,6 +29,8 @@ _NAMES = {
     **{mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16"},
     **{mx.uint64: "U64", mx.uint32: "U32", mx.int32: "I32", mx.uint8: "U8"},
 }
+# Far beyond any use; the products with float32 weights, and ratios of scales, stay finite.
+_LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -118,7 +120,7 @@ def read_info(weights: Path) -> AdapterInfo:
     layers, extra = config.get("num_layers"), config.get("mlxtune")
     try:
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
-        if not 0 < rank < 2**31 or not 0 < scale < float("inf"):
+        if not 0 < rank < 2**31 or not is_valid_scale(scale, rank):
             raise ValueError(f"rank {rank:.6g} and scale {scale:.6g} are out of range")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(
@@ -133,6 +135,11 @@ def read_info(weights: Path) -> AdapterInfo:
         model=str(config.get("model") or ""),
         mlxtune=extra if isinstance(extra, Mapping) else {},
     )
+
+
+def is_valid_scale(scale: float, rank: int) -> bool:
+    """Return whether a scale, and the alpha that it gives, leave float32 room to compute."""
+    return scale > _LEAST_SCALE and scale * rank < _MOST_ALPHA
 
 
 def valid_dropout(path: Path, option: str, value: Any) -> float:

@@ -19,6 +19,7 @@ import regex
 
 from mlxtune.backend.adapters.files import (
     adapter_header,
+    is_valid_scale,
     read_adapter_config,
     read_tensors,
     valid_dropout,
@@ -47,8 +48,8 @@ _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
-# matching: limits of their length, of the time for all, and of counted repeats.
-_LONGEST_PATTERN, _PATTERN_SECONDS = 1000, 3.0
+# matching: limits of their length and number, of the time for all, and of counted repeats.
+_LONGEST_PATTERN, _PATTERN_SECONDS, _MOST_PATTERNS = 1000, 3.0, 1000
 _MOST_COUNTS = 3
 _COUNTS = re.compile(r"\{\d{1,2}(?:,\d{0,2})?\}")
 # Limits of padding unequal ranks: in bytes, and as a multiple of the file's size.
@@ -277,6 +278,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path}: peft_type is {config.get('peft_type')!r:.40}: only LORA is supported"
         )
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+        raise ModelError(f"{path}: target_parameters must be a list of names")
     refused = [name for name in _REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
@@ -348,7 +352,7 @@ def _rank_and_scale(
         default = config["lora_alpha"]
         alpha = float(_by_pattern(config.get("alpha_pattern"), name, default, deadline))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-        if not 0 < scale < math.inf:
+        if not is_valid_scale(scale, rank):
             raise ValueError(f"lora_alpha {alpha} is out of range")
     except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ModelError(
@@ -372,12 +376,16 @@ def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
     """
     if patterns and not isinstance(patterns, Mapping):
         raise ValueError("its patterns are not an object")
+    if len(patterns or ()) > _MOST_PATTERNS:
+        raise ValueError(f"it has {len(patterns):,} patterns, more than {_MOST_PATTERNS:,}")
     for pattern, value in (patterns or {}).items():
         try:
             # Compiling expands counted repeats; nested ones multiply.
             others, counts = _COUNTS.subn("", pattern)
             if len(pattern) > _LONGEST_PATTERN or counts > _MOST_COUNTS or "{" in others:
                 raise ValueError(f"the pattern {pattern:.80} is too long, or repeats too much")
+            if time.monotonic() > deadline:
+                raise TimeoutError
             # `re` first: PEFT rejects what only `regex` accepts.
             whole = re.compile(rf"(.*\.)?({pattern})$").pattern
             left = max(deadline - time.monotonic(), 0.001)
