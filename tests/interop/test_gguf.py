@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import safetensors.numpy
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
 
 from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
+from mlxtune.backend.adapters.formats.adapter import Update  # noqa: E402
+from mlxtune.backend.adapters.formats.gguf import orders  # noqa: E402
+from mlxtune.backend.model.loading import load_base  # noqa: E402
 from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
 from tests.long.architectures import ARCHITECTURES  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
@@ -126,6 +130,19 @@ def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
     for name, tensor in expected.items():
         assert written[name].tensor_type == gguf.GGMLQuantizationType.F32
         np.testing.assert_array_equal(written[name].data, tensor)
+
+
+def test_heads_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    base = load_base(model, "float32")
+    rows = np.arange(len(base.model.layers[0].self_attn.q_proj.weight))
+    update = Update(np.zeros((64, 2), np.float32), np.zeros((2, len(rows)), np.float32))
+    other = replace(base, text_config={"num_attention_heads": 8})
+    _, order = orders("model.layers.0.self_attn.q_proj", update, other)
+    np.testing.assert_array_equal(order, interleaved(rows, HEADS["q_proj"]))
+    none = replace(update, b=update.b[:, :-1])
+    with pytest.raises(ModelError, match="which are not whole heads of 16"):
+        orders("model.layers.0.self_attn.q_proj", none, base)
 
 
 def test_model_that_llama_cpp_is_not_written_for_is_an_error(tmp_path: Path) -> None:

@@ -119,9 +119,7 @@ def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
     columns, rows = np.arange(len(update.a)), np.arange(update.b.shape[1])
     name, config = module.rsplit(".", 1)[-1], base.text_config
     if ARCHITECTURES[base.model_type] == "llama" and name in ("q_proj", "k_proj"):
-        heads = config["num_attention_heads"]
-        if name == "k_proj":
-            heads = config.get("num_key_value_heads") or heads
+        heads = _heads(module, len(rows), base)
         rows = rows.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
     if ".linear_attn." in module:
         keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -136,6 +134,18 @@ def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
             first = 2 * keys * config["linear_key_head_dim"] if name == "in_proj_qkv" else 0
             rows[first:] = tiled(rows[first:])
     return columns, rows
+
+
+def _heads(module: str, rows: int, base: BaseModel) -> int:
+    """Return the number of heads of a projection, by the attention that mlx-lm has made.
+
+    The config may give another number in a part that mlx-lm does not read.
+    """
+    attention = dict(base.model.named_modules())[module.rpartition(".")[0]]
+    head_dim = getattr(attention, "head_dim", 0)
+    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % 2 or rows % head_dim:
+        raise ModelError(f"{module}: has {rows} rows, which are not whole heads of {head_dim}")
+    return rows // head_dim
 
 
 def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
