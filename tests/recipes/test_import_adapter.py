@@ -209,6 +209,21 @@ def test_scale_of_mlx_lms_that_no_float32_can_hold_is_refused(
     assert "lora_parameters has no valid rank and scale" in outcome.error
 
 
+def test_scales_too_different_for_one_are_refused(cli: Cli, model: Path, tmp_path: Path) -> None:
+    theirs = peft_folder(tmp_path / "theirs", lora_alpha=1e29, alpha_pattern={"k_proj": 1e-7})
+    file = theirs / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.{}.{}.weight"
+    tensors |= {
+        name.format("k_proj", "lora_A"): np.ones((2, 64), np.float32),
+        name.format("k_proj", "lora_B"): np.ones((32, 2), np.float32),
+        name.format("q_proj", "lora_B"): np.full((64, 2), 1e4, np.float32),
+    }
+    safetensors.numpy.save_file(tensors, file)
+    outcome = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
+    assert "differ too much for one scale" in outcome.error
+
+
 def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

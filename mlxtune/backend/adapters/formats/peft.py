@@ -160,7 +160,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
     header, deadline = adapter_header(weights), _deadline()
     parts = _parts(weights, header, dora=bool(config.get("use_dora")))
     experts = _expert_parts(config, parts, model_type)
-    names = _match(parts.keys() - experts.keys(), modules, "the base model")
+    names = _match(sorted(parts.keys() - experts.keys()), modules, "the base model")
     _check_sizes(header, parts, names, modules)
     tensors = {name: np.array(value) for name, value in read_tensors(weights).items()}
     found: dict[str, tuple[Update, float]] = {}
@@ -414,5 +414,8 @@ def _padded(update: Update, rank: int, factor: float) -> Update:
     def pad(x: Matrix, axis: int) -> Matrix:
         return np.pad(x, [(0, (rank - update.rank) * (axis == i)) for i in range(x.ndim)])
 
-    b = update.b if factor == 1 else update.b * np.float32(factor)
+    with np.errstate(over="ignore"):
+        b = update.b if factor == 1 else update.b * np.float32(factor)
+    if not np.isfinite(b).all():
+        raise ModelError("the scales of the adapter's modules differ too much for one scale")
     return Update(pad(update.a, 1), pad(b, 2 if update.of_experts else 0), update.m)
