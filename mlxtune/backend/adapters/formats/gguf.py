@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,12 +118,13 @@ def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
     Source: LlamaModel.permute and _LinearAttentionVReorderBase in llama.cpp's conversion/.
     """
     columns, rows = np.arange(len(update.a)), np.arange(update.b.shape[1])
-    name, config = module.rsplit(".", 1)[-1], base.text_config
+    name = module.rsplit(".", 1)[-1]
     if ARCHITECTURES[base.model_type] == "llama" and name in ("q_proj", "k_proj"):
         heads = _heads(module, len(rows), base)
         rows = rows.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
     if ".linear_attn." in module:
-        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        attention = _parent(module, base)
+        keys, values = attention.num_k_heads, attention.num_v_heads
 
         def tiled(order: Order) -> Order:
             return order.reshape(keys, values // keys, -1).swapaxes(0, 1).ravel()
@@ -131,9 +133,13 @@ def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
             columns = tiled(columns)
         else:
             # Queries and keys come before the values.
-            first = 2 * keys * config["linear_key_head_dim"] if name == "in_proj_qkv" else 0
+            first = 2 * keys * attention.head_k_dim if name == "in_proj_qkv" else 0
             rows[first:] = tiled(rows[first:])
     return columns, rows
+
+
+def _parent(module: str, base: BaseModel) -> Any:
+    return dict(base.model.named_modules())[module.rpartition(".")[0]]
 
 
 def _heads(module: str, rows: int, base: BaseModel) -> int:
@@ -141,8 +147,7 @@ def _heads(module: str, rows: int, base: BaseModel) -> int:
 
     The config may give another number in a part that mlx-lm does not read.
     """
-    attention = dict(base.model.named_modules())[module.rpartition(".")[0]]
-    head_dim = getattr(attention, "head_dim", 0)
+    head_dim = getattr(_parent(module, base), "head_dim", 0)
     if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % 2 or rows % head_dim:
         raise ModelError(f"{module}: has {rows} rows, which are not whole heads of {head_dim}")
     return rows // head_dim
