@@ -1,5 +1,6 @@
 """What a config.json contradicts: itself, what it may be, or the weights beside it."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +20,10 @@ _COUNT = re.compile(
     r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|num_experts_per_tok|(?:\w+_)?head_dim"
     r"|(?:\w+_)?(?:hidden|intermediate|vocab)_size"
 )
+# One number for the whole model, never a list of them.
+_SINGLE = ("vocab_size", "hidden_size", "max_position_embeddings")
+# Mamba's time_step_limit may end at infinity.
+_FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
 # Digits of a number that is text.
 _LONGEST_NUMBER = 20
 # The parameters of MLX's formats for quantised weights.
@@ -58,6 +63,19 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
             problems = list(_no_counts(part))
             yield from problems or _contradictions(part)
             yield from _unknown_formats(part)
+    yield from _senseless(config)
+
+
+def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the factors at any depth that are not finite, or negative where none may be."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _senseless(value)
+        elif type(value) in (int, float) and _FINITE.fullmatch(name):
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{name} is {value}, not a finite number"
+            elif value < 0 and name.endswith(("eps", "epsilon", "theta")):
+                yield f"{name} is {value}, less than 0"
 
 
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
@@ -86,6 +104,16 @@ def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} is {value}, less than 0"
             elif value > _WIDEST:
                 yield f"{name} is more than {_WIDEST:,}"
+        elif (isinstance(value, list) and name in _SINGLE) or (
+            name == "max_position_embeddings" and isinstance(value, str | Mapping)
+        ):
+            yield f"{name} is not an integer: {value!r:.40}"
+        elif isinstance(value, list) and name in _USED and not _integers(value):
+            yield f"{name} is not a list of integers: {value!r:.40}"
+
+
+def _integers(values: list[Any]) -> bool:
+    return bool(values) and all(type(each) is int for each in values)
 
 
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:

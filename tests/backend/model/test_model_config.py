@@ -33,6 +33,7 @@ SOUND = {
     "qwen3.5": {"text_config": {"num_experts": 0, "num_experts_per_tok": 0, "num_heads": 4}},
     "jamba without experts": {"num_experts": 1, "num_experts_per_tok": 2},
     "openelm": {"num_query_heads": [12, 16], "num_kv_heads": [3, 4]},
+    "mamba 2": {"time_step_limit": [0.0, float("inf")], "layer_norm_epsilon": 1e-5},
     "gemma 3n": {"vocab_size_per_layer_input": 262_144},
     "large experts": {"shared_expert_intermediate_size": 20_480},
     "awq": {"quantization_config": {"group_size": -1}, "vision_config": {"num_heads": "many"}},
@@ -52,6 +53,19 @@ def test_sound_config_has_no_problems(config: dict[str, Any]) -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is more than 10,000"),
         ({"text_config": {"n_routed_experts": 10**8}}, "n_routed_experts is more than 10,000"),
         ({"hidden_size": "64"}, "hidden_size is not an integer: '64'"),
+        ({"text_config": {"vocab_size": [320]}}, "vocab_size is not an integer: [320]"),
+        ({"hidden_size": [64]}, "hidden_size is not an integer: [64]"),
+        (
+            {"max_position_embeddings": ["many"]},
+            "max_position_embeddings is not an integer: ['many']",
+        ),
+        ({"moe_topk": ["two"]}, "moe_topk is not a list of integers: ['two']"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a finite number"),
+        (
+            {"text_config": json.loads('{"rope_theta": 1e999}')},
+            "rope_theta is inf, not a finite number",
+        ),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0, less than 0"),
         ({"num_experts": 4.5}, "num_experts is not an integer: 4.5"),
         ({"text_config": {"head_dim": -1}}, "head_dim is -1, less than 0"),
         (
