@@ -19,7 +19,7 @@ from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
-from mlxtune.errors import MlxTuneError
+from mlxtune.errors import MlxTuneError, ModelError
 
 # Prompts in a batch.
 _AT_ONCE = 32
@@ -119,7 +119,7 @@ class Generator:
         """Generate an answer; `on_text` is called with its text as it comes, in whole characters.
 
         `should_stop` is called after each token, and while a long prompt is read; the answer then
-        ends there. Raises MemoryLimitError or GpuError.
+        ends there. Raises MemoryLimitError, GpuError, or ModelError for logits that are no numbers.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -185,7 +185,13 @@ class Generator:
             prompt_progress_callback=on_progress,
         )
         with _faults_as_errors():
-            for token, _ in steps:
+            for number, (token, logprobs) in enumerate(steps):
+                # Logits of minus infinity are sound: they rule tokens out.
+                if number == 0 and mx.isnan(logprobs).any().item():
+                    raise ModelError(
+                        "the model's logits are not finite numbers: its weights or its adapter "
+                        "are broken: download them again, or name another adapter"
+                    )
                 yield int(token)
 
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:

@@ -25,7 +25,7 @@ from mlxtune.backend.text.generate import Generator, Sampling, answers, seed
 from mlxtune.backend.text.tokenizer import load_tokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import text_of
-from mlxtune.errors import MemoryLimitError
+from mlxtune.errors import MemoryLimitError, ModelError
 from tests.models import sums, write_chat, write_model
 
 GREEDY = Sampling(max_new_tokens=24)
@@ -307,3 +307,10 @@ def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> N
     tokens, compiles = done.stdout.splitlines()
     assert len(json.loads(tokens)) == 3
     assert compiles == "compiles"
+
+
+def test_logits_that_are_no_numbers_end_in_one_line(folder: Path) -> None:
+    model = load_base(folder, "float32").model
+    model.model.norm.weight = model.model.norm.weight * float("nan")
+    with pytest.raises(ModelError, match="the model's logits are not finite numbers"):
+        Generator(model, Bytes(), 320).answer(Prompt((1, 2, 3), None), GREEDY)
