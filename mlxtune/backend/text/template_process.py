@@ -107,7 +107,7 @@ class TemplateProcess:
             if not reply.endswith(b"\n"):
                 full = len(reply) == asked.longest
                 raise Harmful(_TOO_LARGE if full else _why(child.why_ended(), asked.seconds))
-            replies = [(str(kind), str(text)) for kind, text in json.loads(reply)]
+            replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
             for request, (_, text) in zip(asked.requests, replies, strict=True):
                 if len(text) > _ALWAYS + _GROWTH * len(request):
                     raise Harmful(_TOO_LARGE)
@@ -132,6 +132,18 @@ class TemplateProcess:
 
     def _new(self) -> LimitedProcess:
         return LimitedProcess(Path(template_child.__file__), self._memory)
+
+
+def _whole(kind: str, text: str) -> Reply:
+    """Return a reply, or a refusal for text that UTF-8, and so a tokenizer, cannot hold."""
+    if text.isascii():
+        return kind, text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"it writes half of a surrogate pair, U+{ord(text[error.start]):04X}"
+        return (REFUSED if kind == TEXT else kind), half
+    return kind, text
 
 
 def _why(ended: str, seconds: float) -> str:

@@ -533,3 +533,13 @@ def test_value_that_is_not_json_becomes_the_placeholder_of_transformers() -> Non
     source = "{{ messages }}"
     (expected,), _ = render_jinja_template([messages], chat_template=source)
     assert ChatTemplate({"default": source}, {})(messages) == expected
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(BadRow, match=r"half of a surrogate pair, U\+D800"):
+        ChatTemplate({"default": "{{ '\\ud800' }}"}, {})(MESSAGES)
+
+
+def test_whole_surrogate_pair_is_text(process: TemplateProcess) -> None:
+    request = json.dumps({"conversations": [MESSAGES]})
+    assert process.render("{{ '\U0001f600' }}", [request]) == [(TEXT, "\U0001f600")]
