@@ -25,7 +25,6 @@ from mlxtune.backend.model.layers import (
 )
 from mlxtune.backend.model.model_config import misfit
 from mlxtune.backend.model.model_folder import (
-    NOT_TEXT,
     check_weights,
     read_config,
     weight_names,
@@ -39,6 +38,7 @@ from mlxtune.backend.model.quantize import (
     read_one_by_one,
 )
 from mlxtune.backend.model.timed_products import TimedProducts, time_products
+from mlxtune.backend.model.weight_headers import NOT_TEXT
 from mlxtune.core.text import count, short_number
 from mlxtune.errors import ModelError, one_line
 

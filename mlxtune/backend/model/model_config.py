@@ -27,7 +27,7 @@ _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|mul
 # Digits of a number that is text.
 _LONGEST_NUMBER = 20
 # The parameters of MLX's formats for quantised weights.
-_FORMATS: dict[str, tuple[Any, ...]] = {
+FORMATS: dict[str, tuple[Any, ...]] = {
     "group_size": (16, 32, 64, 128),
     "bits": (2, 3, 4, 5, 6, 8),
     "mode": ("affine", "mxfp4", "mxfp8", "nvfp4"),
@@ -133,7 +133,7 @@ def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown_format(where: str, values: Mapping[str, Any]) -> Iterator[str]:
-    for name, known in _FORMATS.items():
+    for name, known in FORMATS.items():
         if name in values and values[name] not in known:
             yield f"{where} has a {name} of {values[name]!r:.40}, not {', '.join(map(str, known))}"
 

@@ -14,18 +14,17 @@ from typing import Any
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxtune.backend.model.model_config import LAYERS, config_problems, counts
+from mlxtune.backend.model.weight_headers import weight_problems
 from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
 from mlxtune.core.files import sizes
 from mlxtune.core.files.scratch import linked_folder
-from mlxtune.core.files.tensor_files import read_header
+from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.errors import ModelError, one_line
 from mlxtune.hub.answers import check_answers
 from mlxtune.hub.client import reason
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
-# In the names of what encodes images and sound beside a language model.
-NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -205,8 +204,11 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
     mlx-lm would crash, or make layers until memory runs out.
     """
-    if not (tensors := len(weight_names(folder))):
+    found = _tensors(folder)
+    if not (tensors := len(found)):
         raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
+    if problem := next(weight_problems(found, config), None):
+        raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
     for name, count in counts(config, LAYERS):
         if count > tensors:
             raise ModelError(
@@ -217,15 +219,25 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 def weight_names(folder: Path) -> list[str]:
     """Return the names of the tensors in a model folder, from their headers. Raises ModelError."""
-    names: list[str] = []
+    return list(_tensors(folder))
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
-            names += read_header(path).tensors
+            found = read_header(path).tensors
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"{path}: cannot be read: {one_line(error)}: download it again"
             ) from error
-    return names
+        if twice := tensors.keys() & found.keys():
+            raise ModelError(
+                f"{path}: has {min(twice):.100}, which another weight file beside it has too: "
+                "remove the file that does not belong to the model"
+            )
+        tensors |= found
+    return tensors
 
 
 def vocab_size(folder: Path) -> int:
