@@ -134,7 +134,7 @@ def test_folders_nested_thousands_deep_are_refused_in_one_line(
         outcome = train("--max-steps", 1, "--overwrite")
         assert f"holds {name.split('/')[0]}, not written by mlxtune: move it away" in outcome.error
     finally:
-        subprocess.run(["rm", "-rf", top], check=True)
+        subprocess.run(["rm", "-rf", run], check=True)
 
 
 def _more(out: Path) -> None:
