@@ -46,7 +46,6 @@ class Interrupts:
                 pass
 
 sys.meta_path.insert(0, Interrupts())
-sys.modules.pop("warnings", None)
 """
 
 
