@@ -32,7 +32,6 @@ MODULES = [
     "mlxtune.core.machine.blas",
     "click",
     "mlxtune.cli.commands",
-    "warnings",
 ]
 INTERRUPTS = """
 import os, signal, sys

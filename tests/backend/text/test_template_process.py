@@ -316,8 +316,8 @@ def test_date_is_todays(process: TemplateProcess) -> None:
     )
 
 
-def test_text_that_is_no_unicode_comes_back_as_it_is(process: TemplateProcess) -> None:
-    messages = [{"role": "user", "content": "\ud800 \n\r\u2028 😀"}]
+def test_text_of_any_characters_comes_back_as_it_is(process: TemplateProcess) -> None:
+    messages = [{"role": "user", "content": "\x00 \n\r\u2028 😀"}]
     assert render(process, "{{ messages[0].content }}", messages) == (TEXT, messages[0]["content"])
 
 
