@@ -18,7 +18,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 
 def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the language model's tensors, naming them."""
+    """Yield the problems of the language model's tensors by name."""
     quantised = isinstance(config.get("quantization"), Mapping)
     for name, info in tensors.items():
         if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):

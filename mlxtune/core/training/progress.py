@@ -215,7 +215,7 @@ def record_values(record: Record) -> dict[str, Any]:
 
 
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:
-    """Yield the record of each line of metrics.jsonl, or what is wrong with it.
+    """Yield the record of each line of metrics.jsonl, or the problem with it.
 
     Raises TooLarge for more lines than a run has, of those that are no numbers of steps.
     """
