@@ -34,6 +34,8 @@ from mlxtune.terminal.output import print_line
 
 # Seconds for the main thread to end by itself once another rank is gone.
 _GRACE = 3.0
+# Seconds in which the end of another rank's connection is seen.
+_MOMENT = 0.5
 # What the ranks of a run have in common, and the error if they have not.
 _COMMON = {
     "versions": "runs other versions ({}): install the same on all machines",
@@ -167,6 +169,8 @@ def joined(config: TrainConfig) -> Iterator[Joined]:
         console.say("Ranks", f"{ranks.size} on {len(set(machines))} machine(s)")
         try:
             yield joint
+        except ConfigError:
+            raise
         except TrainingInterrupted as interrupt:
             # Once one has ended, mlx.launch ends the others, saved or not.
             ranks.wait()
@@ -174,14 +178,12 @@ def joined(config: TrainConfig) -> Iterator[Joined]:
                 # Rank 0 says where the run was saved.
                 raise SystemExit(128 + interrupt.signal) from None
             raise
-        except MlxTuneError as error:
-            if ranks.rank and not isinstance(error, ConfigError):
+        except Exception as error:
+            if (lost := watch.found(error)) is not None:
+                raise RankError(lost) from error
+            if ranks.rank and isinstance(error, MlxTuneError):
                 error.args = (f"rank {ranks.rank}: {error}",)
             raise
-        except RuntimeError as error:
-            if (lost := watch.found(str(error))) is None:
-                raise
-            raise RankError(lost) from error
 
 
 def _alike(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -235,13 +237,13 @@ class _Watch:
         self._found.set()
         self._heartbeat.close()
 
-    def found(self, error: str) -> str | None:
-        """Return what to say of an error of MLX's, if it is that another rank is gone."""
+    def found(self, error: Exception) -> str | None:
+        """Return what to say of an error, if it is that another rank is gone."""
         self._found.set()
-        if "[ring]" not in error and self._heartbeat.lost is None:
-            return None
-        self._heartbeat.wait_for_loss(_GRACE)
-        return self._line()
+        # What MLX's ring returned after a loss may have led to an error of any kind.
+        of_ring = "[ring]" in str(error)
+        self._heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
+        return self._line() if of_ring or self._heartbeat.lost is not None else None
 
     def _line(self) -> str:
         lost = self._heartbeat.lost

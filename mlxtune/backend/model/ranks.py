@@ -13,6 +13,9 @@ from mlxtune.core.machine.ranks import launched_several
 from mlxtune.core.steps.deal import deal
 from mlxtune.errors import RankError
 
+# Bytes of the number before what is gathered, and of a text's size.
+_NUMBER_SIZE = 8
+
 
 class Ranks:
     """A group of ranks; without one, this process alone.
@@ -29,6 +32,7 @@ class Ranks:
         self._asked = [False, False]
         self._agreed = [False, False]
         self._waits_to_save = False
+        self._gathered = 0
 
     @classmethod
     def launched(cls, *, tensor: bool = False) -> "Ranks":
@@ -91,15 +95,14 @@ class Ranks:
         return np.array(summed).view(np.float64)
 
     def texts(self, own: str) -> list[str]:
-        """Return the texts of all ranks, by rank."""
+        """Return the texts of all ranks, by rank. Raises RankError where one is gone."""
         if self.size == 1:
             return [own]
-        data = np.frombuffer(own.encode(), np.uint8)
-        sizes = self._gather(np.array([len(data)], np.int32))[:, 0].tolist()
-        padded = np.zeros(max(*sizes, 1), np.uint8)
-        padded[: len(data)] = data
-        rows = self._gather(padded)
-        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+        data = own.encode()
+        sizes = self._gather(len(data).to_bytes(_NUMBER_SIZE, "big"))
+        lengths = [int.from_bytes(size, "big") for size in sizes]
+        rows = self._gather(data.ljust(max(lengths), b"\0"))
+        return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     def check_same(self, tree: Any, step: int) -> None:
         """Raise RankError if the adapter after a step, a tree of arrays, is not the same on all."""
@@ -167,9 +170,20 @@ class Ranks:
             before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
         ]
 
-    def _gather(self, own: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        found = mx.distributed.all_gather(mx.array(own)[None], group=self.group)
-        return np.array(found)
+    def _gather(self, own: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, as many from each.
+
+        Raises RankError where one is gone: MLX's ring then returns whatever the memory held, so
+        what is gathered begins with the number of the call.
+        """
+        self._gathered += 1
+        number = self._gathered.to_bytes(_NUMBER_SIZE, "big")
+        mine = mx.array(np.frombuffer(number + own, np.uint8))[None]
+        found = np.array(mx.distributed.all_gather(mine, group=self.group))
+        rows = [row.tobytes() for row in found]
+        if not all(row.startswith(number) for row in rows):
+            raise RankError("another rank is gone, or is not where this one is")
+        return [row[_NUMBER_SIZE:] for row in rows]
 
 
 ALONE = Ranks()
