@@ -6,9 +6,9 @@
     from mlxtune import InspectConfig, inspect
     inspection = inspect(InspectConfig(model_path="…", data="chat.jsonl"))
 
-Also public: `StepHistory` and `TrainingMetrics` of mlxtune.core.training.metrics, `StepProfiler` of
-mlxtune.core.training.profile, `reserve` and `reservations` of mlxtune.core.machine.reservation, and
-`NF4Linear`, `quantize` and `dequantize` of mlxtune.backend.model.nf4.
+Also public: `StepHistory` and `TrainingMetrics` of mlxtune.core.run.metrics, `StepProfiler` of
+mlxtune.core.run.profile, `reserve` and `reservations` of mlxtune.core.machine.reservation, and
+`NF4Linear`, `quantize` and `dequantize` of mlxtune.backend.models.nf4.
 
 Recipes and classes are imported on first use, so that `import mlxtune` and `mlxtune --help` start
 without mlx and numpy, and `mlxtune.core` works where mlx is not installed. On Linux, importing
@@ -51,25 +51,25 @@ from mlxtune.errors import (
 
 if TYPE_CHECKING:
     from mlxtune.backend.step.pipeline import InstructPipeline
+    from mlxtune.commands.evaluate import evaluate
+    from mlxtune.commands.export import export
+    from mlxtune.commands.fuse import fuse
+    from mlxtune.commands.generate import generate
+    from mlxtune.commands.import_adapter import import_adapter
+    from mlxtune.commands.inspect import inspect
+    from mlxtune.commands.proof import ExportResult
+    from mlxtune.commands.push import push
+    from mlxtune.commands.report import report
+    from mlxtune.commands.runs import runs
+    from mlxtune.commands.train import TrainResult, resume, train
+    from mlxtune.commands.verify import verify
     from mlxtune.core.data.encode import Example
     from mlxtune.core.data.inspection import Inspection
-    from mlxtune.core.training.evaluation import Evaluation
-    from mlxtune.core.training.metrics import InstructTrainResult
+    from mlxtune.core.run.evaluation import Evaluation
+    from mlxtune.core.run.metrics import InstructTrainResult
     from mlxtune.core.training.trainer import InstructTrainer
-    from mlxtune.recipes.doctor import doctor
-    from mlxtune.recipes.evaluate import evaluate
-    from mlxtune.recipes.export import export
-    from mlxtune.recipes.fuse import fuse
-    from mlxtune.recipes.generate import generate
-    from mlxtune.recipes.import_adapter import import_adapter
-    from mlxtune.recipes.inspect import inspect
-    from mlxtune.recipes.prove import prove
-    from mlxtune.recipes.push import push
-    from mlxtune.recipes.report import report
-    from mlxtune.recipes.runs import runs
-    from mlxtune.recipes.train import TrainResult, resume, train
-    from mlxtune.recipes.verify import verify
-    from mlxtune.setup.proof import ExportResult
+    from mlxtune.diagnosis.doctor import doctor
+    from mlxtune.diagnosis.prove import prove
 
 __all__ = [
     "ConfigError",
@@ -116,21 +116,22 @@ __all__ = [
     "verify",
 ]
 
-_RECIPES = (
-    *("doctor", "evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
-    *("prove", "push", "report", "runs", "train", "verify"),
+_COMMANDS = (
+    *("evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
+    *("push", "report", "runs", "train", "verify"),
 )
 _LAZY = {
-    "Evaluation": "mlxtune.core.training.evaluation",
+    "Evaluation": "mlxtune.core.run.evaluation",
     "Example": "mlxtune.core.data.encode",
-    "ExportResult": "mlxtune.setup.proof",
+    "ExportResult": "mlxtune.commands.proof",
     "Inspection": "mlxtune.core.data.inspection",
     "InstructPipeline": "mlxtune.backend.step.pipeline",
-    "InstructTrainResult": "mlxtune.core.training.metrics",
+    "InstructTrainResult": "mlxtune.core.run.metrics",
     "InstructTrainer": "mlxtune.core.training.trainer",
-    "TrainResult": "mlxtune.recipes.train",
-    "resume": "mlxtune.recipes.train",
-    **{name: f"mlxtune.recipes.{name}" for name in _RECIPES},
+    "TrainResult": "mlxtune.commands.train",
+    "resume": "mlxtune.commands.train",
+    **{name: f"mlxtune.commands.{name}" for name in _COMMANDS},
+    **{name: f"mlxtune.diagnosis.{name}" for name in ("doctor", "prove")},
 }
 
 

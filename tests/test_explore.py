@@ -32,8 +32,8 @@ def test_default_run_draws_the_same_examples_and_knows_no_clock() -> None:
 
 def test_property_tests_are_found() -> None:
     found = property_tests()
-    assert "tests/core/reports/test_axis.py" in found
-    assert "tests/core/reports/test_run_text.py" not in found
+    assert "tests/views/pages/test_axis.py" in found
+    assert "tests/views/test_run_text.py" not in found
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """The commands of docs/first-boot.md exist, and what could go wrong in them is simulated.
 
-Elsewhere: kernels that raise (tests/backend/measure/test_kernel_proofs.py) and end a run
+Elsewhere: kernels that raise (tests/diagnosis/test_kernel_proofs.py) and end a run
 (tests/cli/test_gpu_faults.py), a proof on a busy machine, one that fails, and Ctrl-C
-(tests/recipes/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py), no
-fused attention for a gradient (tests/backend/mixers/test_attention.py), a machine without a library
-(tests/test_package.py).
+(tests/diagnosis/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py),
+no fused attention for a gradient (tests/backend/models/mixers/test_attention.py), a machine
+without a library (tests/test_package.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.model import device
+from mlxtune.backend.device import device
 from mlxtune.cli import COMMANDS
 from tests.command import Cli, Outcome, finish, start
 from tests.paths import DATA, DOCS, ROOT

@@ -93,7 +93,7 @@ def test_command_that_does_what_it_must_not_is_found_and_its_files_are_kept(
 ) -> None:
     monkeypatch.chdir(place.cases)
     monkeypatch.setattr(fuzz_cases, "SECONDS", 0.15 if "took" in said else 10)
-    monkeypatch.setattr("mlxtune.recipes.inspect.show", lambda config: fault(place))
+    monkeypatch.setattr("mlxtune.commands.inspect.show", lambda config: fault(place))
     # The first that is inspected.
     results = ((name, run_case(place, SEED, name)) for name in names_of(20, 0))
     name, result = next(each for each in results if each[1]["problem"])
@@ -113,11 +113,11 @@ def test_case_that_ends_or_hangs_its_process_is_named_and_the_others_are_run(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, time\n"
-        "import mlxtune.recipes.inspect\n"
+        "import mlxtune.commands.inspect\n"
         "def show(config):\n"
         "    if 'data-1/' in config.data[0]: os.kill(os.getpid(), signal.SIGSEGV)\n"
         "    if 'data-2/' in config.data[0]: time.sleep(60)\n"
-        "mlxtune.recipes.inspect.show = show\n"
+        "mlxtune.commands.inspect.show = show\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.measure.peers import write_start
-from mlxtune.backend.model.loading import open_base
+from mlxtune.backend.models.loading import open_base
+from mlxtune.benchmark.peers import write_start
+from mlxtune.benchmark.worker import OURS, Job, run_job
 from mlxtune.config import TrainConfig
-from mlxtune.setup.bench_worker import OURS, Job, run_job
 from tests.backend.step.executions import fixed_step
 from tests.long import models_table
 from tests.long.architectures import ARCHITECTURES

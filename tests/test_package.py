@@ -24,9 +24,9 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import mlxtune.recipes.train; from mlxtune import train",
-        "import mlxtune, mlxtune.recipes.train; train = mlxtune.train",
-        "from mlxtune.config import TrainConfig; import mlxtune.recipes.train; "
+        "import mlxtune.commands.train; from mlxtune import train",
+        "import mlxtune, mlxtune.commands.train; train = mlxtune.train",
+        "from mlxtune.config import TrainConfig; import mlxtune.commands.train; "
         "from mlxtune import train",
         "from mlxtune import *",
     ],
@@ -39,8 +39,8 @@ def test_recipe_is_the_function_however_it_is_imported(imports: str, name: str) 
 
 
 def test_recipes_stay_the_functions_within_this_process() -> None:
-    import mlxtune.recipes.inspect
-    import mlxtune.recipes.train
+    import mlxtune.commands.inspect
+    import mlxtune.commands.train
 
     assert inspect.isfunction(mlxtune.train)
     assert inspect.isfunction(mlxtune.inspect)
@@ -56,10 +56,10 @@ def test_importing_the_package_loads_neither_mlx_nor_numpy() -> None:
 
 PUBLIC = {
     "mlxtune": ("InstructPipeline", "InstructTrainer", "Example", "generate", "train", "evaluate"),
-    "mlxtune.core.training.metrics": ("StepHistory", "TrainingMetrics"),
-    "mlxtune.core.training.profile": ("StepProfiler",),
+    "mlxtune.core.run.metrics": ("StepHistory", "TrainingMetrics"),
+    "mlxtune.core.run.profile": ("StepProfiler",),
     "mlxtune.core.machine.reservation": ("reserve", "reserve_when_free", "reservations"),
-    "mlxtune.backend.model.nf4": ("NF4Linear", "quantize", "dequantize"),
+    "mlxtune.backend.models.nf4": ("NF4Linear", "quantize", "dequantize"),
 }
 METHODS = {
     "InstructPipeline": ("train_step", "train_batch", "evaluate", "loss_and_gradients"),

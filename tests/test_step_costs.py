@@ -12,7 +12,7 @@ import pytest
 
 from mlxtune.config import BenchConfig
 from mlxtune.errors import MlxTuneError
-from mlxtune.terminal.console import RunConsole
+from mlxtune.views.console import RunConsole
 from tests.long.bench_unsloth import measure
 from tests.models import sums, write_chat
 from tests.paths import ROOT

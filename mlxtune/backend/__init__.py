@@ -9,9 +9,9 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlxtune.backend.model.open_files import check_limit
+from mlxtune.backend.device.open_files import check_limit
 from mlxtune.core.machine.blas import load_blas
-from mlxtune.core.machine.diagnosis import INSTALL_LIBRARY
+from mlxtune.core.machine.checks import INSTALL_LIBRARY
 from mlxtune.errors import ModelError
 
 

@@ -1,4 +1,4 @@
-"""The table of commands: the options, recipe, help and example of each."""
+"""The table of commands: the options, function, help and example of each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,26 +29,26 @@ from mlxtune.errors import ConfigError
 def _from_config(
     name: str,
     kind: type,
-    recipe: str | Callable[..., None],
+    function: str | Callable[..., None],
     help: str,
     example: str,
     *own: click.Option,
     argument: str | None = None,
 ) -> ConfigCommand:
-    """Return a command that calls a recipe with a config, built from flags and a file.
+    """Return a command that calls a function with a config, built from flags and a file.
 
-    A recipe is named, because most load mlx and --help must not. A function gets the flags, the
+    A function is named, because most load mlx and --help must not. A callable gets the flags, the
     command's `own` too, and the path of the file. The field `argument` is not a flag.
     """
 
     def run(config: str | None, **flags: Any) -> None:
-        resolve_name(str(recipe))(merged(kind, config, flags))
+        resolve_name(str(function))(merged(kind, config, flags))
 
     return ConfigCommand(
         name,
         config=kind,
         argument=argument,
-        callback=recipe if callable(recipe) else run,
+        callback=function if callable(function) else run,
         help=help,
         epilog=f"Example: {example}",
         params=[*own, config_option, debug_option],
@@ -57,16 +57,16 @@ def _from_config(
 
 def _from_params(
     name: str,
-    recipe: str | Callable[..., bool],
+    function: str | Callable[..., bool],
     help: str,
     example: str,
     *params: click.Parameter,
 ) -> click.Command:
-    """Return a command that calls a recipe with its params; exits with 1 if that returns False."""
+    """Return a command that calls a function with its params, and exits with 1 on False."""
 
     def run(**values: Any) -> None:
-        function = recipe if callable(recipe) else resolve_name(recipe)
-        if function(**values) is False:
+        called = function if callable(function) else resolve_name(function)
+        if called(**values) is False:
             raise click.exceptions.Exit(1)
 
     return click.Command(
@@ -80,9 +80,9 @@ def _from_params(
 
 def _demo(config: str | None, **flags: Any) -> None:
     """Train on the demo's data, and print the answers before and after."""
-    from mlxtune.core.reports.run_text import before_and_after, next_lines
-    from mlxtune.recipes.train import train
-    from mlxtune.terminal.console import RunConsole
+    from mlxtune.commands.train import train
+    from mlxtune.views.console import RunConsole
+    from mlxtune.views.run_text import before_and_after, next_lines
 
     options = merged(DemoConfig, config, flags)
     run = options.training()
@@ -102,14 +102,14 @@ def _train(config: str | None, dry_run: bool, resume: str | None, **flags: Any) 
     if resume is None:
         checked, point = merged(TrainConfig, config, flags), None
     else:
-        from mlxtune.setup.resuming import find_run
+        from mlxtune.commands.prepare.resuming import find_run
 
         changes, problems = given(TrainConfig, config, flags)
         if problems:
             raise ConfigError(problems)
         checked, point = find_run(resume, changes)
 
-    from mlxtune.recipes.train import train
+    from mlxtune.commands.train import train
 
     train(checked, dry_run=dry_run, resume=point)
 
@@ -119,10 +119,10 @@ def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) 
     if share is not None and not prove:
         raise ConfigError(["--share is the result of --prove: give both"])
     if prove:
-        from mlxtune.recipes import prove as recipe
+        from mlxtune.diagnosis.prove import show as show_proofs
 
-        return recipe.show(as_json=as_json, share=None if share is None else as_path(share))
-    from mlxtune.recipes.doctor import show
+        return show_proofs(as_json=as_json, share=None if share is None else as_path(share))
+    from mlxtune.diagnosis.doctor import show
 
     return show(as_json=as_json, **under_launch)
 
@@ -183,14 +183,14 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "inspect",
         InspectConfig,
-        "mlxtune.recipes.inspect:show",
+        "mlxtune.commands.inspect:show",
         "Show the data as the model will see it, and its problems.",
         "mlxtune inspect --model-path data/demo-qwen3 --data data/bookings.jsonl",
     ),
     _from_config(
         "plan",
         PlanConfig,
-        "mlxtune.recipes.plan:show",
+        "mlxtune.commands.plan:show",
         "Predict the memory, steps and time of a run.\n\nNo weights are read.",
         "mlxtune plan --model-path data/demo-qwen3 --data data/bookings.jsonl",
     ),
@@ -216,7 +216,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "eval",
         EvalConfig,
-        "mlxtune.recipes.evaluate:show",
+        "mlxtune.commands.evaluate:show",
         "Measure whether an adapter helped on held-out data.\n\n"
         "Compares the loss with and without it on the same rows, with a confidence interval.",
         "mlxtune eval --model-path data/demo-qwen3 --adapter . --data data/bookings_test.jsonl",
@@ -224,7 +224,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "generate",
         GenerateConfig,
-        "mlxtune.recipes.generate:show",
+        "mlxtune.commands.generate:show",
         "Answer a prompt or a conversation.\n\n"
         "The model sees it exactly as training shows it. Without --prompt or --messages, standard "
         "input is read.",
@@ -234,14 +234,14 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "chat",
         ChatConfig,
-        "mlxtune.recipes.chat:chat",
+        "mlxtune.commands.chat:chat",
         "Chat with a model in the terminal.\n\n"
         "/base and /adapter switch between models; /save keeps the conversation as training data.",
         "mlxtune chat --model-path data/demo-qwen3 --adapter .",
     ),
     _from_params(
         "report",
-        "mlxtune.recipes.report:show",
+        "mlxtune.commands.report:show",
         "Write an HTML page about a run, or comparing several.\n\n"
         "It shows curves, the plan, the data, sample answers and options.",
         "mlxtune report out; mlxtune report out/a out/b --html both.html",
@@ -260,7 +260,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _from_params(
         "runs",
-        "mlxtune.recipes.runs:show",
+        "mlxtune.commands.runs:show",
         "List the runs below a folder with their results.\n\n"
         "Without a folder, those below the current one.",
         "mlxtune runs; mlxtune runs ~/adapters --sort val",
@@ -277,7 +277,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _from_params(
         "verify",
-        "mlxtune.recipes.verify:show",
+        "mlxtune.commands.verify:show",
         "Check the files of a run, and its adapters against the model.\n\n"
         "The exit code is 1 if a check fails.",
         "mlxtune verify out --replay",
@@ -293,7 +293,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "fuse",
         FuseConfig,
-        "mlxtune.recipes.fuse:show",
+        "mlxtune.commands.fuse:show",
         "Merge an adapter into its base model.\n\n"
         "Writes a model folder that needs no adapter, and checks that it gives the same logits.",
         "mlxtune fuse --adapter out --output fused-model",
@@ -301,7 +301,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "export",
         ExportConfig,
-        "mlxtune.recipes.export:show",
+        "mlxtune.commands.export:show",
         "Convert an adapter for mlx-lm, PEFT, llama.cpp or Ollama.\n\n"
         "The result is loaded again and must give the same logits as the trained model.",
         "mlxtune export --format gguf --adapter out --output for-ollama",
@@ -309,14 +309,14 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "import",
         ImportConfig,
-        "mlxtune.recipes.import_adapter:show",
+        "mlxtune.commands.import_adapter:show",
         "Convert an adapter of mlx-lm or PEFT, to use or train it here.",
         "mlxtune import their-peft-adapter --model-path data/demo-qwen3 --output ours",
         argument="adapter",
     ),
     _from_params(
         "push",
-        "mlxtune.recipes.push:show",
+        "mlxtune.commands.push:show",
         "Upload a run's adapter with a model card to Hugging Face.\n\n"
         "It shows both first, and asks. Neither data nor paths are uploaded.",
         "mlxtune push out me/bookings --dry-run",
@@ -338,7 +338,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _from_config(
         "bench",
         BenchConfig,
-        "mlxtune.recipes.bench:show",
+        "mlxtune.benchmark.bench:show",
         "Time training steps and measure their memory on your data.\n\n"
         "--against times another trainer on the same steps, in separate processes.",
         "mlxtune bench --model-path data/demo-qwen3 --data data/bookings.jsonl --against mlx-lm",

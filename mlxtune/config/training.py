@@ -182,7 +182,7 @@ class RunParts:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
-    """Options of one run, for the command and for `mlxtune.recipes.train`.
+    """Options of one run, for the command and for `mlxtune.commands.train`.
 
     Strings are converted to a field's type, so that values may come from flags and config files
     alike.

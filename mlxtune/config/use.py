@@ -34,7 +34,7 @@ class UseConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(RowsConfig, UseConfig):
-    """Options of an evaluation, for the command and for `mlxtune.recipes.evaluate`.
+    """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
     Every row of the data is evaluated; in a folder, those of its `test` or else its `valid` file.
     Without an adapter, only the base model is evaluated.
@@ -66,7 +66,7 @@ class _AskConfig(UseConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig(_AskConfig):
-    """Options of one answer, for the command and for `mlxtune.recipes.generate`.
+    """Options of one answer, for the command and for `mlxtune.commands.generate`.
 
     Raises ConfigError, with every problem at once.
     """

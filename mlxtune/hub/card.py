@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from mlxtune.core.runs.run import Run, text
-from mlxtune.core.runs.summary import data_names, hub_data
+from mlxtune.core.run.run import Run, text
+from mlxtune.core.run.summary import data_names, hub_data
 from mlxtune.hub.names import REPOSITORY
 
 

@@ -5,7 +5,7 @@ import os
 import re
 
 from mlxtune.config import as_path
-from mlxtune.core.data.files.datafiles import ENDINGS
+from mlxtune.core.data.sources.datafiles import ENDINGS
 from mlxtune.core.names import is_commit
 
 _PART = r"[A-Za-z0-9_][\w.-]*"

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from mlxtune.core.data.files.datafiles import ENDINGS
+from mlxtune.core.data.sources.datafiles import ENDINGS
 from mlxtune.core.text import join_few
 from mlxtune.errors import DataError, shorten
 from mlxtune.hub.names import DatasetName

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 from mlxtune.config import RunConfig
 from mlxtune.core.files.files import read_json, write_json
-from mlxtune.core.reports.run_text import tokens_per_second
-from mlxtune.core.training.metrics import (
+from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
     perplexity,
 )
+from mlxtune.core.run.run_folder import TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.run_folder import TRACKING
 from mlxtune.errors import one_line
+from mlxtune.views.run_text import tokens_per_second
 
 # Values of hyperparameters and results.
 Value = bool | int | float | str

@@ -8,7 +8,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import summary_v2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mlxtune.core.training.run_folder import TENSORBOARD
+from mlxtune.core.run.run_folder import TENSORBOARD
 from mlxtune.tracking.observer import TrackedRun, Value
 
 

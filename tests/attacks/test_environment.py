@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.files.lock import NoLocks
-from mlxtune.core.training import run_folder
+from mlxtune.core.run import run_folder
 from tests.attacks.attack import Ended, attack, refused
 from tests.command import Cli
 from tests.runs import EVALUATION, write_run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.training import checkpoint
+from mlxtune.core.run import checkpoint
 from tests.command import Cli
 
 MINE = "mine: not to be lost"

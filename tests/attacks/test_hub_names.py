@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mlxtune.backend.model.model_folder import find_folder
+from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.errors import DataError, MlxTuneError, ModelError
 from mlxtune.hub import answers
 from mlxtune.hub.datasets import fetch

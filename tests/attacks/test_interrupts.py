@@ -16,11 +16,11 @@ import pytest
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.commands import runs as runs_recipe
+from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
 from mlxtune.config import user_cache
-from mlxtune.core.runs.verification import verify_files
+from mlxtune.core.run.verification import verify_files
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.recipes import runs as runs_recipe
-from mlxtune.setup.unfinished import noted, remove_unfinished
 from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow, slow_except
@@ -130,7 +130,7 @@ def test_interrupt_in_a_replay_gives_no_verdict(
     reached = step
     monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
     monkeypatch.setattr(InstructTrainer, "train", begun)
-    monkeypatch.setattr("mlxtune.recipes.verify.verify_files", newest_only)
+    monkeypatch.setattr("mlxtune.commands.verify.verify_files", newest_only)
     outcome = cli("verify", finished, "--replay")
     assert outcome.out == ""
     assert outcome.code == 128 + number

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.files.lock import Lock
-from mlxtune.core.training import run_folder
+from mlxtune.core.run import run_folder
 from tests.attacks.attack import attack, contents
 from tests.command import Cli
 from tests.slow import slow, slow_except

@@ -30,7 +30,7 @@ OPTIONS = ["--output", "--checkpoint-dir"]
 def test_name_is_refused_before_training(
     train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
 ) -> None:
-    from mlxtune.recipes import train as recipe
+    from mlxtune.commands import train as recipe
 
     monkeypatch.setattr(recipe, "prepare", _not_reached)
     before = snapshot(tmp_path)
@@ -45,7 +45,7 @@ def test_name_is_refused_before_training(
 def test_name_is_refused_before_inspecting(
     inspect: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
 ) -> None:
-    from mlxtune.recipes import inspect as recipe
+    from mlxtune.commands import inspect as recipe
 
     monkeypatch.setattr(recipe, "load_dataset", _not_reached)
     error = inspect(option, f"{tmp_path}/{NAMES[name]}").error
@@ -58,7 +58,7 @@ def test_character_that_the_file_system_refuses_is_found_by_trying(
     train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, refused: str
 ) -> None:
     """As exFAT refuses some, and network file systems others."""
-    from mlxtune.recipes import train as recipe
+    from mlxtune.commands import train as recipe
 
     monkeypatch.setattr(recipe, "prepare", _not_reached)
     touch, mkdir = Path.touch, Path.mkdir

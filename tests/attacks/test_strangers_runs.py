@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.model import model_folder
+from mlxtune.backend.models import model_folder
 from mlxtune.config import user_cache
-from mlxtune.core.training import checkpoint, own_runs
+from mlxtune.core.run import checkpoint, own_runs
 from tests.command import Cli
 from tests.hub_server import Hub
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlxtune import TrainConfig, train
-from mlxtune.core.training import checkpoint
+from mlxtune.core.run import checkpoint
 from tests.command import Cli, Outcome
 from tests.models import sums, write_chat
 from tests.paths import ROOT
@@ -101,22 +101,22 @@ def test_warning_of_a_library_does_not_control_the_terminal(cli: Cli, tmp_path: 
     assert line == "warning: \\x1b]0;owned\\x07\\x9b2J and more\n"
 
 
-# Code that goes round mlxtune/terminal/output.py
+# Code that goes round mlxtune/views/output.py
 
 PRINTS = {
-    "terminal/output.py": "the module itself",
+    "views/output.py": "the module itself",
     "cli/__init__.py": "the last line, through printable",
     "cli/streams.py": "makes the streams",
     "core/files/limited_process.py": "a child's lines of JSON, for its parent",
-    "core/data/files/parquet_child.py": "a child's lines of JSON, for its parent",
+    "core/data/sources/parquet_child.py": "a child's lines of JSON, for its parent",
     "backend/text/template_child.py": "a child's lines of JSON, for its parent",
     "backend/text/tokenizer_child.py": "a child's lines of JSON, for its parent",
-    "setup/bench_worker.py": "a child's lines of JSON, for its parent",
+    "benchmark/worker.py": "a child's lines of JSON, for its parent",
 }
 TEXTS = {
-    "terminal/tables.py": "`shown` makes them of escaped text",
-    "terminal/console.py": "each through printable",
-    "terminal/inspect_console.py": "each through visible.escape or stretches",
+    "views/tables.py": "`shown` makes them of escaped text",
+    "views/console.py": "each through printable",
+    "views/inspect_console.py": "each through visible.escape or stretches",
 }
 
 
@@ -148,7 +148,7 @@ def test_only_the_output_module_prints() -> None:
         for node in ast.walk(tree)
         if writes(node)
     }
-    flushes = {"core/machine/panics.py", "setup/ranks.py"}
+    flushes = {"core/machine/panics.py", "backend/workers/joined.py"}
     assert found - flushes == PRINTS.keys()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mlxtune.commands import train as recipe
 from mlxtune.core.files.lock import Lock
-from mlxtune.core.training import run_folder
-from mlxtune.recipes import train as recipe
+from mlxtune.core.run import run_folder
 from tests.attacks.test_files import snapshot
 from tests.command import Cli
 

@@ -59,9 +59,9 @@ PATIENT = {
     ("core/files/limited_process.py", "why_ended"): "after the end of its output",
     ("core/files/limited_process.py", "close"): "of a process that was killed",
     ("backend/adapters/formats/merged_gguf.py", "convert"): "converts any model, Ctrl-C ends it",
-    ("setup/children.py", "_end_group"): "of processes that were killed",
-    ("setup/surroundings.py", "_end"): "of a process that was killed",
-    ("recipes/bench.py", "_run_process"): "a worker trains as long as it takes, Ctrl-C ends it",
+    ("core/machine/children.py", "_end_group"): "of processes that were killed",
+    ("commands/prepare/surroundings.py", "_end"): "of a process that was killed",
+    ("benchmark/bench.py", "_run_process"): "a worker trains as long as it takes, Ctrl-C ends it",
 }
 
 
@@ -128,5 +128,5 @@ def test_only_the_hubs_folder_and_the_model_folder_ask_a_hub() -> None:
         "hub/answers.py",
         "hub/client.py",
         "hub/datasets.py",
-        "backend/model/model_folder.py",
+        "backend/models/model_folder.py",
     }

@@ -14,8 +14,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.cpu.operations import CpuOperations
-from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example

@@ -24,7 +24,7 @@ from tests.slow import slow
 def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
     """Replace the recipe; return the config that it was called with."""
     calls: list[TrainConfig] = []
-    monkeypatch.setattr("mlxtune.recipes.train.train", lambda config, **_: calls.append(config))
+    monkeypatch.setattr("mlxtune.commands.train.train", lambda config, **_: calls.append(config))
 
     def config() -> TrainConfig:
         assert len(calls) == 1
@@ -347,7 +347,7 @@ def test_bug_keeps_its_traceback(train: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("mlxtune.backend.model.loading.read_weights", fail)
+    monkeypatch.setattr("mlxtune.backend.models.loading.read_weights", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         train()
 
@@ -358,5 +358,5 @@ def test_every_error_of_ours_is_one_line_whatever_it_holds(
     def fail(*_: object, **__: object) -> None:
         raise MlxTuneError("first\n\nsecond\r\n  third")
 
-    monkeypatch.setattr("mlxtune.recipes.train.train", fail)
+    monkeypatch.setattr("mlxtune.commands.train.train", fail)
     assert cli("train", "--model-path", "m", "--data", "d").error == "first second third"

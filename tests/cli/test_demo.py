@@ -11,8 +11,8 @@ import pytest
 from mlxtune import DemoConfig
 from mlxtune.cli import COMMANDS
 from mlxtune.config import TrainConfig
-from mlxtune.core.reports.run_text import next_lines
-from mlxtune.core.training.evaluation import Sample
+from mlxtune.core.run.evaluation import Sample
+from mlxtune.views.run_text import next_lines
 from tests.command import Cli
 from tests.models import write_chat
 from tests.paths import DATA, ROOT
@@ -44,7 +44,7 @@ def test_demo_shows_an_answer_before_and_after_and_what_is_next(
         samples = SimpleNamespace(generated=SimpleNamespace(samples=[sample] * 2))
         return SimpleNamespace(evaluation=samples)
 
-    monkeypatch.setattr("mlxtune.recipes.train.train", train)
+    monkeypatch.setattr("mlxtune.commands.train.train", train)
     outcome = cli("demo", "--max-steps", 7, "--overwrite")
     assert outcome.code == 0, outcome.err
     assert trained == [DemoConfig(max_steps=7, overwrite=True).training()]

@@ -12,7 +12,7 @@ from types import FunctionType
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.step import linear_head
+from mlxtune.backend.forward import linear_head
 from mlxtune.cli import COMMANDS
 from tests.models import sums, write_chat, write_model
 

@@ -38,7 +38,7 @@ def failing(function: Callable[..., Any], text: str, calls: int = 0) -> Callable
 def test_run_that_a_fault_ends_is_resumed_by_the_command_that_it_names(
     cli: Cli, train: Cli, output: Path, tmp_path: Path, text: str, meaning: str
 ) -> None:
-    from mlxtune.backend.step.forward import Forward
+    from mlxtune.backend.forward.forward import Forward
 
     whole = tmp_path / "whole" / "adapters.safetensors"
     assert train(*OPTIONS, "--output", whole).code == 0
@@ -63,7 +63,7 @@ def test_run_that_a_fault_ends_is_resumed_by_the_command_that_it_names(
 def test_fault_before_the_first_step_is_one_line(
     train: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.backend.model import loading
+    from mlxtune.backend.models import loading
 
     monkeypatch.setattr(loading, "read_weights", failing(loading.read_weights, VICTIM))
     assert train().error.startswith("the GPU dropped a command")
@@ -72,7 +72,7 @@ def test_fault_before_the_first_step_is_one_line(
 
 
 def test_other_errors_keep_their_traceback(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxtune.backend.model import loading
+    from mlxtune.backend.models import loading
 
     monkeypatch.setattr(loading, "read_weights", failing(loading.read_weights, "[matmul] shapes"))
     with pytest.raises(RuntimeError, match="shapes"):

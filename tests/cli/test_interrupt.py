@@ -134,7 +134,7 @@ def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(
 def test_interrupt_while_loading_ends_without_a_traceback(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    from mlxtune.terminal.console import RunConsole
+    from mlxtune.views.console import RunConsole
 
     say = RunConsole.say
 

@@ -16,7 +16,7 @@ from tests.command import Cli, finish, read_until, start
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine of 8 GB, nearly all of which another run holds; gives the ledger's folder."""
-    from mlxtune.backend.model import memory
+    from mlxtune.backend.device import memory
 
     monkeypatch.setattr(memory, "capacity", lambda: 8 * 10**9)
     folder = user_cache() / "memory"

@@ -27,7 +27,7 @@ def test_loss_that_is_not_finite_stops_and_names_step_and_learning_rate(
 def test_last_good_checkpoint_stays_and_is_named_when_the_loss_is_not_finite(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.backend.step.forward import Forward
+    from mlxtune.backend.forward.forward import Forward
 
     sound = Forward.scaled_loss
     calls = SimpleNamespace(training=0)
@@ -69,7 +69,7 @@ def test_adapter_that_is_not_finite_is_never_written(train: Cli, output: Path) -
 def test_step_that_is_not_finite_is_skipped_with_a_warning_that_names_its_rows(
     train: Cli, chat: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.backend.step.forward import Forward
+    from mlxtune.backend.forward.forward import Forward
 
     sound = Forward.scaled_loss
     calls = SimpleNamespace(training=0)

@@ -148,7 +148,7 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
 def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.setup.memory import choose_plan
+    from mlxtune.commands.prepare.memory import choose_plan
 
     assert train().code == 0
     expected = adapter(output)
@@ -159,7 +159,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
         execution = replace(plan.execution, micro_batch_tokens=10**6)
         return replace(plan, execution=execution, limit=limit)
 
-    monkeypatch.setattr("mlxtune.recipes.train.choose_plan", huge)
+    monkeypatch.setattr("mlxtune.commands.train.choose_plan", huge)
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err
@@ -175,7 +175,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
 def test_gain_of_a_larger_limit_is_said_and_kept(
     plan: Cli, train: Cli, monkeypatch: pytest.MonkeyPatch, info: str
 ) -> None:
-    from mlxtune.backend.model import memory
+    from mlxtune.backend.device import memory
 
     monkeypatch.setattr(memory.mx, "device_info", lambda: {info: 8_000_000_000})
     # Enough for one example at a time, whose width a GPU rounds.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlxtune import TrainConfig, resume
-from mlxtune.backend.model import layers, loading
-from mlxtune.backend.model.timed_products import TimedProducts
+from mlxtune.backend.models import layers, loading
+from mlxtune.backend.models.timed_products import TimedProducts
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ConfigError, ModelError

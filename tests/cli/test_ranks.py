@@ -110,7 +110,7 @@ def test_a_rank_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_pa
     pressure.parent.mkdir(parents=True)
     pressure.write_text("some avg10=90.00\nfull avg10=50.00\n")
     code = (
-        "import os, pathlib, mlxtune.setup.surroundings as setup, mlxtune.cli\n"
+        "import os, pathlib, mlxtune.commands.prepare.surroundings as setup, mlxtune.cli\n"
         "if os.environ['MLX_RANK'] == '1':\n"
         f"    found = setup.Sensors('Linux', pathlib.Path({str(tmp_path)!r}))\n"
         "    setup.Sensors = lambda: found\n"
@@ -295,7 +295,7 @@ def test_ranks_that_never_come_are_not_waited_for(
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     program = (
-        "from mlxtune.setup import launch, ranks\n"
+        "from mlxtune.backend.workers import launch\n"
         "launch._JOIN_SECONDS = 1\n"
         "print(launch.join(print).size)"
     )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from mlxtune.core.runs.run import Run, read_run
+from mlxtune.core.run.run import Run, read_run
 from mlxtune.hub.card import model_card
-from tests.core.reports.test_model_card import HUB
 from tests.runs import EVALUATION, LEDGER, write_run
+from tests.views.pages.test_model_card import HUB
 
 
 def card_of(run: Run, base: str = "org/base", *, peft: bool = True) -> Any:

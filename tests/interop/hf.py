@@ -108,7 +108,7 @@ def trained_logits(model: Path, adapter: Path) -> np.ndarray[Any, Any]:
     import mlx.core as mx
 
     from mlxtune.backend.adapters.attach import load_adapted
-    from mlxtune.backend.model.loading import load_base
+    from mlxtune.backend.models.loading import load_base
 
     adapted = load_adapted(load_base(model, "float32"), str(adapter))
     return np.array(adapted.model(mx.array(TOKENS)).astype(mx.float32))

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.model import nf4
+from mlxtune.backend.models import nf4
 
 torch = pytest.importorskip("torch", reason="needs torch, for bitsandbytes")
 functional = pytest.importorskip(

@@ -16,7 +16,7 @@ from mlxtune.backend.adapters.checkpoints import adapter_tensors
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys, LoRALinear, step_keys
 from mlxtune.backend.lora.pissa import init_pissa
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example

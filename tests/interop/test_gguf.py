@@ -16,7 +16,7 @@ gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install '
 from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
 from mlxtune.backend.adapters.formats.adapter import Update  # noqa: E402
 from mlxtune.backend.adapters.formats.gguf import orders  # noqa: E402
-from mlxtune.backend.model.loading import load_base  # noqa: E402
+from mlxtune.backend.models.loading import load_base  # noqa: E402
 from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
 from tests.long.architectures import ARCHITECTURES  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
@@ -160,7 +160,7 @@ def test_llama_cpp_answers_as_we_do(shared: Path, tmp_path: Path) -> None:
     import mlx.core as mx
 
     from mlxtune.backend.adapters.attach import load_adapted
-    from mlxtune.backend.model.loading import load_base
+    from mlxtune.backend.models.loading import load_base
 
     model = shared / "models" / "stories260k"
     texts = [

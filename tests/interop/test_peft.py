@@ -228,7 +228,7 @@ def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_
     from mlxtune.backend.adapters.formats import mlx_lm
     from mlxtune.backend.adapters.formats import peft as ours
     from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
-    from mlxtune.backend.model.loading import load_base
+    from mlxtune.backend.models.loading import load_base
 
     made, expected = peft_made(
         llama, tmp_path / "made", use_dora=True, target_modules=["q_proj", "down_proj"]

@@ -59,7 +59,7 @@ def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: 
     }
     begin = (
         "from mlxtune import TrainConfig, TrainingInterrupted\n"
-        "from mlxtune.recipes.train import train\n"
+        "from mlxtune.commands.train import train\n"
         f"config = TrainConfig({str(model)!r}, {str(chat)!r}, **{options!r})\n"
         f"try: train(config, stop_after={STOP_AT})\n"
         "except TrainingInterrupted: pass\n"

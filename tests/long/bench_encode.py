@@ -39,8 +39,8 @@ def compare_speed() -> None:
     from mlx_lm.tuner.datasets import ChatDataset
     from mlx_lm.utils import load_tokenizer
 
+    from mlxtune.commands.prepare.dataset import Reader
     from mlxtune.config import InspectConfig
-    from mlxtune.setup.dataset import Reader
 
     tokenizer = load_tokenizer(MODEL)
     rows = [json.loads(line) for line in DATA.read_bytes().splitlines()]
@@ -96,7 +96,7 @@ def write_rows(path: Path, count: int) -> Path:
 def peak_gb(data: Path, folder: Path) -> float:
     """Return the peak resident memory of a run of three steps in a process of its own."""
     code = (
-        "from pathlib import Path; import resource, sys; from mlxtune.recipes.train import train; "
+        "from pathlib import Path; import resource, sys; from mlxtune.commands.train import train; "
         "from mlxtune import TrainConfig; "
         f"train(TrainConfig(model_path={str(ROOT / 'data' / 'demo-qwen3')!r}, data={str(data)!r}, "
         f"output={str(folder / 'adapters.safetensors')!r}, no_cache=True, max_steps=3, "

@@ -24,15 +24,15 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from mlxtune.benchmark.bench import measured, prepared
+from mlxtune.benchmark.console import show_benchmark
+from mlxtune.benchmark.result import Benchmark
+from mlxtune.benchmark.worker import main as do_job
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.files import make_folder, write_json
-from mlxtune.core.runs.benchmark import Benchmark
 from mlxtune.errors import ConfigError, MlxTuneError
-from mlxtune.recipes.bench import measured, prepared
-from mlxtune.setup.bench_worker import main as do_job
-from mlxtune.terminal.bench_console import show_benchmark
-from mlxtune.terminal.console import RunConsole
-from mlxtune.terminal.tables import result_console
+from mlxtune.views.console import RunConsole
+from mlxtune.views.tables import result_console
 from tests.long.bench_options import run_with_options
 from tests.paths import ROOT
 

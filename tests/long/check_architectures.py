@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.forward.operations import MLX
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.backend.step.executions import fixed_step, fresh, gradients_of

@@ -33,12 +33,12 @@ import pytest
 
 from mlxtune import TrainConfig, train, verify
 from mlxtune import resume as resume_run
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig, InstructTrainingConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.progress import same_except_measurements
-from mlxtune.core.training.run_folder import find_resume_point
+from mlxtune.core.run.progress import same_except_measurements
+from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
 from tests.faults import KINDS, Crash, FaultyDisk

@@ -148,7 +148,7 @@ def attempt(
 
 def has_checkpoint(folder: Path) -> bool:
     """Tell whether there is a checkpoint to resume."""
-    from mlxtune.core.training.checkpoint import checkpoint_folders
+    from mlxtune.core.run.checkpoint import checkpoint_folders
 
     return bool(checkpoint_folders(folder / "checkpoints"))
 
@@ -159,7 +159,7 @@ def prepared(scratch: Path, more: Sequence[str] = ()) -> Iterator[list[str]]:
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     rows = (SHARED / "chat" / "wikisql_train.jsonl").read_text().splitlines()[:ROWS]
     (scratch / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    import mlxtune.recipes.train  # noqa: F401
+    import mlxtune.commands.train  # noqa: F401
 
     rows_file = str(scratch / "rows.jsonl")
     yield ["train", "--model-path", str(MODEL), "--data", rows_file, *OPTIONS, *more]

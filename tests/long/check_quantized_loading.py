@@ -38,7 +38,8 @@ def load(folder: str, name: str) -> dict[str, int]:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from mlxtune.backend.model import memory, loading
+    from mlxtune.backend.device import memory
+    from mlxtune.backend.models import loading
 
     memory.set_limits(1e3)
     quantize = None if name == "none" else name.removesuffix("+")

@@ -22,9 +22,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_tokenizer
 
-from mlxtune.backend.model.layers import DequantizedLinear
-from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.model.quantize import FORMATS
+from mlxtune.backend.models.layers import DequantizedLinear
+from mlxtune.backend.models.loading import load_base
+from mlxtune.backend.models.quantize import FORMATS
 
 _WINDOW, _ROWS, _WIDTHS, _RUNS = 256, 256, (1024, 3072), 3
 _MODES = {"4": ("affine", 4), "8": ("affine", 8), "mxfp4": ("mxfp4", 4), "nvfp4": ("nvfp4", 4)}

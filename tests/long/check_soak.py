@@ -60,8 +60,8 @@ def resident() -> int:
 def soak(steps: int, scratch: Path) -> list[Sample]:
     """Train so many steps, looking at the process now and then."""
     from mlxtune import TrainConfig, train
-    from mlxtune.core.training.metrics import StepRecord
-    from mlxtune.terminal.console import RunConsole
+    from mlxtune.core.run.metrics import StepRecord
+    from mlxtune.views.console import RunConsole
 
     samples: list[Sample] = []
 
@@ -77,9 +77,9 @@ def soak(steps: int, scratch: Path) -> list[Sample]:
     options: dict[str, Any] = {"batch_size": 1, "lr": 1e-4, "schedule": "constant", "val_rows": 8}
     options |= {"epochs": steps, "max_steps": steps, "patience": steps, "quiet": True}
     options |= {"save_steps": 500, "save_minutes": 1.0}
-    import mlxtune.terminal.console
+    import mlxtune.views.console
 
-    mlxtune.terminal.console.RunConsole = Watched  # type: ignore[misc]
+    mlxtune.views.console.RunConsole = Watched  # type: ignore[misc]
     train(TrainConfig(str(model), str(rows), output=str(scratch / "a.safetensors"), **options))
     return samples
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlxtune.backend.model import compiling
+from mlxtune.backend.device import compiling
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.liveness import Operation, followed, ordered, tie
 

@@ -16,10 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.forward.recompute import first_trained
 from mlxtune.backend.lora.targets import experts_per_token, projections
-from mlxtune.backend.mixers.delta_chunks import SIZE as CHUNK
-from mlxtune.backend.model.device import on_cpu
-from mlxtune.backend.step.recompute import first_trained
+from mlxtune.backend.models.mixers.delta_chunks import SIZE as CHUNK
 
 # Names of how many heads attention has, and of those of a recurrence and its states' sizes.
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")

@@ -36,10 +36,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from mlxtune.backend.model.device import device_name, on_cpu
+from mlxtune.backend.device.device import device_name, on_cpu
 from mlxtune.core.files.files import write_json
-from mlxtune.setup.children import kernel_cache
-from mlxtune.setup.run_metadata import versions
+from mlxtune.core.machine.children import kernel_cache
+from mlxtune.core.machine.facts import versions
 from tests.long import bench_table
 from tests.models import sums, write_chat
 from tests.models import write_model as write_tiny_model
@@ -48,10 +48,10 @@ TOTAL_S = 525
 EQUALITY = [
     "tests/backend/step/test_execution.py",
     "tests/backend/step/test_execution_models.py",
-    "tests/backend/step/test_recompute.py",
-    "tests/backend/step/test_side_by_side.py",
-    "tests/backend/step/test_loss.py",
-    "tests/backend/step/test_head.py",
+    "tests/backend/forward/test_recompute.py",
+    "tests/backend/forward/test_side_by_side.py",
+    "tests/backend/forward/test_loss.py",
+    "tests/backend/forward/test_head.py",
 ]
 SHAPES = {
     "qwen3-0.6b": bench_table.SHAPES["qwen3-0.6b"],

@@ -27,9 +27,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
-from mlxtune.backend.model import loading
-from mlxtune.backend.prediction import shapes
-from mlxtune.backend.step import operations
+from mlxtune.backend.forward import operations
+from mlxtune.backend.memory import shapes
+from mlxtune.backend.models import loading
 from mlxtune.config import PlanConfig
 from mlxtune.core.steps.execution import Execution, Load
 from mlxtune.core.steps.memory_plan import least

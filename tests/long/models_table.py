@@ -32,13 +32,13 @@ from typing import Any
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
 from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
 from mlxtune.backend.cpu.arrays import THREADS
-from mlxtune.backend.model.loading import BaseModel, load_base
+from mlxtune.backend.models.loading import BaseModel, load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.files.files import write_file
-from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.core.machine.facts import versions
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
-from mlxtune.setup.run_metadata import versions
 from tests.backend.step.executions import fresh
 from tests.long.bench_table import run_bench
 from tests.long.check_architectures import Result, check

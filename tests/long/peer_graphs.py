@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.measure.peers import MlxLm
+from mlxtune.benchmark.peers import MlxLm
 from mlxtune.core.data.encode import Example
 from tests.long.counts import Gradient, Traced
 

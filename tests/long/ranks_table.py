@@ -14,9 +14,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from mlxtune.commands.plan import plan
 from mlxtune.config import PlanConfig
 from mlxtune.core.steps.scaling import Scaling
-from mlxtune.recipes.plan import plan
 from tests.long.memory_table import MODELS, holes_allowed, write_headers
 from tests.paths import DOCS, SHARED
 

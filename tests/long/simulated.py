@@ -32,12 +32,12 @@ from tests.paths import ROOT
 HIDDEN = ("numba", "llvmlite", "mkl", "threadpoolctl")
 # Where a device's answers decide something.
 WHERE_IT_MATTERS = (
-    "tests/backend/model/test_memory.py",
+    "tests/backend/device/test_memory.py",
     "tests/backend/step",
-    "tests/backend/prediction",
+    "tests/backend/memory",
     "tests/cli/test_plan.py",
     "tests/core/machine",
-    "tests/recipes",
+    "tests/commands",
     "tests/test_demo.py",
 )
 

@@ -132,7 +132,7 @@ def simulate(device: str) -> None:
 
     # A compiled function would be compiled as C++ here.
     os.environ["MLX_DISABLE_COMPILE"] = "1"
-    changes = {"mlx.core": change_mlx, "mlxtune.backend.model.device": change_device}
+    changes = {"mlx.core": change_mlx, "mlxtune.backend.device.device": change_device}
     sys.meta_path.insert(0, AfterImport(changes))
 
 

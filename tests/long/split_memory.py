@@ -16,14 +16,14 @@ import tempfile
 from pathlib import Path
 
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.loading import open_base, read_weights
-from mlxtune.backend.model.ranks import Ranks
-from mlxtune.backend.model.split import split_base
-from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.models.loading import open_base, read_weights
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.split import split_base
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InstructConfig
-from mlxtune.setup.dataset import Reader, load_dataset
 from tests.launch import run
 from tests.long.bench_table import SHAPES, write_model
 from tests.paths import SHARED

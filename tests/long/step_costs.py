@@ -29,16 +29,16 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from mlxtune.backend.measure.peers import MlxLm
+from mlxtune.benchmark.bench import measured, prepared
+from mlxtune.benchmark.console import show_benchmark
+from mlxtune.benchmark.peers import MlxLm
+from mlxtune.benchmark.worker import Job, OurSide, open_side
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder, write_json
 from mlxtune.core.steps.batch import predicted_tokens
-from mlxtune.recipes.bench import measured, prepared
-from mlxtune.setup.bench_worker import Job, OurSide, open_side
-from mlxtune.terminal.bench_console import show_benchmark
-from mlxtune.terminal.console import RunConsole
-from mlxtune.terminal.tables import result_console
+from mlxtune.views.console import RunConsole
+from mlxtune.views.tables import result_console
 from tests.long.bench_options import run_with_options
 from tests.long.counts import GraphSource, StepCounts, count_steps
 from tests.long.floor import Products, needed_flops, product_seconds, step_products

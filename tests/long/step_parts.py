@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxtune.backend.forward import linear_head
+from mlxtune.backend.forward.gates import swiglu
 from mlxtune.backend.lora.layers import LoRALinear
-from mlxtune.backend.mixers.attention import scaled_dot_product_attention
-from mlxtune.backend.model.packed import Layout, LineCache, laid_out
-from mlxtune.backend.step import linear_head
-from mlxtune.backend.step.gates import swiglu
+from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
+from mlxtune.backend.models.packed import Layout, LineCache, laid_out
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.pack import Pack

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlxtune.config import RunParts
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.reading import read_text
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import MlxTuneError
 
 # A label that carries no loss.

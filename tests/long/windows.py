@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
-from mlxtune.backend.mixers.attention import scaled_dot_product_attention
-from mlxtune.backend.model.windows import window_mask
+from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
+from mlxtune.backend.models.windows import window_mask
 
 import mlx.core as mx  # isort: skip
 

@@ -14,7 +14,7 @@ import pytest
 
 from mlxtune import ConfigError, TrainConfig, train, verify
 from mlxtune.config import RunConfig
-from mlxtune.core.training.run_folder import TRACKING, find_resume_point
+from mlxtune.core.run.run_folder import TRACKING, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
 from mlxtune.tracking import trackers_of as make_observers
@@ -201,8 +201,8 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
         asked.append((run.track, run.profile_interval))
         return []
 
-    monkeypatch.setattr("mlxtune.recipes.train.check_trackers", lambda names: None)
-    monkeypatch.setattr("mlxtune.recipes.train.trackers_of", trackers_of)
+    monkeypatch.setattr("mlxtune.commands.train.check_trackers", lambda names: None)
+    monkeypatch.setattr("mlxtune.commands.train.trackers_of", trackers_of)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = str(tmp_path / "out/adapters.safetensors")
     options: dict[str, Any] = {"output": output, "quiet": True, "samples": 0, "track": "wandb"}

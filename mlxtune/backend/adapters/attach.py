@@ -23,9 +23,9 @@ from mlxtune.backend.adapters.files import (
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
-from mlxtune.backend.model.loading import BaseModel, base_quantization
-from mlxtune.backend.model.model_folder import read_config
-from mlxtune.backend.model.quantize import (
+from mlxtune.backend.models.loading import BaseModel, base_quantization
+from mlxtune.backend.models.model_folder import read_config
+from mlxtune.backend.models.quantize import (
     FORMATS,
     MLX_FORMATS,
     NF4,
@@ -34,7 +34,7 @@ from mlxtune.backend.model.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
-from mlxtune.core.training.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, ModelError, one_line
 
 

@@ -16,7 +16,7 @@ from mlxtune.backend.adapters.formats.mlx_lm import write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
 from mlxtune.config.ranks import target_ranks
-from mlxtune.core.training.checkpoint import ADAPTER
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError, one_line
 
 OPTIMIZER = "optimizer.safetensors"

@@ -17,8 +17,8 @@ from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
 from mlxtune.config.ranks import alpha_of
 from mlxtune.core.files.files import read_json, write_file
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
+from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.core.text import join_few
-from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.errors import ModelError, OutputError, one_line
 
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.utils import make_shards, save_config
 
+from mlxtune.backend.adapters.certificate import WeightCheck
 from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_fits
 from mlxtune.backend.adapters.proof import coarsest
 from mlxtune.backend.adapters.storage import (
@@ -29,14 +30,13 @@ from mlxtune.backend.adapters.storage import (
     storages_for,
 )
 from mlxtune.backend.lora.targets import PROJECTIONS
-from mlxtune.backend.model.layers import dequantized_weight
-from mlxtune.backend.model.loading import load_lazily
-from mlxtune.backend.model.model_folder import read_config
-from mlxtune.backend.model.quantize import quantize_lazily, quantized_config
+from mlxtune.backend.models.layers import dequantized_weight
+from mlxtune.backend.models.loading import load_lazily
+from mlxtune.backend.models.model_folder import read_config
+from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
 from mlxtune.config.limits import TooLarge, limits_of
 from mlxtune.core.files.files import as_output_error, copy_file, make_folder, write_file
 from mlxtune.core.files.sizes import check_file
-from mlxtune.core.runs.certificate import WeightCheck
 from mlxtune.errors import ModelError, OutputError, one_line
 
 # A weight file is in memory while it is written; mlx-lm's are five times as large.

@@ -10,8 +10,8 @@ from mlx.utils import tree_unflatten
 from mlx_lm.generate import generate_step
 
 from mlxtune.backend.adapters.attach import Adapted
+from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.targets import PROJECTIONS
-from mlxtune.core.runs.certificate import Comparison, Logits
 
 NEW_TOKENS = 64
 # Positions compared in each sequence; each has as many logits as the vocabulary has tokens.

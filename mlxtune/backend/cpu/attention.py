@@ -18,8 +18,8 @@ from mlxtune.backend.cpu.arrays import (
     unread,
     view,
 )
-from mlxtune.backend.model import packed
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models import packed
+from mlxtune.backend.models.autograd import differentiable
 
 # Scores that are held at once, and queries of a head in a block.
 _SCORES = 1 << 21

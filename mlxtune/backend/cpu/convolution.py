@@ -7,8 +7,8 @@ import numpy as np
 
 from mlxtune.backend.cpu import recurrences
 from mlxtune.backend.cpu.arrays import by_rows, computes, empty, view
-from mlxtune.backend.mixers import convolution
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.mixers import convolution
 
 
 def convolve(x: mx.array, weight: mx.array) -> mx.array:

@@ -18,8 +18,8 @@ from mlxtune.backend.cpu.arrays import (
     unread,
     view,
 )
-from mlxtune.backend.model import packed
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models import packed
+from mlxtune.backend.models.autograd import differentiable
 
 # Tables for lines of segments have few lengths.
 _LENGTH_MULTIPLE = 256

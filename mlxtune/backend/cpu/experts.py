@@ -22,8 +22,8 @@ from mlxtune.backend.cpu import elementwise, products
 from mlxtune.backend.cpu.arrays import Floats, computes, empty, in_parts, matrix, view
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.lora.targets import EXPERTS
-from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.layers import dequantized_expert
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.layers import dequantized_expert
 
 Places = npt.NDArray[np.intp]
 

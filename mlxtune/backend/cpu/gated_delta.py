@@ -10,8 +10,8 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlxtune.backend.cpu import elementwise, recurrences
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, view
 from mlxtune.backend.cpu.layers import product
-from mlxtune.backend.mixers.gated_delta import gated_delta_rule as by_mlx
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.mixers.gated_delta import gated_delta_rule as by_mlx
 
 
 def gated_delta_rule(

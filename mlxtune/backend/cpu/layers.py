@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlxtune.backend.cpu.arrays import detached, has_nan, unread
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
 from mlxtune.core.steps.execution import SLICE
 
 # Projections of what comes before the attention.

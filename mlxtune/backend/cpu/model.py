@@ -19,20 +19,20 @@ from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.cpu.rwkv7 import wkv7
 from mlxtune.backend.cpu.selective_scan import Mamba
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
-from mlxtune.backend.mixers.gated_delta import gated_delta_update
-from mlxtune.backend.mixers.replacements import FUNCTIONS, KINDS, MAMBAS
-from mlxtune.backend.mixers.rwkv7 import ChunkedTimeMixing
-from mlxtune.backend.model import packed
-from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.layers import (
+from mlxtune.backend.models import packed
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.layers import (
     DequantizedEmbedding,
     DequantizedLinear,
     PackedRows,
     StoredEmbedding,
     StoredLinear,
 )
-from mlxtune.backend.model.nf4 import NF4Linear
-from mlxtune.backend.model.replaced import Instead, Replacements, subclasses
+from mlxtune.backend.models.mixers.gated_delta import gated_delta_update
+from mlxtune.backend.models.mixers.replacements import FUNCTIONS, KINDS, MAMBAS
+from mlxtune.backend.models.mixers.rwkv7 import ChunkedTimeMixing
+from mlxtune.backend.models.nf4 import NF4Linear
+from mlxtune.backend.models.replaced import Instead, Replacements, subclasses
 
 
 def _product(x: mx.array, module: nn.Module) -> mx.array:

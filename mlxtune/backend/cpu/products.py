@@ -27,8 +27,8 @@ from mlxtune.backend.cpu.arrays import (
     multiply,
     view,
 )
-from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.layers import PackedRows
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.layers import PackedRows
 
 # A frozen matrix (out, in), as it is or quantised.
 Weight = mx.array | PackedRows

@@ -10,8 +10,8 @@ from mlxtune.backend.cpu import rwkv7_kernels
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, view
 from mlxtune.backend.cpu.layers import product
 from mlxtune.backend.cpu.recurrences import GROUP
-from mlxtune.backend.mixers.rwkv7 import wkv7 as by_mlx
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.mixers.rwkv7 import wkv7 as by_mlx
 
 
 def wkv7(*inputs: mx.array) -> tuple[mx.array, mx.array]:

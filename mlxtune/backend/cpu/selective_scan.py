@@ -8,8 +8,8 @@ import numpy as np
 from mlxtune.backend.cpu import recurrences
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, unread, view
 from mlxtune.backend.cpu.layers import product
-from mlxtune.backend.mixers import selective_scan
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.mixers import selective_scan
 
 
 def scan(

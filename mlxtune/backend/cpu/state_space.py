@@ -9,8 +9,8 @@ import numpy as np
 from mlxtune.backend.cpu import recurrences
 from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, view
 from mlxtune.backend.cpu.layers import product
-from mlxtune.backend.mixers import state_space
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.mixers import state_space
 
 
 def scan(

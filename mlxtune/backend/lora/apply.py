@@ -25,7 +25,7 @@ from mlxtune.backend.lora.targets import (
     projections,
     rank_of,
 )
-from mlxtune.backend.model.split import Split, parts_of
+from mlxtune.backend.workers.split import Split, parts_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import scale_of, target_ranks
 from mlxtune.core.text import count, join_few

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.lora.layers import LoRALinear, summed_products
-from mlxtune.backend.model.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable
 
 # The most columns of joined A matrices. A GPU multiplies tiles of this width, so that the zeros
 # beside each B cost no time.

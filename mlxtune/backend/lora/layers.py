@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.model.autograd import differentiable
-from mlxtune.backend.model.layers import dequantized_weight, frozen_product
-from mlxtune.backend.model.split import Split
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.layers import dequantized_weight, frozen_product
+from mlxtune.backend.workers.split import Split
 from mlxtune.errors import ModelError
 
 # Keeps the norm of a row of zeros, and its gradient, finite.

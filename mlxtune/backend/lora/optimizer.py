@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
+from mlxtune.backend.device.compiling import compiles
 from mlxtune.backend.lora.vectors import ROW, LoRAVectors
-from mlxtune.backend.model.compiling import compiles
 from mlxtune.config import InstructConfig
 
 # Keeps the scale of a clipped gradient finite, as in mlx.optimizers.clip_grad_norm.

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors, hash_of
-from mlxtune.backend.model.layers import dequantized_weight
+from mlxtune.backend.models.layers import dequantized_weight
 from mlxtune.config.ranks import pissa_iterations
 
 # Extra directions, which make the power iteration converge faster.

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxtune.backend.model.split import Split
+from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import pattern_of, target_ranks
 from mlxtune.errors import ModelError

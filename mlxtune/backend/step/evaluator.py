@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.device import memory
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.lora.targets import experts_per_token, projections
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.device import on_cpu
-from mlxtune.backend.model.ranks import ALONE, Ranks
-from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
-from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.stages import Stages
+from mlxtune.backend.workers.group import ALONE, Ranks
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.execution import Execution, Load, load_of, vocabulary_block

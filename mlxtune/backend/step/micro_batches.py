@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.recovery import retried
-from mlxtune.backend.step.forward import Forward
+from mlxtune.backend.device import memory
+from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
 from mlxtune.core.steps.batch import MicroBatch, collate, run_length

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxtune.backend.lora.optimizer import Update
 from mlxtune.backend.step.stages import Graph, Stages
-from mlxtune.core.training.metrics import InstructBatchResult
+from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.errors import NonFiniteLossError
 
 

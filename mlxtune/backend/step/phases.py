@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.model import memory
-from mlxtune.backend.step.forward import Forward
-from mlxtune.core.training.profile import PhaseTimer
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.core.run.profile import PhaseTimer
 
 Gradients = tuple[mx.array, dict[str, Any]]
 

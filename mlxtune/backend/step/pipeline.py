@@ -13,16 +13,15 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlxtune.backend.adapters import checkpoints, initialise
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.lora.vectors import LoRAVectors
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.ranks import ALONE, Ranks
 from mlxtune.backend.step.evaluator import ExampleLosses
-from mlxtune.backend.step.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
-from mlxtune.backend.step.operations import best_execution
 from mlxtune.backend.step.pending import (
     PendingStep,
     Started,
@@ -31,15 +30,16 @@ from mlxtune.backend.step.pending import (
 )
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.stages import Graph, Stages
+from mlxtune.backend.workers.group import ALONE, Ranks
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder
+from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack
-from mlxtune.core.training.checkpoint import ADAPTER
-from mlxtune.core.training.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.errors import ModelError, NonFiniteLossError
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.model.device import has_metal, on_cpu
-from mlxtune.backend.step.side_by_side import Mixers
+from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.forward.side_by_side import Mixers
 
 # The seconds that a stage may take; operations a second before any was timed, which the slowest
 # Macs reach; and operations for each parameter and token, forward and backward.

@@ -13,8 +13,8 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlxtune.backend.model import device
-from mlxtune.backend.model.recovery import retried
+from mlxtune.backend.device import device
+from mlxtune.backend.device.recovery import retried
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of

@@ -11,7 +11,7 @@ from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
 
-from mlxtune.backend.model.model_folder import check_auto_map, check_files, json_object
+from mlxtune.backend.models.model_folder import check_auto_map, check_files, json_object
 from mlxtune.backend.text.tokenizer_trial import try_tokenizer
 from mlxtune.core.data.encode import OffsetEncoding
 from mlxtune.core.machine.panics import PanicError, caught_panics

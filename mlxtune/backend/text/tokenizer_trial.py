@@ -6,7 +6,7 @@ import json
 from contextlib import closing, suppress
 from pathlib import Path
 
-from mlxtune.backend.model.model_folder import json_object
+from mlxtune.backend.models.model_folder import json_object
 from mlxtune.backend.text import tokenizer_child
 from mlxtune.core.files.files import file_hash, make_folder, open_to_write
 from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory

@@ -20,8 +20,8 @@ from mlxtune.core.data.conversation import (
     parse_conversation,
     parse_tools,
 )
-from mlxtune.core.data.files.datafiles import read_objects
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
+from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]

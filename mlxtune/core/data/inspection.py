@@ -1,6 +1,6 @@
 """The contents of `mlxtune inspect`: numbers, findings, and rows as the model sees them.
 
-core/reports/inspect_page.py turns it into a page, terminal/inspect_console.py prints it.
+views/pages/inspect_page.py turns it into a page, views/inspect_console.py prints it.
 """
 
 from __future__ import annotations

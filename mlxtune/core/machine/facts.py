@@ -3,6 +3,7 @@
 diagnosis.py interprets the facts; requirements.py reads the installed packages.
 """
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,15 @@ def parse_pmset(battery: str, settings: str) -> Power:
         on_battery=None if source is None else source[1] == "Battery Power",
         saving=None if mode is None else mode[1] == "1",
     )
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
+    return {"python": platform.python_version()} | {
+        package: importlib.metadata.version(package) for package in packages
+    }
 
 
 def machine_id() -> str:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mlxtune.core.training.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
-from mlxtune.core.training.profile import StepProfile
-from mlxtune.core.training.progress import Progress
+from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
+from mlxtune.core.run.profile import StepProfile
+from mlxtune.core.run.progress import Progress
 
 
 @dataclass(frozen=True)

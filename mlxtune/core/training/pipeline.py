@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.metrics import InstructBatchResult, StepRecord
-from mlxtune.core.training.saving import Snapshot
+from mlxtune.core.run.metrics import InstructBatchResult, StepRecord
+from mlxtune.core.run.saving import Snapshot
 
 
 class PendingStep(Protocol):

@@ -14,10 +14,9 @@ from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder, write_json
-from mlxtune.core.steps import order
-from mlxtune.core.training import run_folder
-from mlxtune.core.training.checkpoint import BEST
-from mlxtune.core.training.metrics import (
+from mlxtune.core.run import run_folder
+from mlxtune.core.run.checkpoint import BEST
+from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     SkippedStep,
@@ -25,12 +24,13 @@ from mlxtune.core.training.metrics import (
     ValidationRecord,
     perplexity,
 )
+from mlxtune.core.run.profile import StepProfiler
+from mlxtune.core.run.progress import MetricsFile, Progress, Record
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver, saves_epoch
+from mlxtune.core.steps import order
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline, StartedStep
-from mlxtune.core.training.profile import StepProfiler
-from mlxtune.core.training.progress import MetricsFile, Progress, Record
-from mlxtune.core.training.run_folder import ResumePoint
-from mlxtune.core.training.saving import CheckpointContent, CheckpointSaver, saves_epoch
 from mlxtune.core.training.schedule import make_schedule
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import (

@@ -12,7 +12,7 @@ import pytest
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import find_adapter, load_adapted
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.models.loading import load_base
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.models import sums, write_chat, write_model

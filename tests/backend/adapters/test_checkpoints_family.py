@@ -18,9 +18,9 @@ from mlx_lm.utils import load
 
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.adapters.checkpoints import pad_rank, unpad_rank
+from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import adapted_modules
-from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution

@@ -14,7 +14,7 @@ from mlx_lm.models.gemma4_text import GeGLU
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
 from mlxtune.backend.cpu.model import make_fast
-from mlxtune.backend.model.layers import StoredExperts
+from mlxtune.backend.models.layers import StoredExperts
 from tests.backend.switched import assert_same, experts, indices, with_lora
 
 

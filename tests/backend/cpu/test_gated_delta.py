@@ -12,7 +12,7 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from mlxtune.backend.cpu import gated_delta
 from mlxtune.backend.cpu.layers import KernelLayers
-from mlxtune.backend.mixers.gated_delta import gated_delta_rule
+from mlxtune.backend.models.mixers.gated_delta import gated_delta_rule
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 
 

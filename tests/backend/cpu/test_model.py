@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu import attention, elementwise, products
 from mlxtune.backend.cpu.layers import KeptProducts, Reads
 from mlxtune.backend.cpu.model import make_fast
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.models.loading import load_base
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import model_folder
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.lora.targets import choose_targets, experts_per_token
-from mlxtune.backend.model.loading import open_base
+from mlxtune.backend.models.loading import open_base
 from mlxtune.config import InstructConfig
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.model.ranks import ALONE, Ranks
-from mlxtune.backend.model.split import split_base
-from mlxtune.backend.step import operations
-from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.forward import operations
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.split import split_base
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxtune.backend.model.ranks import Ranks
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.group import Ranks
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.errors import RankError
-from mlxtune.setup.dataset import Reader, load_dataset
 from tests.backend.step.executions import (
     WAYS,
     assert_same,

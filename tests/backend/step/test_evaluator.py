@@ -16,10 +16,10 @@ from mlx.utils import tree_flatten
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.model import memory
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
-from mlxtune.backend.step.operations import MLX
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load, load_of
 from tests.backend.conftest import random_examples

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters, load_model
 
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close
@@ -89,7 +89,7 @@ def test_weights_stored_in_16_bits_are_computed_with_in_32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU, matrices stay in bfloat16; the result is that of their values in float32."""
-    monkeypatch.setattr("mlxtune.backend.model.loading.on_cpu", lambda: True)
+    monkeypatch.setattr("mlxtune.backend.models.loading.on_cpu", lambda: True)
     for architecture in ("qwen3", "gemma2"):
         folder = write_model(tmp_path / architecture, architecture, dtype="bfloat16")
         model, wide = load_base(folder, "float32").model, load_model(folder)[0]

@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora import pissa
 from mlxtune.backend.lora.apply import adapted_modules
-from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import Execution

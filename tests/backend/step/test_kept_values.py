@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import qwen3
 
-from mlxtune.backend.step.operations import best_execution
+from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example

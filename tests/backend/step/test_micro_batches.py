@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.model import memory
-from mlxtune.backend.step.head import SplitModel
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.errors import GpuError, MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples

@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.model import memory
-from mlxtune.backend.step.head import SplitModel
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.core.training.profile import PhaseTimer, StepProfile
+from mlxtune.core.run.profile import PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
 from tests.slow import slow_except
 

@@ -14,13 +14,13 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.cpu.operations import CPU
-from mlxtune.backend.model.loading import load_base
-from mlxtune.backend.step.operations import MLX
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.training.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from tests.models import VOCAB_SIZE, write_model
 from tests.slow import slow, slow_except

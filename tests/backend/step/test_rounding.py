@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.model import device
-from mlxtune.backend.model.packed import Layout
+from mlxtune.backend.device import device
+from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.models.packed import Layout
 from mlxtune.backend.step.evaluator import Evaluator
-from mlxtune.backend.step.operations import best_execution
 from mlxtune.core.steps import rounding
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Segment

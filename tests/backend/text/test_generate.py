@@ -18,8 +18,8 @@ from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.model import device
-from mlxtune.backend.model.loading import load_base
+from mlxtune.backend.device import device
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.text import generate
 from mlxtune.backend.text.generate import Generator, Sampling, answers, seed
 from mlxtune.backend.text.tokenizer import load_tokenizer

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.backend.model import device
+from mlxtune.backend.device import device
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import InspectConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
-from mlxtune.setup.dataset import Reader, load_dataset
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 
 ROWS = 256

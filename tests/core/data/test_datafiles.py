@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.files.datafiles import read_objects
 from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import GOOD, ROW, read
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.files.datafiles import read_objects
+from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import read
 

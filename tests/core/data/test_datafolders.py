@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.data.files.datafiles import DataFiles, find_data_files
+from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.errors import DataError
 from tests.core.data.test_datafiles import GOOD, read, write
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.text_stream import TextStream, text_of
-from mlxtune.core.reports.visible import escape_controls
+from mlxtune.views.visible import escape_controls
 
 
 def streamed(pieces: list[bytes], *stops: str) -> tuple[list[str], TextStream]:

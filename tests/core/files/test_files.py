@@ -21,7 +21,7 @@ from mlxtune.core.files.files import (
     write_file,
     write_json,
 )
-from mlxtune.core.training.checkpoint import write_checkpoint
+from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.errors import OutputError
 from tests.faults import FaultyDisk
 

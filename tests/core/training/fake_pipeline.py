@@ -17,9 +17,9 @@ import numpy as np
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import write_file, write_json
-from mlxtune.core.training.metrics import InstructBatchResult, InstructTrainResult, perplexity
+from mlxtune.core.run.metrics import InstructBatchResult, InstructTrainResult, perplexity
+from mlxtune.core.run.own_runs import MARK
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.core.training.own_runs import MARK
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxtune.core.training.profile import PhaseTimer
+from mlxtune.core.run.profile import PhaseTimer
 
 
 class Ticking:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxtune.core.training.metrics import InstructEpochMetrics, StepRecord, perplexity
+from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord, perplexity
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:

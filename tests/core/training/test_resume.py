@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.run.metrics import InstructTrainResult, SkippedStep
+from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.steps.order import steps_of
-from mlxtune.core.training.metrics import InstructTrainResult, SkippedStep
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 from tests.core.training.fake_pipeline import (

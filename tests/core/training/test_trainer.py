@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.training.metrics import InstructBatchResult
+from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import (

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core.training.metrics import StepRecord
+from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError, OutputError
 from tests.core.training.fake_pipeline import (

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.training.metrics import InstructBatchResult, InstructEpochMetrics, StepRecord
+from mlxtune.core.run.metrics import InstructBatchResult, InstructEpochMetrics, StepRecord
+from mlxtune.core.run.own_runs import MARK
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.own_runs import MARK
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, log_of, options, rows, train

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.training.metrics import InstructTrainResult
-from mlxtune.core.training.run_folder import find_resume_point
+from mlxtune.core.run.metrics import InstructTrainResult
+from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
 from tests.core.training.fake_pipeline import (

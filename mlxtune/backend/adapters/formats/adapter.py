@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.adapters import files
-from mlxtune.backend.model.layers import dequantized_weight
+from mlxtune.backend.models.layers import dequantized_weight
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError
 

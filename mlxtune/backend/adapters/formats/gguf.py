@@ -23,7 +23,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     path_in_layer,
     updates_in,
 )
-from mlxtune.backend.model.loading import BaseModel
+from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.files.files import as_output_error
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
-from mlxtune.backend.model.loading import open_base
+from mlxtune.backend.models.loading import open_base
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError, one_line
 

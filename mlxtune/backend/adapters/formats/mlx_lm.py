@@ -28,7 +28,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     path_in_layer,
 )
 from mlxtune.core.files.files import as_output_error, copy_file, write_json
-from mlxtune.core.training.checkpoint import ADAPTER, ADAPTER_CONFIG
+from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
 _NONE: Mapping[str, nn.Module] = MappingProxyType({})

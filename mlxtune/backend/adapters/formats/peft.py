@@ -34,8 +34,8 @@ from mlxtune.backend.adapters.formats.adapter import (
     path_in_layer,
     shapes_for,
 )
-from mlxtune.backend.model.model_folder import json_object, weight_names
-from mlxtune.backend.model.weight_headers import NOT_TEXT
+from mlxtune.backend.models.model_folder import json_object, weight_names
+from mlxtune.backend.models.weight_headers import NOT_TEXT
 from mlxtune.core.files.files import write_json
 from mlxtune.core.files.tensor_files import TensorInfo
 from mlxtune.core.text import join_few

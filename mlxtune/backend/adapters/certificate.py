@@ -1,0 +1,176 @@
+"""The proof of an export: how much its logits differ from the trained model's, and may differ.
+
+Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.backend.adapters.retention import Retention
+from mlxtune.core.text import count
+from mlxtune.errors import OutputError
+
+CERTIFICATE = "certificate.json"
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass
+class Comparison:
+    """How two models' logits differ over the prompts added so far."""
+
+    prompts: int = 0
+    tokens: int = 0
+    largest_difference: float = 0.0
+    kl_sum: float = 0.0
+    same: int = 0
+    generated: int = 0
+
+    def add(self, trained: Logits, written: Logits, generated: int) -> None:
+        """Compare float32 (T, V) logits at the same tokens; the last `generated` are the answer.
+
+        A difference that is not finite counts as infinite.
+        """
+        difference = float(np.abs(trained - written).max(initial=0.0))
+        if not math.isfinite(difference):
+            difference = math.inf
+        self.prompts += 1
+        self.tokens += len(trained)
+        self.largest_difference = max(self.largest_difference, difference)
+        self.kl_sum += _divergence(trained, written)
+        last = slice(len(trained) - generated, None)
+        self.same += int((trained[last].argmax(-1) == written[last].argmax(-1)).sum())
+        self.generated += generated
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean KL(trained || written) over the positions, in nats."""
+        return self.kl_sum / self.tokens if self.tokens else 0.0
+
+
+def _divergence(trained: Logits, written: Logits) -> float:
+    """Return the sum over T of KL(trained || written), in nats, of (T, V) logits."""
+    values = []
+    for a, b in zip(trained, written, strict=True):  # row by row to save memory
+        p, q = _log_softmax(a), _log_softmax(b)
+        values.append(float(np.sum(np.exp(p) * (p - q))))
+    # Rounding may leave slightly negative values.
+    return float(np.maximum(values, 0.0).sum())
+
+
+def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+@dataclass(frozen=True)
+class WeightCheck:
+    """How the tensors of a fused model compare with those expected.
+
+    `largest_error` is relative to the largest entry of its matrix; `problems` name the tensors that
+    differ by more than rounding.
+    """
+
+    unchanged: int
+    fused: int
+    largest_error: float
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How a written model compares with the trained one.
+
+    `tolerance` is the largest logit difference that rounding explains; None if the weights were
+    quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
+    the adapter, for scale. `retention` says what quantising again costs, where weights were.
+    """
+
+    format: str
+    dtype: str
+    tolerance: float | None
+    effect: float
+    comparison: Comparison
+    files: Mapping[str, str]
+    versions: Mapping[str, str]
+    weights: WeightCheck | None = None
+    retention: Retention | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences on what differs by more than rounding."""
+        difference = self.comparison.largest_difference
+        problems = list(self.weights.problems) if self.weights else []
+        if not (math.isfinite(self.effect) and math.isfinite(self.tolerance or 0.0)):
+            problems.append("the logits of the trained model itself are not finite")
+        elif self.tolerance is None:
+            if not math.isfinite(difference):
+                problems.append("its logits are not finite")
+        elif not difference <= self.tolerance:
+            problems.append(
+                f"its logits differ by up to {difference:.3g} from those of the trained model, "
+                f"where rounding explains {self.tolerance:.3g}"
+            )
+        return problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of certificate.json."""
+        compared = self.comparison
+        content: dict[str, Any] = {
+            "passed": not self.problems,
+            "format": self.format,
+            "dtype": self.dtype,
+            "tolerance": self.tolerance,
+            "prompts": compared.prompts,
+            "tokens": compared.tokens,
+            "largest_difference": compared.largest_difference,
+            "adapter_effect": self.effect,
+            "mean_kl": compared.mean_kl,
+            "greedy_match": {"same": compared.same, "of": compared.generated},
+        }
+        if self.weights is not None:
+            content["weights"] = asdict(self.weights)
+            del content["weights"]["problems"]
+        if self.retention is not None:
+            content["retention"] = self.retention.as_dict()
+        return content | {"files": dict(self.files), "versions": dict(self.versions)}
+
+    def lines(self) -> list[str]:
+        """Return the certificate as lines of text."""
+        compared = self.comparison
+        allowed = (
+            "the price of quantising the weights again"
+            if self.tolerance is None
+            else f"rounding explains {self.tolerance:.2g}"
+        )
+        lines = [
+            f"{count(compared.prompts, 'prompt')}, {count(compared.tokens, 'position')}, "
+            f"{self.dtype}: logits differ by up to {compared.largest_difference:.2g} ({allowed}; "
+            f"the adapter changes them by up to {self.effect:.2g})",
+            f"KL {compared.mean_kl:.2g} nats per token; greedy answers agree in {compared.same} of "
+            f"{count(compared.generated, 'token')}",
+        ]
+        if self.weights is not None:
+            lines.append(
+                f"{count(self.weights.fused, 'tensor')} fused, with errors up to "
+                f"{self.weights.largest_error:.2g} of the largest weight; "
+                f"{self.weights.unchanged} identical to the base model's"
+            )
+        if self.retention is not None:
+            lines.append(self.retention.line())
+        return lines
+
+
+def check(certificate: Certificate, target: Path) -> None:
+    """Raise OutputError with the first problem unless a certificate passes."""
+    if problems := certificate.problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise OutputError(
+            f"{target}: differs from what was trained, so nothing was written: {problems[0]}{more}"
+        )

@@ -1,0 +1,1 @@
+"""The device: its limits, faults and memory."""

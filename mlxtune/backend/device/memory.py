@@ -1,0 +1,166 @@
+"""Memory limits, and peaks of memory use."""
+
+import gc
+import os
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.config import user_cache
+from mlxtune.core.files.reading import read_kernel_file
+from mlxtune.core.machine.reservation import reservations
+
+GB = 10**9
+# Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
+_CACHE_SHARE = 1 / 8
+_PRESSURE = 0.9
+# The share of a CUDA device to use, as it recommends no working set. The rest goes to the context,
+# the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
+_CUDA_SHARE = 0.9
+# The share of what the GPU may use that is wired: wiring all of it leaves macOS nothing to give
+# to the window server and other programs, which then stall.
+_WIRED_SHARE = 0.9
+# The highest peak before MLX's own count was last reset, of the process and since `start_peak`.
+_highest = [0]
+_since_start = [0]
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Limits in bytes. `recommended` is the most that the device can give, None for a CPU."""
+
+    memory: int
+    cache: int
+    recommended: int | None
+    device: str
+
+    def describe(self) -> str:
+        """Describe the limits in one line."""
+        capped = ""
+        if self.recommended is not None:
+            capped = f", of {self.recommended / GB:.1f} GB that the GPU may use"
+        metal = "; no Metal here, MLX's own limits only" if on_cpu() else ""
+        cache = f", cache {self.cache / GB:.1f} GB" if self.cache else ""
+        return f"limit {self.memory / GB:.1f} GB{cache}{capped} ({self.device}{metal})"
+
+
+def find_limits(memory_limit_gb: float) -> MemoryLimits:
+    """Return the limits that `set_limits` sets."""
+    info = mx.device_info()
+    recommended = _recommended(info)
+    if recommended is not None and (free := info.get("free_memory")) is not None:
+        # What other programs hold cannot be had. What other runs hold can, once they end: their
+        # reservations make this run wait, or stop with an error that names them.
+        held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
+        recommended = min(recommended, int(free) + held)
+    memory = int(memory_limit_gb * GB)
+    if recommended is not None:
+        memory = min(memory, recommended)
+    device = str(info.get("device_name", "unknown device"))
+    # On the CPU, malloc reuses freed memory for arrays of any size. MLX's cache reuses it for
+    # similar sizes only, which doubles the memory in use where sizes differ from step to step.
+    cache = 0 if on_cpu() else int(memory * _CACHE_SHARE)
+    return MemoryLimits(memory, cache, recommended, device)
+
+
+def capacity() -> int:
+    """Return how many bytes all runs on this machine share."""
+    info = mx.device_info()
+    if size := _recommended(info) or info.get("memory_size"):
+        return int(size)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _recommended(info: Mapping[str, str | int]) -> int | None:
+    """Return the most bytes to use of a device that nothing else uses, None for a CPU."""
+    if working_set := info.get("max_recommended_working_set_size"):
+        return int(working_set)
+    total = info.get("total_memory")
+    return None if total is None else int(_CUDA_SHARE * int(total))
+
+
+def _reserved_by_others() -> int:
+    runs = reservations(user_cache() / "memory")
+    return sum(run.size for run in runs if run.pid != os.getpid())
+
+
+def set_limits(memory_limit_gb: float) -> MemoryLimits:
+    """Limit MLX's memory and cache, before a model is loaded.
+
+    The limit is at most what the device can give.
+    """
+    limits = find_limits(memory_limit_gb)
+    mx.set_memory_limit(limits.memory)
+    mx.set_cache_limit(limits.cache)
+    forget_peak()
+    if has_metal() and limits.recommended is not None:
+        mx.set_wired_limit(min(limits.memory, int(_WIRED_SHARE * limits.recommended)))
+    return limits
+
+
+def relieve_pressure() -> None:
+    """Clear the cache when used and cached memory near the limit."""
+    limit = mx.get_memory_limit()
+    if mx.get_cache_memory() and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE * limit:
+        mx.clear_cache()
+
+
+def release() -> None:
+    """Free the memory of what is no longer referenced."""
+    # Modules and the objects that run them refer to each other.
+    gc.collect()
+    mx.clear_cache()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that MLX has held at once, in bytes."""
+    # MLX counts a peak only where it allocates.
+    return max(_highest[0], int(mx.get_peak_memory()), int(mx.get_active_memory()))
+
+
+def peak_gb() -> float:
+    """Return the most memory that MLX has held at once, in GB."""
+    return peak_bytes() / GB
+
+
+def peak_rss() -> int:
+    """Return the most real memory that this process has had, in bytes."""
+    try:
+        # The kernel's other count takes over that of the process that started this one.
+        text = read_kernel_file(Path("/proc/self/status"))
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024
+    except (OSError, IndexError):
+        units = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units
+
+
+def last_peak_bytes() -> int:
+    """Return the most memory that MLX has held at once since `start_peak`, in bytes."""
+    return max(_since_start[0], int(mx.get_peak_memory()))
+
+
+def start_peak() -> None:
+    """Reset `last_peak_bytes`; `peak_bytes` stays."""
+    _highest[0] = peak_bytes()
+    _since_start[0] = 0
+    mx.reset_peak_memory()
+
+
+def lap_peak() -> int:
+    """Return the most bytes that MLX has held at once since the last call; other peaks stay."""
+    peak = int(mx.get_peak_memory())
+    _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
+    mx.reset_peak_memory()
+    return peak
+
+
+def forget_peak() -> None:
+    """Reset all peaks to the memory in use."""
+    _highest[0] = _since_start[0] = 0
+    mx.reset_peak_memory()

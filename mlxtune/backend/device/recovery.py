@@ -1,0 +1,40 @@
+"""Trying work again after a fault of the GPU."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from mlxtune.backend.device import device, memory
+from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
+
+Result = TypeVar("Result")
+
+
+def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
+    """Return what `work` gives, which changes nothing where it fails.
+
+    After a fault, `change` is called with MLX's text, to ask for less or to free what it can; it
+    raises where nothing is left to change. Then the work is tried again: once after each fault that
+    may pass, as that may come from what ran before or from another program.
+
+    Raises MemoryLimitError or GpuError.
+    """
+    repeated: set[Fault] = set()
+    while True:
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            fault, text = fault_of(error), str(error)
+            if fault is None:
+                raise
+        # Out here, the exception no longer holds the arrays of the work.
+        if fault is Fault.LOST:
+            raise fault_error(fault, text)
+        if fault in repeated and not fault.asks_for_less:
+            raise fault_error(fault, text, "twice in a row")
+        repeated.add(fault)
+        # Work that is queued behind a failed command fails too, and must not fail the next try.
+        with suppress(RuntimeError):
+            device.finish()
+        change(fault, text)
+        memory.release()

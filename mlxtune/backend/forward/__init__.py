@@ -1,0 +1,1 @@
+"""A forward pass over packed examples: layers, head and loss, with their gradients."""

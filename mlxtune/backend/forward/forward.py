@@ -1,0 +1,235 @@
+"""The loss of a micro-batch, by the shortest computation that is exact for the model."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxtune.backend.forward.costs import ExampleCosts
+from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.loss import (
+    Losses,
+    cross_entropies,
+    head_loss_sum,
+    head_losses,
+    split_cross_entropies,
+)
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.forward.recompute import Layerwise
+from mlxtune.backend.forward.shared_inputs import share_inputs
+from mlxtune.backend.forward.side_by_side import Mixers
+from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.models.chosen_rows import ChosenRows
+from mlxtune.backend.models.packed import Layout, laid_out
+from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.execution import Execution, Operations
+from mlxtune.core.steps.pack import Pack
+from mlxtune.errors import ModelError
+
+# What the loss is raised by where a model computes in float16: the gradients of single tokens are
+# near its smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small
+# lets entries of a gradient reach 256 before they overflow. The step takes it back in float32.
+_RAISED_FLOAT16 = 256.0
+
+# The loss of the rows of hidden states (P, H) at the supervised positions.
+Head = Callable[[mx.array], mx.array]
+
+
+class Forward:
+    """Computes losses of one model, which has its LoRA already.
+
+    `execution` is the one given, as far as the model allows it. Without `trains`, it computes no
+    gradients, and the model may have no LoRA. An adapter that is taken off and put back later has
+    to be on the model here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dropout: DropoutKeys,
+        execution: Execution,
+        *,
+        trains: bool = True,
+    ) -> None:
+        self.model = model
+        self._dropout = dropout
+        self._undo_operations = execution.operations.prepare(model)
+        joins = trains and execution.operations.joins
+        self._undo_sharing = share_inputs(model) if joins else lambda: None
+        self._split = split = SplitModel(model)
+        serves = execution.operations.serves(split.dtype)
+        operations: Operations = execution.operations if serves else MLX
+        splits = execution.split_head and split.splits
+        self.mixers = Mixers(model, by_segments=operations.by_segments)
+        self._should_pack = execution.packs
+        self.execution = replace(
+            execution,
+            operations=operations,
+            split_head=splits,
+            packs=self._should_pack and splits and split.packs(self.mixers),
+        )
+        passes = operations.layer_passes(execution.recompute) if trains else None
+        self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
+        self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
+        self._vocabulary: dict[str, Any] = {}
+        self._entropies: Losses = operations.cross_entropies
+        if split.vocabulary is not None:
+            if not splits:
+                raise ModelError("--parallel tensor does not work with this architecture's head")
+            self._entropies = partial(split_cross_entropies, split.vocabulary)
+            self._vocabulary = {"vocabulary": split.vocabulary}
+        self._around_head: Callable[[Head, mx.array], mx.array] | None = None
+        self.gradients = mx.value_and_grad(self.scaled_loss)
+
+    def restore_model(self) -> None:
+        """Make the model compute as it did before."""
+        self.mixers.restore()
+        self._undo_sharing()
+        self._undo_operations()
+
+    @property
+    def dtype(self) -> mx.Dtype | None:
+        """The dtype of the hidden states, None if unknown."""
+        return self._split.dtype
+
+    @property
+    def raised(self) -> float:
+        """The power of two by which gradients are to be raised, in the scale of `scaled_loss`."""
+        is_float16 = self.dtype is not None and self.dtype == mx.float16
+        return _RAISED_FLOAT16 if is_float16 else 1.0
+
+    @property
+    def packing_problem(self) -> str:
+        """Why examples that should run in one line are padded, empty if they are not."""
+        if self.execution.packs or not self._should_pack:
+            return ""
+        return self._split.packing_problem or "its head does not run apart from its layers"
+
+    @property
+    def plain_head(self) -> bool:
+        """Whether the head is one product."""
+        return self._split.weight is not None
+
+    @cached_property
+    def costs(self) -> ExampleCosts:
+        """What examples cost."""
+        return ExampleCosts(self.model)
+
+    def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
+        """Return a micro-batch as `scaled_loss` takes it.
+
+        `keys` are the dropout keys of its examples, uint32 (B,), or None for no dropout.
+        """
+        arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
+        if isinstance(batch, Pack):
+            return arrays | {
+                "layout": Layout(batch.segments, self.execution.rounding),
+                "keys": None if keys is None else keys[mx.array(batch.owners)][None],
+                "rows": ChosenRows(batch.places, batch.inputs.size),
+                "targets": mx.array(batch.targets),
+            }
+        if keys is not None:
+            arrays["keys"] = keys
+        if not self.execution.split_head:
+            return arrays | {"targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
+        positions = np.flatnonzero(batch.mask)
+        targets = batch.targets.reshape(-1)[positions]
+        return arrays | {
+            "rows": ChosenRows(positions, batch.inputs.size),
+            "targets": mx.array(targets),
+        }
+
+    def scaled_loss(
+        self,
+        parameters: Mapping[str, Any],
+        arrays: Mapping[str, Any],
+        scale: mx.array,
+    ) -> mx.array:
+        """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
+
+        `parameters` are the model's LoRA matrices, which it keeps. The loss is scaled by the count
+        of the whole step before the backward pass, and by `raised`, which keeps float16 gradients
+        in range.
+        """
+        self.model.update(parameters)
+        with self.running(), laid_out(arrays.get("layout")):
+            caches = self._caches(arrays)
+            if self.execution.split_head:
+                rows, head = self._rows(arrays, caches), self._head(arrays)
+                loss = head(rows) if self._around_head is None else self._around_head(head, rows)
+            else:
+                inputs, targets = arrays["inputs"], arrays["targets"]
+                loss = (cross_entropies(self.model, inputs, targets) * arrays["mask"]).sum()
+        self.mixers.stop_noting()
+        return loss * scale
+
+    def losses(self, batch: MicroBatch | Pack) -> mx.array:
+        """Return the cross-entropy of each supervised token, in nats, float32 (P,), not computed.
+
+        They are in the order of the batch. There is no dropout, and no gradient.
+        """
+        arrays = self.arrays(batch, None)
+        targets = arrays["targets"]
+        # A loss that is not finite is reported as such.
+        with laid_out(arrays.get("layout")), np.errstate(all="ignore"):
+            caches = self._caches(arrays)
+            if isinstance(batch, MicroBatch) and not self.execution.split_head:
+                supervised = mx.array(np.flatnonzero(batch.mask))
+                return cross_entropies(self.model, arrays["inputs"], targets).reshape(-1)[
+                    supervised
+                ]
+            rows = self._rows(arrays, caches)
+            if self._linear_head is not None:
+                weight = self._split.weight
+                losses = self._linear_head.head_losses(weight, rows, targets, **self._vocabulary)
+            else:
+                chunk = self.execution.loss_chunk
+                losses = head_losses(self._split.logits, rows, targets, chunk, self._entropies)
+        return losses
+
+    def running(self) -> AbstractContextManager[None]:
+        """Make the layers that run in here prepare for their backward passes."""
+        return nullcontext() if self.layerwise is None else self.layerwise.running()
+
+    @contextmanager
+    def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
+        """Have `around(head, rows)` run in the place of `head(rows)`, where the model is split."""
+        self._around_head = around
+        try:
+            yield
+        finally:
+            self._around_head = None
+
+    def _rows(self, arrays: Mapping[str, Any], caches: list[Any] | None) -> mx.array:
+        hidden = self._split.hidden(arrays["inputs"], caches)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        rows: mx.array = arrays["rows"].of(hidden)
+        return rows
+
+    def _head(self, arrays: Mapping[str, Any]) -> Head:
+        targets = arrays["targets"]
+        if self._linear_head is not None:
+            weight = self._split.weight
+            loss_sum = partial(self._linear_head.head_loss_sum, **self._vocabulary)
+            return partial(loss_sum, weight, targets=targets)
+        return partial(
+            head_loss_sum,
+            self._split.logits,
+            targets=targets,
+            chunk=self.execution.loss_chunk,
+            losses=self._entropies,
+        )
+
+    def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:
+        """Return the cache of each layer; set the keys of dropout."""
+        keys, layout = arrays.get("keys"), arrays.get("layout")
+        if layout is None:
+            self._dropout.set(keys, None)
+            return None
+        self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
+        return self._split.line_caches()

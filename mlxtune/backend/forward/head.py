@@ -1,0 +1,218 @@
+"""A model in two halves: the trunk, which gives hidden states, and the head, which gives logits."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.forward.packing_trial import LayerInputs, trial_texts
+from mlxtune.backend.forward.side_by_side import Mixers
+from mlxtune.backend.models.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
+from mlxtune.backend.models.packed import LineCache, laid_out
+from mlxtune.backend.workers.split import SplitRows, Vocabulary
+from mlxtune.errors import one_line
+
+# How far logits that should be equal may differ, as a share of the largest.
+_TOLERANCE = 2e-2
+# Hidden states so much larger show any soft-capping of the logits.
+_LARGE = 1000.0
+# Rows of the vocabulary to compare.
+_PART = 1024
+# How many positions of each text the head is tried at.
+_HEAD_POSITIONS = 4
+
+
+class _TrunkSlot:
+    """Stands in the place of the trunk, or of its last norm, for one call of the model.
+
+    Without `given`, it runs the trunk, keeps its `hidden` states and hands on as many of the
+    positions as the head shall run on; with it, it hands that on in the trunk's stead.
+    """
+
+    def __init__(
+        self, trunk: nn.Module, given: mx.array | None = None, positions: int | None = None
+    ) -> None:
+        self._trunk, self._given, self._positions = trunk, given, positions
+        self.hidden: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self._given is not None:
+            return self._given
+        self.hidden = self._trunk(*args, **options)
+        return self.hidden if self._positions is None else self.hidden[:, : self._positions]
+
+    def __getattr__(self, name: str) -> Any:
+        # Tied heads take the embeddings from the trunk.
+        return getattr(self._trunk, name)
+
+
+class SplitModel:
+    """An mlx-lm model whose head can run on chosen positions alone, soft-capping and all.
+
+    `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
+    of a head which is one product and no more, else None; `dtype` is that of the hidden states.
+    `vocabulary` says for which tokens this rank has logits, if not for all. `packing_problem` says
+    why examples do not run in one line, once `packs` found that they do not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._text = getattr(model, "language_model", model)
+        self._owner = self._text
+        self._name, self._trunk = find_trunk(self._text)
+        parts = [each.vocabulary for each in find_heads(self._text) if isinstance(each, SplitRows)]
+        self.vocabulary: Vocabulary | None = parts[0] if parts else None
+        self.weight: mx.array | PackedRows | None = None
+        self.splits = False
+        self.packing_problem = ""
+        self.dtype: mx.Dtype | None = None
+        # The hidden states of a few texts, each alone: before the layers, and after all of them.
+        self._inputs = LayerInputs(model, trial_texts())
+        self._alone = mx.array(0.0)
+        if isinstance(self._trunk, nn.Module):
+            self._compare()
+            stack = _stack(self._trunk)
+            if not self.splits and stack is not None:
+                # Gemma 3n's trunk has the head in it, behind its last norm.
+                self._owner, self._name, self._trunk = stack, "norm", stack["norm"]
+                self._compare()
+
+    def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Return the trunk's output (B, T, H) for inputs int32 (B, T).
+
+        `cache` has a LineCache for each layer.
+        """
+        # A head of no positions costs nothing, and the call is the model's own.
+        slot = _TrunkSlot(self._trunk, positions=0)
+        self._call(slot, inputs, cache)
+        return slot.hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return the logits (P, V) of hidden states (P, H), those of this rank's tokens."""
+        if self.vocabulary is not None:
+            hidden = self.vocabulary.enter(hidden)
+        with self._without_layers():
+            logits = self._call(_TrunkSlot(self._trunk, hidden[None]), mx.array([[0]]))
+        # Unlike an index, this needs no second array of logits for its gradient.
+        return logits.squeeze(0)
+
+    def packs(self, mixers: Mixers) -> bool:
+        """Return whether examples in one line give what each gives by itself, as tried."""
+        if self._runs_in_line():
+            return True
+        if not mixers.by_segments:
+            return False
+        mixers.by_segments = False
+        return self._runs_in_line()
+
+    def _runs_in_line(self) -> bool:
+        texts, inputs = self._inputs.texts, self._inputs
+        try:
+            with laid_out(texts.layout()), inputs.compared():
+                line = self.hidden(mx.array([texts.line]), self.line_caches())
+            inputs.compare(self._alone, line)
+            self.packing_problem = inputs.problem()
+        # Of any kind: architectures that add positions to tokens do not pack, or have other caches.
+        except Exception as error:  # noqa: BLE001
+            self.packing_problem = one_line(f"{type(error).__name__}: {error}")
+        return not self.packing_problem
+
+    def line_caches(self) -> list[LineCache]:
+        """Return what the layers take for their caches while a line runs."""
+        return [LineCache() for _ in self.model.layers]
+
+    def _call(
+        self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
+    ) -> mx.array:
+        # Set as an entry, which keeps the order of the parameters.
+        self._owner[self._name] = slot
+        try:
+            return self._text(inputs, cache=cache) if cache else self._text(inputs)
+        finally:
+            self._owner[self._name] = self._trunk
+
+    @contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        """Have layers that stand before the slot pass on what they are given."""
+        layers = self._owner.get("layers")
+        if layers:
+            self._owner["layers"] = [lambda x, *args, **options: x for _ in layers]
+        try:
+            yield
+        finally:
+            if layers:
+                self._owner["layers"] = layers
+
+    def _compare(self) -> None:
+        """Check on a few tokens that the head after the trunk is the model; find its weight."""
+        try:
+            slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
+            with self._inputs.kept():
+                logits = self._call(slot, mx.array(self._inputs.texts.tokens))[0]
+            self._alone, hidden = slot.hidden, slot.hidden[0, :_HEAD_POSITIONS]
+            self.dtype = hidden.dtype
+            self.weight = next(
+                (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
+            )
+            apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
+            self.splits = self.weight is not None or apart
+        # Of any kind: a model that cannot be split runs whole.
+        except Exception:  # noqa: BLE001
+            self.splits = False
+
+    def _is_head(self, weight: mx.array | PackedRows, logits: mx.array, hidden: mx.array) -> bool:
+        """Return whether the head is the product with a weight, by a part of the vocabulary."""
+        if weight.shape != (logits.shape[-1], hidden.shape[-1]):
+            return False
+        part, large = weight[:_PART], hidden[:1] * _LARGE
+        return _close(logits[:, :_PART], hidden @ part.T) and _close(
+            self.logits(large)[:, :_PART], large @ part.T
+        )
+
+    def _candidates(self) -> Iterator[mx.array | PackedRows]:
+        for head in find_heads(self._text):
+            if "bias" in head:
+                continue
+            if isinstance(head, nn.Linear | nn.Embedding):
+                yield head.weight
+            if isinstance(head, DequantizedLinear | DequantizedEmbedding):
+                yield PackedRows(head)
+
+
+def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
+    """Return the part of a text model that has its layers, with its name."""
+    for name, part in text.children().items():
+        layers = getattr(part, "layers", None) or getattr(part, "h", None)
+        if isinstance(part, nn.Module) and layers:
+            return name, part
+    return "model", text.get("model")
+
+
+def _stack(trunk: nn.Module) -> nn.Module | None:
+    """Return the part of a trunk that has the layers and the norm behind them, if there is one."""
+    parts = (m for m in trunk.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module))
+    return next(parts, None)
+
+
+def find_heads(text: nn.Module) -> list[nn.Module]:
+    """Return the modules of a text model that may be its head, the likeliest first."""
+    _, trunk = find_trunk(text)
+    names = [(text, "lm_head"), (text, "output")]
+    inner = trunk and _stack(trunk)
+    for name in ("embed_tokens", "embeddings", "tok_embeddings", "wte"):
+        names += [(trunk, name), (inner, name)]
+    heads = [getattr(part, name, None) for part, name in names]
+    return [head for head in heads if isinstance(head, nn.Module)]
+
+
+def _close(one: mx.array, other: mx.array) -> bool:
+    return one.shape == other.shape and _difference(one, other) <= _TOLERANCE
+
+
+def _difference(one: mx.array, other: mx.array) -> float:
+    """Return the largest difference of two arrays as a share of the largest value of the first."""
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    largest = mx.maximum(mx.abs(one).max(), 1e-6)
+    return float(mx.abs(one - other).max() / largest)

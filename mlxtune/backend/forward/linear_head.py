@@ -1,0 +1,108 @@
+"""Cross-entropy of a head that is one product, in float32, one block of logits at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.layers import PackedRows
+from mlxtune.backend.workers.split import Vocabulary
+from mlxtune.core.steps.execution import vocabulary_block
+
+
+class _OnlineSoftmax:
+    """The softmax of some rows whose logits are taken in blocks, arXiv:1805.02867, algorithm 3."""
+
+    def __init__(self, rows: int) -> None:
+        self._highest = mx.full((rows, 1), -mx.inf)
+        self.total = mx.zeros((rows, 1))
+
+    def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Return exp(logit - the highest so far) of a block, and what corrects those before it."""
+        highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
+        shares, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
+        self.total = self.total * correction + shares.sum(axis=1, keepdims=True)
+        self._highest = highest
+        return shares, correction
+
+    def merge(self, vocabulary: Vocabulary) -> mx.array:
+        """Take what the other ranks found in their parts; return what corrects this rank's."""
+        highest = vocabulary.highest(self._highest)
+        correction = mx.exp(self._highest - highest)
+        self._highest, self.total = highest, vocabulary.sum(self.total * correction)
+        return correction
+
+    def log_sums(self) -> mx.array:
+        """Return the logarithm of each row's sum of exp(logit), (P,)."""
+        return (self._highest + mx.log(self.total))[:, 0]
+
+
+def head_loss_sum(
+    weight: mx.array | PackedRows,
+    hidden: mx.array,
+    targets: mx.array,
+    vocabulary: Vocabulary | None = None,
+) -> mx.array:
+    """Return the summed cross-entropy, in nats, of a head that is one product.
+
+    `weight` is (V, H), in any dtype, or the rows that a rank has of a `vocabulary` in parts;
+    `hidden` is float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the
+    hidden states, too.
+    """
+
+    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        softmax = _OnlineSoftmax(len(hidden))
+        expected = mx.zeros_like(hidden)
+        for block in _blocks(weight, len(hidden)):
+            # One block after the other, or the graph would hold several at once.
+            rows = mx.depends([hidden], [expected, softmax.total])[0]
+            shares, correction = softmax.take(rows @ block.T)
+            expected = mx.addmm(expected * correction, shares, block)
+        right = _rows(weight, targets, vocabulary)
+        logits = (hidden * right).sum(axis=1)
+        if vocabulary is None:
+            return (softmax.log_sums() - logits).sum(), expected / softmax.total - right
+        correction = softmax.merge(vocabulary)
+        gradient = vocabulary.sum(expected * correction / softmax.total - right)
+        return (softmax.log_sums() - vocabulary.sum(logits)).sum(), gradient
+
+    def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0] * outputs[1]
+
+    return differentiable(summed, scaled)(hidden)[0]
+
+
+def head_losses(
+    weight: mx.array | PackedRows,
+    hidden: mx.array,
+    targets: mx.array,
+    vocabulary: Vocabulary | None = None,
+) -> mx.array:
+    """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
+    softmax = _OnlineSoftmax(len(hidden))
+    for block in _blocks(weight, len(hidden)):
+        rows = mx.depends([hidden], [softmax.total])[0]
+        softmax.take(rows @ block.T)
+    logits = (hidden * _rows(weight, targets, vocabulary)).sum(axis=1)
+    if vocabulary is not None:
+        softmax.merge(vocabulary)
+        logits = vocabulary.sum(logits)
+    return softmax.log_sums() - logits
+
+
+def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]:
+    """Yield the rows of a weight in float32, a block at a time."""
+    rows = vocabulary_block(positions)
+    for start in range(0, weight.shape[0], rows):
+        yield weight[start : start + rows].astype(mx.float32)
+
+
+def _rows(
+    weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
+) -> mx.array:
+    """Return the rows of tokens in float32 (P, H), zeros for those that another rank has."""
+    if vocabulary is None:
+        return weight[tokens].astype(mx.float32)
+    places, here = vocabulary.find(tokens)
+    return mx.where(here[:, None], weight[places].astype(mx.float32), 0)

@@ -1,0 +1,137 @@
+"""Masked cross-entropy: the plain reference, and one that holds few logits at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.workers.split import Vocabulary
+
+
+def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
+    """Return each target's cross-entropy, in nats, float32 (B, T).
+
+    `inputs` and `targets` are int32 (B, T). The logits are those of one forward pass without a KV
+    cache, taken to float32: logsumexp(z) - z[target].
+    """
+    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
+
+
+Losses = Callable[[mx.array, mx.array], mx.array]
+
+
+def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
+    """Return float32 (P,), in nats, for logits (P, V) and targets int32 (P,).
+
+    In 16 bits by MLX's function, fused on Metal and CUDA, which makes no logits in float32. In
+    float32, the softmax is computed once, for the loss and its gradient.
+    """
+    if logits.dtype != mx.float32:
+        return mx.fast.cross_entropy(logits, targets)
+    targets = targets[:, None]
+
+    def forward(logits: mx.array) -> list[mx.array]:
+        shares = mx.softmax(logits, axis=-1)
+        largest = mx.argmax(logits, axis=-1, keepdims=True)
+        # Of the largest, the share is never 0: log-sum-exp is its logit less the log of its share.
+        total = _at(logits, largest) - mx.log(_at(shares, largest))
+        return [(total - _at(logits, targets))[:, 0], shares]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        cotangent, shares = cotangents[0][:, None], outputs[1]
+        shares = mx.put_along_axis(shares, targets, _at(shares, targets) - 1, axis=-1)
+        return shares * cotangent
+
+    return differentiable(forward, backward)(logits)[0]
+
+
+def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.array) -> mx.array:
+    """Return float32 (P,), in nats, where a rank has the logits (P, v) of a part of the vocabulary.
+
+    The gradient is that of the rank's logits.
+    """
+    places, here = vocabulary.find(targets[:, None])
+
+    def forward(logits: mx.array) -> list[mx.array]:
+        logits = logits.astype(mx.float32)
+        highest = vocabulary.highest(logits.max(axis=-1, keepdims=True))
+        shares = mx.exp(logits - highest)
+        own = mx.where(here, _at(logits, places) - highest, 0)
+        sums = mx.concatenate([shares.sum(axis=-1, keepdims=True), own], axis=-1)
+        total, right = mx.split(vocabulary.sum(sums), 2, axis=-1)
+        return [(mx.log(total) - right)[:, 0], shares / total]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        cotangent, shares = cotangents[0][:, None], outputs[1]
+        shares = mx.put_along_axis(shares, places, _at(shares, places) - here, axis=-1)
+        return (shares * cotangent).astype(logits.dtype)
+
+    return differentiable(forward, backward)(logits)[0]
+
+
+def _at(array: mx.array, columns: mx.array) -> mx.array:
+    return mx.take_along_axis(array, columns, axis=-1)
+
+
+def head_losses(
+    logits: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    chunk: int,
+    losses: Losses,
+) -> mx.array:
+    """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
+
+    The arguments are those of `head_loss_sum`; no more than `chunk` positions have logits at once.
+    """
+    chunks: list[mx.array] = []
+    for start in range(0, hidden.shape[0], chunk):
+        at = slice(start, start + chunk)
+        rows = hidden[at]
+        if chunks:
+            # One chunk after the other, or the device would hold the logits of several at once.
+            rows = mx.depends(rows, chunks[-1])
+        chunks.append(losses(logits(rows), targets[at]).astype(mx.float32))
+    return mx.concatenate(chunks)
+
+
+def head_loss_sum(
+    logits: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    targets: mx.array,
+    chunk: int,
+    losses: Losses,
+) -> mx.array:
+    """Return the summed cross-entropy of hidden states, in nats, as a float32 scalar.
+
+    `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` these and
+    targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass computes
+    the gradient of the hidden states, too.
+    """
+
+    def chunk_loss(rows: mx.array, targets: mx.array) -> mx.array:
+        return losses(logits(rows), targets).astype(mx.float32).sum()
+
+    loss_and_gradient = mx.value_and_grad(chunk_loss)
+
+    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        gradients: list[mx.array] = []
+        total = mx.array(0.0)
+        for start in range(0, hidden.shape[0], chunk):
+            at = slice(start, start + chunk)
+            rows = hidden[at]
+            if gradients:
+                # One chunk after the other, or the graph would hold the logits of all at once.
+                rows = mx.depends(rows, [gradients[-1], total])
+            loss, gradient = loss_and_gradient(rows, targets[at])
+            total = total + loss
+            gradients.append(gradient)
+        # With the loss, so that what it was computed from is not held until it is read.
+        return total, mx.depends(mx.concatenate(gradients), total)
+
+    def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0].astype(outputs[1].dtype) * outputs[1]
+
+    return differentiable(summed, scaled)(hidden)[0]

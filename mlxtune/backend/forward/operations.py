@@ -1,0 +1,145 @@
+"""MLX's own operations, and the choice of those that compute a step on the device in use."""
+
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.device.device import on_cpu, rounding
+from mlxtune.backend.forward import linear_head
+from mlxtune.backend.forward.gates import replace_gates
+from mlxtune.backend.forward.loss import softmax_cross_entropies
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.mixers.replacements import MIXERS
+from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
+
+# From this many parameters on, the CPU's kernels gain more than calling them costs.
+_LARGE_MODEL = 10_000_000
+# The cost of a micro-batch beyond its tokens, in units of one token's time.
+_CPU_COST, _GPU_COST = 80, 512
+
+
+def run_again(
+    function: Callable[..., list[mx.array]],
+    primals: list[mx.array],
+    cotangents: list[mx.array],
+    vjp: Callable[..., Any] = mx.vjp,
+) -> list[mx.array]:
+    """Return the gradients of a function that runs again for them."""
+    # Otherwise MLX may run the layer again before its gradient arrives, and keeps all of it.
+    primals = mx.depends(primals, cotangents)
+    gradients = list(vjp(function, primals, cotangents)[1])
+    # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
+    return list(mx.depends(gradients, gradients))
+
+
+class Recompute:
+    """Keeps the inputs of each layer, and runs it again in the backward pass."""
+
+    def run(
+        self,
+        layer: nn.Module,
+        names: Sequence[str],
+        function: Callable[..., list[mx.array]],
+        inputs: Sequence[mx.array],
+    ) -> list[mx.array]:
+        """Return what a layer gives."""
+
+        def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+            # A lone array is passed by itself, as to a layer with no trained parameters.
+            primals = [primals] if isinstance(primals, mx.array) else list(primals)
+            return run_again(function, primals, list(cotangents))
+
+        return list(differentiable(function, backward)(*inputs))
+
+    def run_frozen(self, output: Any) -> Any:
+        """Return the output of a layer below the first that is trained: a graph keeps nothing."""
+        return output
+
+
+# What runs the layers of a model so that their backward passes take less memory.
+LayerPasses = Recompute | KernelLayers
+
+
+class MlxOperations:
+    """MLX's own, for any device; see `Operations`. `plain` leaves models as mlx-lm made them."""
+
+    by_segments = False
+    lazy = True
+    cross_entropies = staticmethod(softmax_cross_entropies)
+
+    def __init__(self, memory: MemoryUse | None = None, *, plain: bool = False) -> None:
+        self.memory: MemoryUse = memory or GraphMemory()
+        self.plain = plain
+        self.joins = not plain
+
+    def load(self) -> None:
+        """Do nothing: MLX is loaded."""
+
+    def serves(self, dtype: mx.Dtype | None) -> bool:
+        """Return True: MLX computes in any dtype."""
+        return True
+
+    def linear_head(self, dtype: mx.Dtype | None) -> ModuleType | None:
+        """Return cross-entropy by blocks of the vocabulary; in 16 bits, MLX's own is fused."""
+        return linear_head if dtype == mx.float32 else None
+
+    def prepare(self, model: nn.Module) -> Callable[[], None]:
+        """Replace a model's recurrences and gates; return a function that undoes it."""
+        if self.plain:
+            return lambda: None
+        undo_mixers, undo_gates = MIXERS.apply(model), replace_gates(model)
+
+        def undo() -> None:
+            undo_gates()
+            undo_mixers()
+
+        return undo
+
+    def layer_passes(self, recompute: bool) -> Recompute | None:
+        """Return what runs layers again, None where the graph keeps what it needs."""
+        return Recompute() if recompute else None
+
+
+MLX, PLAIN = MlxOperations(), MlxOperations(plain=True)
+
+
+def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") -> Execution:
+    """Return what measured best on the device in use, for a base of this size and dtype.
+
+    Other kinds are those of `bench --execution`: what a GPU gets, what the CPU gets, or the plain
+    reference, whatever the device.
+    """
+    if kind == "plain":
+        return Execution(PLAIN, split_head=False, packs=False)
+    if kind == "gpu" or (kind == "auto" and not on_cpu()):
+        return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
+    # The kernels need the extra `cpu`, and arrays large enough for their calls.
+    has_kernels = all(map(importlib.util.find_spec, ("numba", "threadpoolctl")))
+    if parameters >= _LARGE_MODEL and has_kernels and CPU.serves(getattr(mx, dtype)):
+        return Execution(CPU, fixed_cost=_CPU_COST)
+    return Execution(MLX, fixed_cost=_CPU_COST)
+
+
+def load_ahead(folder: Path) -> None:
+    """Start loading what computing with a model needs, while the caller does something else.
+
+    The choice is guessed from the size of its files.
+    """
+    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    execution = best_execution(size)
+
+    def load() -> None:
+        # Errors surface at first real use.
+        with suppress(Exception):
+            execution.operations.load()
+
+    threading.Thread(target=load, daemon=True).start()

@@ -1,0 +1,158 @@
+"""A trial of a model: whether examples in one line give what each gives alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.forward.intercept import intercept
+from mlxtune.backend.models.packed import Layout
+from mlxtune.core.steps.pack import Segment
+
+# How far a layer may take the hidden states of a token from those of the same token alone, in root
+# mean square relative to these. A last bit that is random in attention's output, in both forms,
+# gives up to 0.02 in bfloat16 and 0.0025 in float16, whatever the depth.
+_TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
+# Embeddings are looked up, which rounds nothing: positions added at 2% of them are seen.
+_SHARE_OF_EMBEDDINGS = 0.25
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Three texts of a length, two of which share a prefix, and the same end to end in one line.
+
+    `places` has the place in the texts, one after the other, of each token of the line.
+    """
+
+    length: int
+    prefix: int
+    tokens: list[list[int]] = field(init=False)
+    places: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens = [
+            [(i * i + 3 * i + max(number - (i < self.prefix), 0)) % 10 for i in range(self.length)]
+            for number in range(3)
+        ]
+        places = [*range(self.length), *range(self.length + self.prefix, 3 * self.length)]
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "places", places)
+
+    def layout(self) -> Layout:
+        """Return the layout of the line."""
+        length, prefix = self.length, self.prefix
+        end = 2 * length - prefix
+        return Layout(
+            [
+                Segment(0, prefix, 0, -1),
+                Segment(prefix, length, prefix, 0),
+                Segment(length, end, prefix, 0),
+                Segment(end, end + length, 0, -1),
+            ]
+        )
+
+    @property
+    def line(self) -> list[int]:
+        """The tokens of the line."""
+        return [self.tokens[place // self.length][place % self.length] for place in self.places]
+
+
+# Metal runs other kernels for up to 32 queries, times the query heads of a key head
+# (`sdpa_vector`): there, both forms are long enough for the kernels of training.
+_SHORT, _LONG = Texts(4, 2), Texts(36, 16)
+
+
+def trial_texts() -> Texts:
+    """Return the texts to try a model on: long where kernels depend on the length."""
+    return _SHORT if on_cpu() else _LONG
+
+
+class LayerInputs:
+    """The hidden states that each layer of a model is given, in the order of the calls.
+
+    `alone` (B, T, ...) are kept while the texts run side by side. While their line runs, each layer
+    starts from these again, and `differences` collects how far it was given others.
+    """
+
+    def __init__(self, model: nn.Module, texts: Texts) -> None:
+        self._model, self.texts = model, texts
+        self.alone: list[mx.array] = []
+        self.differences: list[mx.array] = []
+        self._dtypes: set[mx.Dtype] = set()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep what the layers are given."""
+        self.alone = []
+
+        def keep(layer: nn.Module, *args: Any, **options: Any) -> Any:
+            self.alone += args[:1]
+            return layer(*args, **options)
+
+        with self._instead(keep):
+            yield
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Compare what the layers are given with what was kept, and give them that."""
+        self.differences, self._dtypes, kept = [], set(), iter(self.alone)
+
+        def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:
+            alone = next(kept) if args else None
+            if not isinstance(alone, mx.array):
+                return layer(*args, **options)
+            return layer(self.compare(alone, args[0]), *args[1:], **options)
+
+        with self._instead(compare):
+            yield
+
+    def compare(self, alone: mx.array, line: mx.array) -> mx.array:
+        """Note how far a line (1, N, ...) is from the texts (B, T, ...); return these in line."""
+        expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
+        self.differences.append(_difference(expected, line))
+        self._dtypes.add(line.dtype)
+        return expected
+
+    def problem(self) -> str:
+        """Return where the states differ by more than rounding, if they do."""
+        tolerance = max(map(_tolerance, self._dtypes))
+        tolerances = np.full(len(self.differences), tolerance)
+        tolerances[: len(self.alone) and 1] *= _SHARE_OF_EMBEDDINGS
+        differences = np.array(mx.stack(self.differences))
+        found = np.flatnonzero(~(differences <= tolerances))
+        if not len(found):
+            return ""
+        first = int(found[0])
+        where = f"before layer {first}" if first < len(self.alone) else "after the last layer"
+        return (
+            f"in one line, hidden states differ by {differences[first]:.2g} {where}, "
+            f"where rounding gives up to {tolerances[first]:.2g}"
+        )
+
+    @contextmanager
+    def _instead(self, call: Callable[..., Any]) -> Iterator[None]:
+        layers = list(self._model.layers)
+        undo = intercept(self._model, layers, [call] * len(layers))
+        try:
+            yield
+        finally:
+            undo()
+
+
+def _tolerance(dtype: mx.Dtype) -> float:
+    # A GPU rounds the factors of a product in float32 to TF32, which has the bits of float16.
+    if dtype == mx.float32 and not on_cpu():
+        dtype = mx.float16
+    return _TOLERANCES[dtype]
+
+
+def _difference(one: mx.array, other: mx.array) -> mx.array:
+    """Return the largest difference of a token's states (1, N, ...), relative to these."""
+    one, other = (each.astype(mx.float32).flatten(2).flatten(0, 1) for each in (one, other))
+    squares = (one - other).square().mean(axis=1) / mx.maximum(one.square().mean(axis=1), 1e-12)
+    return mx.sqrt(squares.max())

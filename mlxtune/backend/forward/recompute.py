@@ -1,0 +1,140 @@
+"""Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.backend.forward.intercept import intercept
+from mlxtune.backend.forward.operations import LayerPasses
+from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.targets import projections
+from mlxtune.backend.models import packed
+
+# The projections of the MLP that most architectures have.
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+class Layerwise:
+    """Runs the layers of one model by `passes`, within `running()`."""
+
+    def __init__(self, model: nn.Module, dropout: DropoutKeys, passes: LayerPasses) -> None:
+        self.passes = passes
+        self._dropout = dropout
+        self._running = False
+        layers = list(model.layers)
+        # Below the first that is trained there is no backward pass, and nothing to keep.
+        first = first_trained(layers)
+        calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
+        if isinstance(passes, KernelLayers) and passes.slice:
+            mlps = [mlp for layer in layers if (mlp := sliced_mlp(layer)) is not None]
+            intercept(model, mlps, [partial(self._run_in_slices, passes)] * len(mlps))
+        intercept(model, layers, calls)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make the layers that run in here prepare for their backward passes."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _run_frozen(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
+        output = layer(*args, **options)
+        return self.passes.run_frozen(output) if self._running else output
+
+    def _run(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
+        if not self._running:
+            return layer(*args, **options)
+        call = LayerCall(layer, self._dropout, args, options)
+        return call.result(self.passes.run(layer, call.names, call.run, call.inputs))
+
+    def _run_in_slices(self, passes: KernelLayers, mlp: nn.Module, x: mx.array) -> mx.array:
+        """Run an MLP on some tokens at a time, again in its backward pass, where there are many."""
+        if math.prod(x.shape[:-1]) <= passes.slice or self._dropout.rows is not None:
+            return mlp(x)
+        line = x.reshape(1, -1, x.shape[-1])
+        call = LayerCall(mlp, self._dropout, (line,), {})
+        (y,) = passes.run_in_slices(call.run, call.inputs)
+        return call.result([y]).reshape(x.shape)
+
+
+def sliced_mlp(layer: nn.Module) -> nn.Module | None:
+    """Return the MLP of a layer, if it is known to compute each token by itself."""
+    mlp = layer.get("mlp")
+    if not isinstance(mlp, nn.Module):
+        return None
+    # LoRA has the frozen projection in it.
+    return mlp if {path.removesuffix(".linear") for path in projections(mlp)} == _MLP else None
+
+
+class LayerCall:
+    """A call of a layer as a function of arrays alone, which a gradient may flow through.
+
+    `run` takes `inputs`: the arrays `given` to the layer, and its own that are `trained`, which
+    have `names`. `result` turns the arrays that it returns into what the layer returns.
+    """
+
+    def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:
+        self.given = _floating((args, options))
+        trained = tree_flatten(layer.trainable_parameters())
+        self.names = [name for name, _ in trained]
+        self.trained = [value for _, value in trained]
+        self.inputs: list[mx.array] = [*self.given, *self.trained]
+        self._layer, self._args, self._options = layer, args, options
+        self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
+        self._output: Any = None
+
+    def run(self, *inputs: mx.array) -> list[mx.array]:
+        """Run the layer on its arrays; return those that it gives."""
+        # By the backward pass, another pass through the model may have set its own.
+        self._dropout.set(self._keys.rows, self._keys.positions)
+        self._update(inputs[len(self.given) :])
+        args, options = _filled((self._args, self._options), inputs)
+        with packed.laid_out(self._layout):
+            output = self._layer(*args, **options)
+            # Its arrays are those of the function, and are not kept here a second time.
+            self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
+            return _floating(output)
+
+    def result(self, outputs: list[mx.array]) -> Any:
+        """Return what the layer returns; it has its own arrays again."""
+        self._update(self.trained)
+        return _filled(self._output, outputs)
+
+    def _update(self, trained: Sequence[mx.array]) -> None:
+        self._layer.update(tree_unflatten(list(zip(self.names, trained, strict=True))))
+
+
+def first_trained(layers: Sequence[nn.Module]) -> int:
+    """Return the number of the first layer that has trained parameters."""
+    return [bool(tree_flatten(layer.trainable_parameters())) for layer in layers].index(True)
+
+
+# Stands where an array was, in what a layer takes or gives.
+_ARRAY = mx.array(0.0)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
+
+
+def _floating(tree: Any) -> list[mx.array]:
+    """Return the arrays in a tree that a gradient may flow through, in order."""
+    arrays: list[mx.array] = []
+    tree_map(lambda leaf: arrays.append(leaf) if _is_floating(leaf) else None, tree)
+    return arrays
+
+
+def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
+    """Return a tree with these in the place of such arrays."""
+    left = iter(arrays)
+    return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)

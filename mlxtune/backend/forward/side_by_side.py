@@ -1,0 +1,164 @@
+"""Keeps the examples of a line apart, whatever the operations and nearly whatever the model.
+
+Norms, projections, MLPs and experts compute each token by itself, so they run on the line and on no
+padding. What looks across tokens, a layer's mixers (attention, convolutions, recurrences), sees the
+examples side by side:
+
+    line            a b c d x p q       x continues a b, as c d does
+    side by side    a b c d
+                    a b x .
+                    p q . .             `.` is padding, which no token before it sees
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from mlxtune.backend.forward.intercept import intercept
+from mlxtune.backend.lora.layers import LoRALinear
+from mlxtune.backend.lora.targets import PROJECTIONS
+from mlxtune.backend.models import packed
+from mlxtune.backend.models.autograd import differentiable
+
+
+class Mixers:
+    """The mixers of one model, which see the examples of a line side by side.
+
+    `by_segments`: attention that is causal and no more runs on the line itself, as the operations
+    keep its segments apart. `restore` makes the model run as it did before. There are `count`;
+    between `note` and `stop_noting`, `outputs` collects what they return, in order.
+    """
+
+    def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
+        self.by_segments = by_segments
+        self.outputs: list[mx.array] = []
+        self._notes = False
+        modules = [mixer for layer in model.layers for mixer in _find(layer)]
+        self.count = len(modules)
+        self.restore = intercept(model, modules, [self._call] * len(modules))
+
+    def note(self) -> None:
+        """Collect the outputs of the next forward pass."""
+        self.outputs, self._notes = [], True
+
+    def stop_noting(self) -> None:
+        """Collect no more outputs: layers that are recomputed run their mixers again."""
+        self._notes = False
+
+    def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
+        output = self._run(mixer, *args, **options)
+        if self._notes:
+            self.outputs += [array for _, array in tree_flatten([output])]
+        return output
+
+    def _run(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
+        layout = packed.layout()
+        if layout is None:
+            return mixer(*args, **options)
+        causal = any(isinstance(each, str) for each in (*args, *options.values()))
+        if causal and self.by_segments:
+            try:
+                return mixer(*args, **options)
+            except packed.CannotPackError:
+                self.by_segments = False
+        sides = _Sides(layout)
+        projections = {
+            name: child
+            for name, child in mixer.children().items()
+            if isinstance(child, (LoRALinear, *PROJECTIONS))
+        }
+        try:
+            for name, projection in projections.items():
+                mixer[name] = _OnLine(projection, sides)
+            args, options = tree_map(sides.beside, (args, options))
+            with packed.laid_out(None):
+                output = mixer(*args, **options)
+        finally:
+            for name, projection in projections.items():
+                mixer[name] = projection
+        return tree_map(sides.line, output)
+
+
+def _find(layer: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules in a layer that take a cache."""
+    found: list[nn.Module] = []
+    for child in layer.children().values():
+        for module in child if isinstance(child, list) else [child]:
+            if isinstance(module, nn.Module):
+                takes = "cache" in inspect.signature(type(module).__call__).parameters
+                found += [module] if takes else _find(module)
+    return found
+
+
+class _OnLine(nn.Module):
+    """Runs a mixer's projection on the line."""
+
+    def __init__(self, projection: nn.Module, sides: _Sides) -> None:
+        super().__init__()
+        # Not as a child, so that the model's parameters keep their names.
+        object.__setattr__(self, "_projection", projection)
+        object.__setattr__(self, "_sides", sides)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._sides.beside(self._projection(self._sides.line(x)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_projection"), name)
+
+
+class _Sides:
+    """The arrays of one call of a mixer: on the line (1, N, ·), and side by side (B, T, ·)."""
+
+    def __init__(self, layout: packed.Layout) -> None:
+        self._layout = layout
+        self._known: list[tuple[mx.array, mx.array]] = []
+
+    def beside(self, line: Any) -> Any:
+        """Return an array of the line side by side; anything else as it is."""
+        length = len(self._layout.positions)
+        if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
+            return line
+        beside = self._gather(line)
+        self._known.append((beside, line))
+        return beside
+
+    def _gather(self, line: mx.array) -> mx.array:
+        """Return a line (1, N, C) side by side (B, T, C).
+
+        Its gradient gathers, too: MLX's own adds into zeros, in any order on a GPU.
+        """
+        layout = self._layout
+
+        def gather(line: mx.array) -> mx.array:
+            return line.reshape(-1, line.shape[-1])[layout.rows]
+
+        def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
+            flat = cotangent.reshape(-1, cotangent.shape[-1])
+            if layout.shared is None:
+                return flat[layout.places][None]
+            tokens, places = layout.shared
+            # The gradients of padding are zeros.
+            total, each = mx.split(flat[places], [len(layout.positions)])
+            total[tokens] = each.reshape(len(tokens), -1, each.shape[-1]).sum(axis=1)
+            return total[None]
+
+        return differentiable(gather, gradient)(line)
+
+    def line(self, beside: Any) -> Any:
+        """Return an array that is side by side on the line; anything else as it is.
+
+        One that came from the line is that of the line: MLX never computes the other form if
+        nothing else needs it.
+        """
+        for known, line in self._known:
+            if known is beside:
+                return line
+        rows = self._layout.rows
+        if not isinstance(beside, mx.array) or beside.ndim != 3 or beside.shape[:2] != rows.shape:
+            return beside
+        return self._layout.chosen.of(beside.reshape(rows.size, -1))[None]

@@ -1,1 +1,0 @@
-"""Measures steps, ours and a peer's: time and proofs."""

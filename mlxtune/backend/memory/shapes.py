@@ -1,0 +1,194 @@
+"""The shapes of a model that memory depends on, before its weights are read."""
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
+
+from mlxtune.backend.forward.head import find_heads
+from mlxtune.backend.forward.operations import MlxOperations
+from mlxtune.backend.forward.recompute import sliced_mlp
+from mlxtune.backend.lora import targets
+from mlxtune.backend.memory.traced_memory import TracedLayers
+from mlxtune.backend.models.layers import QUANTIZED
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.workers.split import Split
+from mlxtune.config import InstructConfig
+from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
+
+# Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
+_COPIES = 10
+# Arrays as wide as the model that the backward pass of RWKV 7's time mixing holds, where MLX
+# computes what lies between the products.
+_BETWEEN = 125
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A linear layer, or one of `copies` experts, with LoRA of this rank, 0 for none.
+
+    `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
+    product alone; `sliced` that it runs on some tokens at a time. `trained` counts LoRA's
+    parameters, which are those of the whole layer where a rank has a part of it.
+    """
+
+    inputs: int
+    outputs: int
+    copies: int
+    rank: int
+    cast: int
+    unpacked: bool
+    trained: int
+    sliced: bool = False
+
+    @property
+    def entries(self) -> int:
+        return self.inputs * self.outputs * self.copies
+
+
+def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
+    """Return the shapes of a model that was opened, to be run by operations of this memory.
+
+    Raises ModelError if LoRA cannot be applied.
+    """
+    dtype = getattr(mx, base.dtype)
+    used = targets.experts_per_token(base.text_config) or 1
+    sizes = _matrices(base, config, memory)
+    every = [matrix for layer in sizes for matrix in layer]
+    updated = [m for m in every if m.rank]
+    trained = sum(m.trained for m in updated)
+    if config.dora:
+        trained += sum(m.outputs for m in updated)
+    # Of the experts, each token goes through some.
+    products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
+    # A recurrence behind a convolution keeps outputs and states, at most as wide as the latter.
+    mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
+    products = [each + width for each, width in zip(products, mixed, strict=True)]
+    # A layer of experts gathers its inputs, or the gradients of these, for each of them.
+    gathered = [sum(m.inputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
+    parameters = [value for _, value in tree_flatten(base.model.parameters())]
+    return ModelShapes(
+        # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
+        weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
+        stored_itemsize=(
+            0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
+        ),
+        trainable=trained,
+        itemsize=dtype.size,
+        hidden=base.hidden_size,
+        vocab=base.own_vocab,
+        heads=int(base.text_config.get("num_attention_heads") or 1) // base.parts,
+        layers=len(sizes),
+        products=sum(products),
+        layer_products=max(map(sum, zip(products, gathered, strict=True))),
+        updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
+        held_scores=_held_scores(base),
+        mixed=sum(mixed),
+        layer_mixed=max(mixed),
+        between=max(map(_between, base.model.layers)),
+        scaled=sum(m.outputs for m in updated) if config.dora else 0,
+        sliced=max(sum(m.outputs for m in layer if m.sliced) for layer in sizes),
+        widest_whole=max(m.outputs * min(m.copies, used) for m in every if not m.sliced),
+        widest_product=max(m.outputs * min(m.copies, used) for m in every),
+        largest_cast=max((m.cast for m in every), default=0),
+        head_cast=_head_cast(base, dtype, memory),
+        plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
+        unpacked=max((m.entries for m in every if m.unpacked), default=0),
+    )
+
+
+def planned_execution(execution: Execution, base: BaseModel, config: InstructConfig) -> Execution:
+    """Return an execution that knows what the model takes, before its weights are read.
+
+    Raises ModelError if LoRA cannot be applied.
+    """
+    if isinstance(execution.operations, MlxOperations):
+        memory = GraphMemory(TracedLayers(base, config, execution.operations.prepare))
+        operations = MlxOperations(memory, plain=execution.operations.plain)
+        return replace(execution, operations=operations)
+    return execution
+
+
+def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:
+    """Return the matrices of each layer from the first with LoRA on.
+
+    Raises ModelError if LoRA cannot be applied.
+    """
+    layers, chosen = list(base.model.layers), targets.choose_targets(base.model, config)
+    names = {id(module): name for name, module in base.model.named_modules()}
+    sizes: list[list[_Matrix]] = []
+    # The chosen layers are the last ones, and numbered from 0.
+    for i, layer in enumerate(layers, len(chosen.layers) - len(layers)):
+        sizes.append([])
+        slices = sliced_mlp(layer) is not None and not config.dropout
+        for key, module in targets.projections(layer).items():
+            has_lora = i >= 0 and key in chosen.keys
+            rank = targets.rank_of(names[id(module)], config) if has_lora else 0
+            matrix = _matrix(module, rank, getattr(mx, base.dtype), memory)
+            # Behind these, outputs are as wide as the model again.
+            sliced = slices and key in ("mlp.gate_proj", "mlp.up_proj")
+            sizes[-1].append(replace(matrix, sliced=sliced))
+    first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
+    return sizes[first:]
+
+
+def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) -> _Matrix:
+    inputs, outputs = targets.dimensions(module)
+    quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
+    copies = len(module.weight) if module.weight.ndim == 3 else 1
+    casts = memory.casts_quantized
+    # The CPU's functions cast one expert at a time, also where MLX multiplies by quantised ones.
+    narrow = (unpacked or copies > 1) and casts if quantized else module.weight.dtype != dtype
+    cast = narrow * inputs * outputs * (1 if casts else copies)
+    whole = module.part.whole(outputs, inputs) if isinstance(module, Split) else (outputs, inputs)
+    trained = rank * copies * sum(whole)
+    return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts, trained)
+
+
+def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
+    text = getattr(base.model, "language_model", base.model)
+    head = next(iter(find_heads(text)), None)
+    if head is None:
+        return 0
+    entries = base.own_vocab * base.hidden_size
+    if "scales" not in head:
+        return entries if head.weight.dtype != dtype else 0
+    if not hasattr(head, "unpacked"):
+        return 0  # MLX's quantised products take the weight as it is.
+    return entries * memory.head_copies
+
+
+def _mixed(layer: nn.Module) -> int:
+    """Return the channels of a layer's convolutions; or what RWKV 7's recurrence keeps."""
+    channels = sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
+    return channels + sum(2 * m.hidden_size for m in _time_mixings(layer))
+
+
+def _between(layer: nn.Module) -> int:
+    return sum(_BETWEEN * m.hidden_size for m in _time_mixings(layer))
+
+
+def _time_mixings(layer: nn.Module) -> list[Rwkv7TimeMixing]:
+    return [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
+
+
+def _held_scores(base: BaseModel) -> int:
+    """Return the copies of scores of all heads that a layer's backward pass holds on the CPU."""
+    heads = int(base.text_config.get("num_attention_heads") or 1)
+    # Capped scores are no kernel's; latent attention adds other scores, with a gradient.
+    held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
+    return _COPIES * heads if held else 0
+
+
+def _caps(base: BaseModel, *, attention: bool) -> bool:
+    """Return whether the scores of attention, or else the logits, are capped or scaled."""
+    text = getattr(base.model, "language_model", base.model)
+    # What config.json leaves out has its default here.
+    options = {**base.text_config, **vars(getattr(text, "args", object))}
+    return any(
+        bool(value) and ("attn" in name) == attention
+        for name, value in options.items()
+        if "logit" in name
+    )

@@ -1,1 +1,0 @@
-"""Model folders, weights, quantisation, and memory limits."""

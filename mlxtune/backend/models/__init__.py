@@ -1,0 +1,1 @@
+"""Model folders, loading, quantising, and layers for training."""

@@ -1,0 +1,251 @@
+"""Frozen layers stored in fewer bits than they compute in."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.models.autograd import differentiable
+
+# The values of --quantized-compute, except auto.
+QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
+
+
+class StoredEmbedding(nn.Embedding):
+    """Embeddings that are stored in 16 bits and returned in float32."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.weight = embedding.weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x).astype(mx.float32)
+
+
+class StoredLinear(nn.Linear):
+    """A linear layer that is stored in 16 bits, and cast to float32 for each product."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        for name, value in linear.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = _product(x, self.cast)
+        return y + self["bias"] if "bias" in self else y
+
+    def cast(self, dtype: mx.Dtype, after: mx.array) -> mx.array:
+        """Return the weight (out, in) in a dtype, computed after `after`."""
+        return mx.depends([self["weight"]], [after])[0].astype(dtype)
+
+
+class StoredExperts(SwitchLinear):
+    """A layer of experts that are stored in 16 bits, and cast to float32 for each product."""
+
+    def __init__(self, experts: SwitchLinear) -> None:
+        nn.Module.__init__(self)
+        for name, value in experts.items():
+            setattr(self, name, value)
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        def product(x: mx.array, after: mx.array) -> mx.array:
+            weight = mx.depends([self["weight"]], [after])[0].astype(x.dtype).swapaxes(-1, -2)
+            return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+
+        def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+            # Cast again: a graph would keep the casts of all layers.
+            return mx.vjp(lambda x: product(x, cotangent), [x], [cotangent])[1][0]
+
+        y = differentiable(lambda x: product(x, x), gradient)(x)
+        return y + self["bias"][indices][..., None, :] if "bias" in self else y
+
+
+class _Dequantized(nn.Module):
+    """A quantised layer whose weight is dequantised for each product."""
+
+    def unpacked(self, dtype: mx.Dtype, after: mx.array | None = None, rows: Any = ...) -> mx.array:
+        """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
+        return _dequantize(self, dtype, after, rows)
+
+
+class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
+    """A quantised linear layer whose weight is dequantised for each product."""
+
+    def __init__(self, linear: nn.QuantizedLinear) -> None:
+        nn.Module.__init__(self)
+        copy_quantized(linear, self)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = _product(x, self.unpacked)
+        return y + self["bias"] if "bias" in self else y
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    """Quantised embeddings that are returned in the compute dtype.
+
+    MLX's return bfloat16 in the modes whose scales are not floating-point numbers, and the model
+    would then compute in that.
+    """
+
+    def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
+        nn.Module.__init__(self)
+        copy_quantized(embedding, self)
+        self.num_embeddings, self.dims = embedding.num_embeddings, embedding.dims
+        self.compute_dtype = compute_dtype
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _dequantize(self, self.compute_dtype, rows=x)
+
+
+class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
+    """Quantised embeddings which, as a head, are dequantised for each product."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits (..., V) of hidden states (..., H)."""
+        return _product(x, self.unpacked)
+
+
+def copy_quantized(source: nn.Module, target: nn.Module) -> None:
+    """Give a module the arrays and the format of a quantised one."""
+    target.group_size, target.bits, target.mode = source.group_size, source.bits, source.mode
+    target.biases = None
+    for name, value in source.items():
+        setattr(target, name, value)
+    target.freeze()
+
+
+class PackedRows:
+    """A quantised matrix that is dequantised to float32 some rows at a time, by indexing it."""
+
+    dtype = mx.float32
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        inputs = module.weight.shape[-1] * 32 // module.bits
+        self.shape = (module.weight.shape[0], inputs)
+        self.size = self.shape[0] * inputs
+
+    def __getitem__(self, rows: Any) -> mx.array:
+        return self._module.unpacked(mx.float32, rows=rows)
+
+
+def dequantized_weight(module: nn.Module) -> mx.array:
+    """Return the weight of a layer in float32, dequantised if it is quantised."""
+    if hasattr(module, "unpacked"):
+        return module.unpacked(mx.float32)
+    return _dequantize(module) if "scales" in module else module.weight.astype(mx.float32)
+
+
+def dequantized_expert(experts: nn.Module, expert: int) -> mx.array:
+    """Return the weight (out, in) of one of a layer's quantised experts, in float32."""
+    return _dequantize(experts, rows=expert)
+
+
+def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
+    """Return the output of a frozen linear layer for x (..., in), without its bias."""
+    if "bias" not in linear:
+        return linear(x)
+    if hasattr(linear, "unpacked"):
+        return _product(x, linear.unpacked)
+    if isinstance(linear, StoredLinear):
+        return _product(x, linear.cast)
+    if not isinstance(linear, nn.QuantizedLinear):
+        return x @ linear["weight"].T
+    return mx.quantized_matmul(
+        x,
+        linear["weight"],
+        scales=linear["scales"],
+        biases=linear.get("biases"),
+        transpose=True,
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+    )
+
+
+def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> mx.array:
+    """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
+
+    `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x; on the
+    CPU in float32, whose products of other dtypes are slow. It waits for the other factor, so that
+    a graph of many layers does not unpack all of them first.
+    """
+    dtype = mx.float32 if on_cpu() else x.dtype
+
+    def forward(x: mx.array) -> mx.array:
+        return (x.astype(dtype) @ unpack(dtype, x).T).astype(x.dtype)
+
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
+        return (cotangent.astype(dtype) @ unpack(dtype, cotangent)).astype(cotangent.dtype)
+
+    return differentiable(forward, gradient)(x)
+
+
+def _dequantize(
+    module: Any, dtype: mx.Dtype = mx.float32, after: mx.array | None = None, rows: Any = ...
+) -> mx.array:
+    """Return the weight of a module in one of MLX's formats, or some of its rows, in a dtype."""
+    weight, scales = module["weight"][rows], module["scales"][rows]
+    biases = module["biases"][rows] if "biases" in module else None
+    if after is not None:
+        weight = mx.depends([weight], [after])[0]
+    if mx.issubdtype(scales.dtype, mx.floating):
+        # MLX computes in the dtype of the scales, and rounds to it.
+        scales = scales.astype(dtype)
+        biases = None if biases is None else biases.astype(dtype)
+    return mx.dequantize(
+        weight, scales, biases, module.group_size, module.bits, mode=module.mode, dtype=dtype
+    )
+
+
+def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
+    """Make a model multiply by its quantised matrices as --quantized-compute says.
+
+    `auto` takes dequantised matrices on the CPU and MLX's quantised products on a GPU; what trains
+    asks `time_products` then. Experts are left to the operations; nf4, for which MLX has no
+    products, is always dequantised. Returns the choice, or None if nothing is quantised.
+    """
+    quantised = [module for _, module in model.named_modules() if "scales" in module]
+    if not quantised:
+        return None
+    if option == "auto":
+        native = any(module.mode != "nf4" for module in quantised)
+        option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
+
+    def make(module: nn.Module) -> nn.Module | None:
+        if type(module) in (nn.QuantizedEmbedding, QuantizedEmbedding):
+            kind = DequantizedEmbedding if option == DEQUANTIZED else QuantizedEmbedding
+            return kind(module, dtype)
+        if type(module) is nn.QuantizedLinear and option == DEQUANTIZED:
+            return DequantizedLinear(module)
+        return None
+
+    replace_modules(model, make)
+    return option
+
+
+def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace the modules of a model for which `make` returns another one."""
+    # By identity, so that a module shared by two layers stays shared.
+    modules = {id(module): module for _, module in model.named_modules()}
+    made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
+    paths = [(path, made[id(old)]) for path, old in model.named_modules() if id(old) in made]
+    model.update_modules(tree_unflatten(paths))
+
+
+def cast_parameters(model: nn.Module, dtype: mx.Dtype, kept: Collection[str] = ()) -> None:
+    """Cast the floating-point parameters of a model, except those at the paths `kept`.
+
+    Some architectures need a few parameters in float32 in any case.
+    """
+    castable = getattr(model, "cast_predicate", lambda path: True)
+
+    def cast(path: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if floating and path not in kept and castable(path) else value
+
+    model.update(tree_map_with_path(cast, model.parameters()))

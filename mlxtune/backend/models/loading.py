@@ -1,0 +1,314 @@
+"""The base model: opened, loaded by mlx-lm in the compute dtype, and described."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.utils import get_total_parameters, load_model
+
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.models.layers import (
+    DEQUANTIZED,
+    QUANTIZED,
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+    cast_parameters,
+    compute_quantized,
+    replace_modules,
+)
+from mlxtune.backend.models.model_config import misfit
+from mlxtune.backend.models.model_folder import (
+    check_weights,
+    read_config,
+    weight_names,
+    without_wildcards,
+)
+from mlxtune.backend.models.nf4 import NF4Linear
+from mlxtune.backend.models.quantize import (
+    describe_format,
+    is_quantized,
+    quantize_lazily,
+    read_one_by_one,
+)
+from mlxtune.backend.models.timed_products import TimedProducts, time_products
+from mlxtune.backend.models.weight_headers import NOT_TEXT
+from mlxtune.core.text import count, short_number
+from mlxtune.errors import ModelError, one_line
+
+# The forms of a product with quantised weights.
+PRODUCTS = (QUANTIZED, DEQUANTIZED)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model and its facts. `dtype` is what it computes in.
+
+    `text_config` is the language model's part of config.json. `quantization` describes quantised
+    weights, `quantize` is the format they were quantised to while loading, and
+    `quantized_compute` how they are multiplied; each is None if it does not apply. `passed_over`
+    counts the tensors for images and sound, which mlx-lm does not load. Of a model in several
+    `parts`, a rank has one, with the logits of `own_vocab` tokens.
+    """
+
+    model: nn.Module
+    folder: Path
+    model_type: str
+    num_layers: int
+    parameters: int
+    dtype: str
+    quantization: str | None
+    vocab_size: int
+    hidden_size: int
+    text_config: Mapping[str, Any]
+    quantize: str | None = None
+    double_quant: bool = False
+    quantized_compute: str | None = None
+    passed_over: int = 0
+    parts: int = 1
+    own_vocab: int = 0
+
+    def describe(self) -> str:
+        """Describe the model in one line."""
+        quantization = ""
+        if self.quantization:
+            when = " while loading" if self.quantize else ""
+            quantization = f"quantised{when} ({self.quantization}), "
+        others = (
+            "; only its language part is used: "
+            f"{count(self.passed_over, 'tensor')} for images or sound passed over"
+        )
+        unpacked = ", matrices dequantised for each use"
+        return (
+            f"{self.model_type}, {self.num_layers} layers, {short_number(self.parameters)} "
+            f"parameters{f' over {self.parts} ranks' if self.parts > 1 else ''}, "
+            f"{quantization}computing in {self.dtype}"
+            f"{unpacked if self.quantized_compute == DEQUANTIZED else ''}"
+            f"{others if self.passed_over else ''}"
+        )
+
+
+def load_base(folder: Path, dtype: str, **options: Any) -> BaseModel:
+    """Open a model, as `open_base` does with these options, and read its weights.
+
+    Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
+    """
+    base = open_base(folder, dtype, **options)
+    read_weights(base)
+    return base
+
+
+def open_base(
+    folder: Path,
+    dtype: str,
+    *,
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
+    double_quant: bool = False,
+    quantized_compute: str = "auto",
+) -> BaseModel:
+    """Return a model in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
+
+    Its shapes and dtypes are known, but no weights are read. Quantised weights stay as they are;
+    the dtype is that of the other weights and the activations. `quantize`, a format of --quantize,
+    quantises the weights of a full-precision model one by one as they are read; `double_quant` is
+    for nf4. `quantized_compute` is explained at `compute_quantized`.
+
+    Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
+    """
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    if quantize is not None and is_quantized(config):
+        raise ModelError(
+            f"{folder}: is already quantised: leave out --quantize {quantize}, "
+            "or name the full-precision model"
+        )
+    model, config = load_lazily(folder, config)
+    return prepare(
+        model,
+        config,
+        folder,
+        dtype,
+        quantize=quantize,
+        double_quant=double_quant,
+        quantized_compute=quantized_compute,
+    )
+
+
+def prepare(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    folder: Path,
+    dtype: str,
+    *,
+    quantize: str | None = None,
+    double_quant: bool = False,
+    quantized_compute: str = "auto",
+) -> BaseModel:
+    """Return a model of mlx-lm's whose weights are not read yet as `open_base` does.
+
+    Raises ModelError.
+    """
+    try:
+        chosen = _choose_dtype(model, dtype)
+        stored = config.get("quantization")
+        quantization = describe_format(stored) if stored else None
+        if quantize is not None:
+            quantization = quantize_lazily(model, config, quantize, double_quant)
+        _cast(model, chosen)
+        compute = compute_quantized(model, chosen, quantized_compute)
+        text_config = _text_config(config)
+        # Builds a graph without computing it, which exposes config values of the wrong type.
+        model(mx.zeros((1, 2), mx.int32))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _broken(folder, error) from error
+    vocab_size = int(text_config.get("vocab_size") or config.get("vocab_size") or 0)
+    return BaseModel(
+        model=model,
+        folder=folder,
+        model_type=config["model_type"],
+        num_layers=len(model.layers),
+        parameters=get_total_parameters(model),
+        dtype=str(chosen).removeprefix("mlx.core."),
+        quantization=quantization,
+        vocab_size=vocab_size,
+        hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
+        text_config=text_config,
+        quantize=quantize,
+        double_quant=double_quant,
+        quantized_compute=compute,
+        passed_over=sum(bool(NOT_TEXT.search(name)) for name in weight_names(folder)),
+        own_vocab=vocab_size,
+    )
+
+
+def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return mlx-lm's model, without reading its weights, and its completed config.
+
+    `config` comes from `read_config`, so code of the folder that it names is trusted. Raises
+    ModelError, naming what does not fit.
+    """
+    check_weights(folder, config)
+    try:
+        with without_wildcards(folder) as path:
+            return load_model(path, lazy=True, trust_remote_code=bool(config.get("model_file")))
+    except Exception as error:
+        if problem := misfit(error, config):
+            raise ModelError(f"{folder / 'config.json'}: {problem}") from error
+        raise _broken(folder, error) from error
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a config. Raises TypeError if it is malformed."""
+    text_config = config.get("text_config") or config
+    if not isinstance(text_config, Mapping):
+        raise TypeError("text_config is not an object")
+    return text_config
+
+
+def base_quantization(base: BaseModel) -> dict[str, Any]:
+    """Return how a base was quantised while loading, for its adapters to record; {} if not."""
+    if base.quantize is None:
+        return {}
+    return {"quantize": base.quantize, "double_quant": base.double_quant}
+
+
+def slow_products(base: BaseModel) -> str | None:
+    """Return a warning, with its remedy, if quantised products are slow on this device."""
+    if not on_cpu() or base.quantized_compute is None:
+        return None
+    if base.quantized_compute == QUANTIZED:
+        return (
+            "MLX multiplies quantised weights slowly on the CPU: "
+            "--quantized-compute dequantized gives the same result many times faster"
+        )
+    return None
+
+
+def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
+    """Return how long products take in each form on a GPU; None if there is nothing to choose."""
+    if on_cpu() or base.quantized_compute != QUANTIZED:
+        return None
+    return time_products(base.model, getattr(mx, base.dtype), tokens)
+
+
+def with_products(base: BaseModel, form: str) -> BaseModel:
+    """Return a model whose quantised products are computed in a form, if the device allows it.
+
+    On the CPU, and from the dequantised form, a model stays what it is.
+    """
+    if on_cpu() or form == base.quantized_compute or form != DEQUANTIZED:
+        return base
+    compute = compute_quantized(base.model, getattr(mx, base.dtype), form)
+    return replace(base, quantized_compute=compute)
+
+
+def read_weights(base: BaseModel) -> None:
+    """Read the weights of an opened model. Raises ModelError if they are broken."""
+    try:
+        if base.quantize is not None:
+            read_one_by_one(base.model)
+        arrays = [value for _, value in tree_flatten(base.model.parameters())]
+        if base.parts > 1:
+            # Arrays are read whole to keep a part: the largest first, while little else is held.
+            for array in sorted(arrays, key=lambda array: array.nbytes, reverse=True):
+                mx.eval(array)
+                mx.clear_cache()
+        mx.eval(arrays)
+    except Exception as error:
+        raise _broken(base.folder, error) from error
+
+
+def _broken(folder: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder}: cannot be loaded: {one_line(error)}: "
+        "its config.json or weights are broken or do not belong together: download it again"
+    )
+
+
+def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
+    if dtype != "auto":
+        return getattr(mx, dtype)
+    sizes: Counter[mx.Dtype] = Counter()
+    for _, parameter in tree_flatten(model.parameters()):
+        if mx.issubdtype(parameter.dtype, mx.floating):
+            sizes[parameter.dtype] += parameter.size
+    return mx.float32 if on_cpu() or not sizes else sizes.most_common(1)[0][0]
+
+
+# What takes the place of layers that are stored in 16 bits.
+_STORED: dict[type, Any] = {
+    nn.Embedding: StoredEmbedding,
+    nn.Linear: StoredLinear,
+    SwitchLinear: StoredExperts,
+}
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Make a model compute in the dtype.
+
+    The scales of nf4 stay float32. On the CPU, big matrices that are stored in 16 bits stay so
+    where float32 is computed: each use casts them, which is exact, takes a few percent of its work,
+    and halves their memory.
+    """
+    kept, casts_stored = set(), on_cpu() and dtype == mx.float32
+    for path, module in model.named_modules():
+        if isinstance(module, NF4Linear):
+            kept |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
+        elif casts_stored and type(module) in _STORED:
+            kept.add(f"{path}.weight")
+    cast_parameters(model, dtype, kept)
+
+    def stored(module: nn.Module) -> nn.Module | None:
+        kind = _STORED.get(type(module))
+        return kind(module) if kind and module.weight.dtype != mx.float32 else None
+
+    if casts_stored:
+        replace_modules(model, stored)

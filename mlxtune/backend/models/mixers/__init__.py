@@ -1,0 +1,1 @@
+"""Attention, convolutions, recurrences and experts for training."""

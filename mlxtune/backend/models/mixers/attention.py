@@ -1,0 +1,167 @@
+"""Attention that every device can differentiate, and attention in windows by blocks.
+
+MLX's fused attention has a gradient on Metal with more than 8 queries and without sinks; its
+library says "the vector kernels do not produce a logsumexp; the VJP path requires the
+full-attention kernel" and "[ScaledDotProductAttentionVJP] NYI: attention sinks" (0.32.4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base as mlx_lm_base
+
+from mlxtune.backend.models.packed import LineCache
+from mlxtune.backend.models.windows import window_of
+
+# Up to this many queries, Metal's fused attention has no gradient.
+_FEW = 8
+# The least queries of a block of attention in windows.
+_BLOCK = 512
+# The head sizes that Metal's fused attention has a gradient for.
+_HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256)
+
+
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Return what mlx-lm's function of this name does, in a form that has a gradient.
+
+    queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a cache of tokens, as while a
+    model generates, it is mlx-lm's.
+    """
+    if cache is not None and not isinstance(cache, LineCache):
+        return mlx_lm_base.scaled_dot_product_attention(
+            queries, keys, values, cache, scale, mask, sinks
+        )
+    window = window_of(mask)
+    if window is not None and queries.shape[2] > 2 * max(window, _BLOCK):
+        return attention_in_blocks(queries, keys, values, scale, window, sinks)
+    return _attention(queries, keys, values, scale, mask, sinks)
+
+
+def _attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
+) -> mx.array:
+    if queries.shape[2] <= _FEW:
+        return composed_attention(queries, keys, values, scale, mask, sinks)
+    if sinks is None:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    size = next((each for each in _HEAD_SIZES if each > queries.shape[3]), None)
+    if not isinstance(mask, str) or size is None or values.shape[3] > size:
+        return composed_attention(queries, keys, values, scale, mask, sinks)
+    return _with_sink_key(queries, keys, values, scale, sinks, size)
+
+
+def _with_sink_key(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array,
+    size: int,
+) -> mx.array:
+    """Return causal attention with sinks as one more key, so that no scores are kept.
+
+    Heads are widened to `size`. A query has its head's sink in the first added place, and the
+    added key, whose value is zero, has 1 there:
+
+        q' = (q, sink / scale, 0…)    k' = (k, 0, 0…)    k'_sink = (0, 1, 0…)    v'_sink = 0
+    """
+    rows, heads, length, width = queries.shape
+    added = [(0, 0), (0, 0), (0, 0)]
+    sink = mx.broadcast_to((sinks / scale).astype(queries.dtype)[:, None, None], (heads, length, 1))
+    queries = mx.concatenate([queries, mx.broadcast_to(sink, (rows, heads, length, 1))], axis=-1)
+    queries = mx.pad(queries, [*added, (0, size - width - 1)])
+    key = mx.zeros((*keys.shape[:2], 1, size), keys.dtype)
+    key[..., width] = 1
+    keys = mx.concatenate([key, mx.pad(keys, [*added, (0, size - width)])], axis=2)
+    # The sink comes first, so that every query sees it: the mask aligns the ends.
+    out_width = values.shape[3]
+    values = mx.pad(values, [(0, 0), (0, 0), (1, 0), (0, size - out_width)])
+    output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
+    return output[..., :out_width]
+
+
+def attention_in_blocks(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    window: int,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Return causal attention of each query to the last `window` keys, linear in the length.
+
+    A block of max(512, window) queries attends to itself and the block before:
+
+        keys      a a a a b b b b c c c c
+        block b   [. x x x x . . .]          the mask of its first query, window 4
+    """
+    rows, heads, length, _ = queries.shape
+    size = max(window, _BLOCK)
+    count = -(-length // size)
+
+    def blocks(x: mx.array) -> mx.array:
+        """Return (B * N, H, size, ·)."""
+        x = mx.pad(x, [(0, 0), (0, 0), (0, count * size - length), (0, 0)])
+        x = x.reshape(rows, x.shape[1], count, size, x.shape[3]).swapaxes(1, 2)
+        return x.reshape(rows * count, *x.shape[2:])
+
+    def with_block_before(x: mx.array) -> mx.array:
+        x = blocks(x)
+        before = mx.concatenate([mx.zeros_like(x[:1]), x[:-1]])
+        return mx.concatenate([before, x], axis=2)
+
+    query, key = mx.arange(size)[:, None], mx.arange(-size, size)[None]
+    mask = (key <= query) & (key > query - window)
+    # The first block of a row has none before it.
+    exists = (mx.arange(count) > 0)[:, None, None] | (key >= 0)
+    mask = mx.tile((mask & exists)[:, None], (rows, 1, 1, 1))
+    output = _attention(
+        blocks(queries), with_block_before(keys), with_block_before(values), scale, mask, sinks
+    )
+    output = output.reshape(rows, count, heads, size, -1).swapaxes(1, 2)
+    return output.reshape(rows, heads, count * size, -1)[:, :, :length]
+
+
+def composed_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Return attention of MLX's plain operations, which keeps its scores (B, Hq, T, S)."""
+    rows, heads, length, width = queries.shape
+    groups, seen = keys.shape[1], keys.shape[2]
+    queries = (queries * scale).reshape(rows, groups, -1, length, width)
+    scores = queries @ keys[:, :, None].swapaxes(-1, -2)
+    if isinstance(mask, str):
+        mask = mx.arange(seen - length, seen)[:, None] >= mx.arange(seen)[None]
+    if mask is not None:
+        if mask.ndim > 3:
+            mask = mask.reshape(mask.shape[0], *_split(mask.shape[1], groups), *mask.shape[2:])
+        lowest = mx.finfo(scores.dtype).min
+        scores = mx.where(mask, scores, lowest) if mask.dtype == mx.bool_ else scores + mask
+    if sinks is not None:
+        column = sinks.astype(scores.dtype).reshape(1, groups, -1, 1, 1)
+        column = mx.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = mx.concatenate([column, scores], axis=-1)
+    shares = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        shares = shares[..., 1:]
+    return (shares @ values[:, :, None]).reshape(rows, heads, length, -1)
+
+
+def _split(heads: int, groups: int) -> tuple[int, int]:
+    """Return the axes of a mask's heads; one that all heads share has one of each."""
+    return (1, 1) if heads == 1 else (groups, heads // groups)

@@ -1,0 +1,259 @@
+"""Finding a model's folder, and checking its files before any library reads them."""
+
+import difflib
+import glob
+import importlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mlx_lm import utils as mlx_lm_utils
+
+from mlxtune.backend.models.model_config import LAYERS, config_problems, counts
+from mlxtune.backend.models.weight_headers import weight_problems
+from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
+from mlxtune.core.files import sizes
+from mlxtune.core.files.scratch import linked_folder
+from mlxtune.core.files.tensor_files import TensorInfo, read_header
+from mlxtune.errors import ModelError, one_line
+from mlxtune.hub.answers import check_answers
+from mlxtune.hub.client import reason
+
+# The files that tokenizers and templates need.
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def is_local(model_path: str) -> bool:
+    """Return whether `find_folder` would download nothing."""
+    folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
+    try:
+        return folder.exists() or not _REPOSITORY.fullmatch(model_path)
+    except OSError:
+        return True  # find_folder says why
+
+
+def find_folder(model_path: str, *, weights: bool = True) -> Path:
+    """Return a model's folder, downloaded if `model_path` is owner/name.
+
+    Without `weights`, only the small files are downloaded. Raises ModelError.
+    """
+    # Unlike Path.expanduser, this leaves the home of an unknown user alone.
+    folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
+    try:
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except OSError as error:
+        raise ModelError(
+            f"{model_path}: cannot be read: {error.strerror}: check --model-path"
+        ) from error
+    if is_file:
+        raise ModelError(f"{model_path}: is a file: --model-path takes the folder that holds it")
+    if not _REPOSITORY.fullmatch(model_path):
+        raise ModelError(f"{model_path}: no such folder: check --model-path")
+    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
+    try:
+        check_answers()
+        # mlx-lm's downloader, which uses ModelScope if the user has set that up.
+        return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
+    except Exception as error:
+        raise ModelError(
+            f"{model_path}: no such folder{_meant(folder)}, and downloading it failed: "
+            f"{reason(error, 'model')}"
+        ) from error
+
+
+def _meant(folder: Path) -> str:
+    """Return a suggestion where a folder beside this one has nearly its name."""
+    try:
+        names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.8)
+    return f" (did you mean {folder.parent / near[0]}?)" if near else ""
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Read a model's config.json, having checked the folder's other files.
+
+    Raises ModelError, also for a type that mlx-lm does not support, or for untrusted code.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise ModelError(f"{folder}: has no config.json: is this a model folder?")
+    check_files(folder)
+    try:
+        config = mlx_lm_utils.load_config(folder)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{path}: is not valid JSON: {one_line(error)}: download it again"
+        ) from error
+    except (AttributeError, TypeError) as error:
+        raise ModelError(
+            f"{path} or generation_config.json: is not a JSON object: download it again"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{path}: has no model_type: is this a language model's folder?")
+    if config.get("model_file") is not None:
+        _check_code(path, config["model_file"], trusted=trust_remote_code)
+    else:
+        _check_model_type(path, config)
+    return config
+
+
+def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError unless mlx-lm has the model's type, by its own tables of other names."""
+    kind = config["model_type"]
+    try:
+        special = mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING
+        names = (special.get((kind, each)) for each in _as_list(config.get("architectures")))
+        name = next(filter(None, names), mlx_lm_utils.MODEL_REMAPPING.get(kind, kind))
+        _ = importlib.import_module(f"mlx_lm.models.{name}").ModelArgs
+    except Exception as error:
+        raise ModelError(
+            f"{path}: mlx-lm does not support model type {kind!r:.60}: "
+            "upgrade mlx-lm, or use another model"
+        ) from error
+
+
+@contextmanager
+def without_wildcards(folder: Path) -> Iterator[Path]:
+    """Yield a path of a folder in which no glob finds a pattern, as mlx-lm's would."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    scratch = tempfile.gettempdir()
+    parent = Path(scratch if glob.escape(scratch) == scratch else "/tmp")
+    with linked_folder(folder, parent) as link:
+        yield link
+
+
+def check_auto_map(folder: Path) -> None:
+    """Raise ModelError if trusted code for transformers is not in the model's folder.
+
+    transformers downloads what the auto_map prefixes with a repository and `--`.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        auto_map = json_object(folder / name).get("auto_map")
+        entries = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+        for each in (inner for outer in entries for inner in _as_list(outer)):
+            if isinstance(each, str):
+                _check_code(folder / name, each.rpartition("--")[2], trusted=True)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
+    """Raise ModelError unless a file may run as the model's code: trusted, and in its folder."""
+    if not trusted:
+        raise ModelError(
+            f"{path}: asks to run {file!r:.100} of its folder: read that file, then add "
+            "--trust-remote-code"
+        )
+    inside = isinstance(file, str) and not PurePosixPath(file).is_absolute()
+    if not inside or ".." in PurePosixPath(file).parts:
+        raise ModelError(f"{path}: asks to run {file!r:.100}, which is not in its folder")
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelError for a file that is not regular or far too large, or a broken config.
+
+    Links to files elsewhere are fine: Hugging Face's cache consists of them.
+    """
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.is_dir() or path.suffix not in _READ:
+            continue
+        if not path.is_file():
+            raise ModelError(f"{path}: is not a regular file: download it again")
+        if path.suffix != ".safetensors":
+            _check_size(path)
+    path = folder / "config.json"
+    if problems := list(config_problems(json_object(path))):
+        raise ModelError(f"{path}: {'; '.join(problems)}: download it again")
+
+
+def _check_size(path: Path) -> None:
+    """Raise ModelError if a file, or a value in its JSON, is larger than its kind may be."""
+    limits = limits_of(path.name)
+    try:
+        if path.suffix != ".json" or limits is TOKENIZER:
+            sizes.check_file(path, limits)
+        elif limits in (INDEX, VOCABULARY):
+            sizes.check_values(path, limits)
+        else:
+            sizes.read_value(path, limits)
+    except TooLarge as error:
+        raise ModelError(
+            f"{path}: is far larger than such a file should be: {one_line(error)}: "
+            "download it again"
+        ) from error
+    except (OSError, ValueError):
+        pass  # surfaces where the file is needed
+
+
+def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError unless there are weights with valid headers, and tensors for every layer.
+
+    mlx-lm would crash, or make layers until memory runs out.
+    """
+    found = _tensors(folder)
+    if not (tensors := len(found)):
+        raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
+    if problem := next(weight_problems(found, config), None):
+        raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
+    for name, count in counts(config, LAYERS):
+        if count > tensors:
+            raise ModelError(
+                f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
+                "tensors: they do not belong together: download it again"
+            )
+
+
+def weight_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in a model folder, from their headers. Raises ModelError."""
+    return list(_tensors(folder))
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            found = read_header(path).tensors
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{path}: cannot be read: {one_line(error)}: download it again"
+            ) from error
+        if twice := tensors.keys() & found.keys():
+            raise ModelError(
+                f"{path}: has {min(twice):.100}, which another weight file beside it has too: "
+                "remove the file that does not belong to the model"
+            )
+        tensors |= found
+    return tensors
+
+
+def vocab_size(folder: Path) -> int:
+    """Return the vocabulary size in a model's config.json; 0 if it is missing."""
+    config = json_object(folder / "config.json")
+    for part in (config.get("text_config"), config):
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if type(size) is int:
+            return size
+    return 0
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return a file's object, or an empty one: errors surface when the file is really needed."""
+    try:
+        value = sizes.read_value(path, limits_of(path.name))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,174 @@
+"""The layout of the current line, in which the examples of a micro-batch stand end to end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.base import create_causal_mask
+
+from mlxtune.backend.models.chosen_rows import ChosenRows
+from mlxtune.backend.models.windows import window_mask
+from mlxtune.core.steps.pack import Segment
+from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
+
+Ints = npt.NDArray[np.int32]
+
+
+class CannotPackError(Exception):
+    """An architecture's attention does not support segments."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The segments of a line; `positions` int32 (T,) is each token's position in its example.
+
+    Side by side, the width is rounded.
+    """
+
+    segments: Sequence[Segment]
+    rounding: Rounding = NOT_ROUNDED
+    positions: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        each = [np.arange(len(one), dtype=np.int32) + one.position for one in self.segments]
+        object.__setattr__(self, "positions", np.concatenate(each))
+
+    @property
+    def longest(self) -> int:
+        """One more than the last position of any token."""
+        return int(self.positions.max()) + 1
+
+    def before(self, segment: Segment) -> list[slice]:
+        """Return the places of the tokens that a segment continues, in order."""
+        slices: list[slice] = []
+        while segment.parent >= 0:
+            segment = self.segments[segment.parent]
+            slices.append(slice(segment.start, segment.end))
+        return slices[::-1]
+
+    @cached_property
+    def rows(self) -> mx.array:
+        """The examples side by side, int32 (B, T): the place in the line of each of their tokens.
+
+        Shorter ones are padded with place 0.
+        """
+        return mx.array(np.maximum(self._side_by_side[0], 0))
+
+    @cached_property
+    def places(self) -> mx.array:
+        """Where each token of the line is in `rows`, flattened: int32 (N,)."""
+        return mx.array(self._side_by_side[1])
+
+    @cached_property
+    def chosen(self) -> ChosenRows:
+        """The rows of `rows`, flattened, in the order of the line."""
+        rows, places = self._side_by_side
+        return ChosenRows(places, rows.size)
+
+    @cached_property
+    def shared(self) -> tuple[mx.array, mx.array] | None:
+        """The tokens that several rows have, int32 (S,), and `places` with all of theirs.
+
+        Of each shared token there are R places, the last of which may be padding. None if no token
+        is shared.
+        """
+        rows, first = self._side_by_side
+        counts = np.bincount(rows[rows >= 0], minlength=len(self.positions))
+        tokens = np.flatnonzero(counts > 1).astype(np.int32)
+        if not len(tokens):
+            return None
+        flat = rows.reshape(-1)
+        padding = np.flatnonzero(flat < 0)
+        # Of each token, all its places one after the other.
+        order = np.argsort(flat, kind="stable")[len(padding) :]
+        starts = np.cumsum(counts) - counts
+        places = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)
+        for i in range(counts.max()):
+            has = counts[tokens] > i
+            places[has, i] = order[starts[tokens[has]] + i]
+        return mx.array(tokens), mx.array(np.concatenate([first, places.reshape(-1)]))
+
+    @cached_property
+    def _side_by_side(self) -> tuple[Ints, Ints]:
+        """`rows`, with -1 for padding, and `places`."""
+        continued = {segment.parent for segment in self.segments}
+        ends = [segment for i, segment in enumerate(self.segments) if i not in continued]
+        lines = []
+        for segment in ends:
+            own = slice(segment.start, segment.end)
+            lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
+        lengths = [len(line) for line in lines]
+        # Tokens that some rows share, and others do not, need a place of padding: see `shared`.
+        may_share = len(ends) > 1 and len(continued) > 1
+        width = max(lengths) + (min(lengths) == max(lengths) and may_share)
+        width = self.rounding.rounded_width(width)
+        rows = np.full((len(ends), width), -1, dtype=np.int32)
+        places = np.zeros(len(self.positions), dtype=np.int32)
+        for i, line in enumerate(lines):
+            rows[i, : len(line)] = line
+            places[line] = i * width + np.arange(len(line), dtype=np.int32)
+        return rows, places
+
+
+_layout: Layout | None = None
+
+
+def layout() -> Layout | None:
+    """Return the layout of the current line; None if each line is one example."""
+    return _layout
+
+
+@contextmanager
+def laid_out(layout: Layout | None) -> Iterator[None]:
+    """Compute on a line with this layout inside the block; None for examples side by side."""
+    global _layout
+    before, _layout = _layout, layout
+    try:
+        yield
+    finally:
+        _layout = before
+
+
+class LineCache:
+    """Takes the place of a layer's cache in an mlx-lm model while a line runs, and keeps nothing.
+
+    To attention it is a KV cache, to convolutions and recurrences one of arrays, which start empty.
+    """
+
+    offset = 0
+    lengths = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values to attend to: those of the call."""
+        return keys, values
+
+    def make_mask(self, length: int, **options: Any) -> Any:
+        """Return the mask of the examples side by side, as mlx-lm makes it.
+
+        It asks with options for attention, without any for what needs no mask.
+        """
+        if not options:
+            return None
+        width = length if _layout is None else _layout.rows.shape[1]
+        window = options.get("window_size")
+        if window is not None and width > window:
+            return window_mask(width, window)
+        return create_causal_mask(width) if options.get("return_array") else "causal"
+
+    def __getitem__(self, index: int) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[None]:
+        # Only Kimi Linear unpacks a cache, which has four arrays.
+        return iter([None] * 4)
+
+    def __setitem__(self, index: int, state: Any) -> None:
+        pass
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing: no token comes after the line's."""

@@ -1,0 +1,52 @@
+"""The device and its speed, for `mlxtune doctor`, which runs this in a separate process:
+
+    python -m mlxtune.backend.models.probe
+
+A damaged installation of MLX may kill its process without a Python exception, which the doctor
+must survive. Prints a JSON object.
+"""
+
+import json
+import sys
+import timeit
+from collections.abc import Callable
+from dataclasses import asdict
+
+import mlx.core as mx
+import numpy as np
+
+from mlxtune.backend import BLAS
+from mlxtune.backend.device import device, memory
+from mlxtune.config import StepConfig
+from mlxtune.core.machine.facts import Device
+
+_CPU_SIZE, _GPU_SIZE = 512, 2048
+_PRODUCTS = 10
+
+
+def device_facts() -> Device:
+    """Return the device, its memory, and the speed of a matrix product."""
+    info, on_cpu = mx.device_info(), device.on_cpu()
+    limits = memory.find_limits(StepConfig.memory_limit)
+    size = _CPU_SIZE if on_cpu else _GPU_SIZE
+    a = np.random.default_rng(0).random((size, size), dtype=np.float32)
+    b = mx.array(a)
+    return Device(
+        kind="CPU" if on_cpu else "Metal" if device.has_metal() else "CUDA",
+        name=str(info.get("device_name", "unknown")),
+        capacity=memory.capacity(),
+        recommended=limits.recommended,
+        limit=limits.memory,
+        blas=BLAS,
+        gflops=_gflops(size, lambda: mx.eval(b @ b)),
+        numpy_gflops=_gflops(size, lambda: a @ a) if on_cpu else None,
+    )
+
+
+def _gflops(size: int, product: Callable[[], object]) -> float:
+    """Return the best speed of a product of square matrices, in GFLOP/s."""
+    return 2 * size**3 / min(timeit.repeat(product, repeat=_PRODUCTS, number=1)) / 1e9
+
+
+if __name__ == "__main__":
+    json.dump(asdict(device_facts()), sys.stdout)

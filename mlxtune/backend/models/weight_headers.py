@@ -1,0 +1,55 @@
+"""What the headers of a model's weights say that MLX or mlx-lm would fail, or crash, on."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlxtune.backend.models.model_config import FORMATS
+from mlxtune.core.files.tensor_files import TensorInfo
+
+# In the names of what encodes images and sound beside a language model.
+NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
+_FLOATS = ("F16", "BF16", "F32")
+# Causal masks, which mlx-lm drops, have the second kind of name.
+_LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
+# Types of weights with a scale beside them, by the names that it has; mlx-lm converts these.
+_SCALED = ("F8_E4M3", "F8_E5M2", "I8")
+_SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
+
+
+def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of the language model's tensors by name."""
+    quantised = isinstance(config.get("quantization"), Mapping)
+    for name, info in tensors.items():
+        if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
+            continue
+        stem, _, kind = name.rpartition(".")
+        known = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
+        scaled = info.dtype in _SCALED and any(stem + each in tensors for each in _SCALES)
+        if info.dtype not in known and not scaled:
+            yield f"{name:.100} is {info.dtype}, not {', '.join(known)}"
+        elif quantised and kind == "scales" and f"{stem}.weight" in tensors:
+            yield from _scales_problems(stem, tensors)
+
+
+def _scales_problems(stem: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield what does not fit in a packed matrix; MLX would divide by zero or read past it."""
+    weight, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.scales"]
+    biases = tensors.get(f"{stem}.biases")
+    name = f"{stem:.100}.scales"
+    if weight.dtype != "U32":
+        yield f"{stem:.100}.weight is {weight.dtype}, but has scales, so U32 is expected"
+    elif len(scales.shape) < 2 or scales.shape[:-1] != weight.shape[:-1]:
+        yield f"{name} is {scales.shape}, which does not fit a weight of {weight.shape}"
+    elif (
+        weight.shape[-1] * 32
+        not in {
+            scales.shape[-1] * bits * size
+            for bits in FORMATS["bits"]
+            for size in FORMATS["group_size"]
+        }
+        or not scales.shape[-1]
+    ):
+        yield f"{name} is {scales.shape}: no group size fits a weight of {weight.shape}"
+    elif biases is not None and biases.shape != scales.shape:
+        yield f"{stem:.100}.biases is {biases.shape}, but its scales are {scales.shape}"

@@ -1,1 +1,0 @@
-"""Predicts the memory of a step before any weight is read."""

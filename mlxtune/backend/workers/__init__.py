@@ -1,0 +1,1 @@
+"""Several processes that share a run: joining, agreeing, splitting a model, losing one."""

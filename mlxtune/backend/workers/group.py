@@ -1,0 +1,189 @@
+"""The processes that train together, as mlx.launch starts them, and what they tell each other."""
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+
+from mlxtune.backend.workers.environment import launched_several
+from mlxtune.core.steps.deal import deal
+from mlxtune.errors import RankError
+
+# Bytes of the number before what is gathered, and of a text's size.
+_NUMBER_SIZE = 8
+
+
+class Ranks:
+    """A group of ranks; without one, this process alone.
+
+    They share the examples of a step or, with `tensor`, the model: each then computes its part of
+    it for all examples. All have to call the methods that communicate, in the same order.
+    """
+
+    def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
+        self.group = group
+        self.split_model = tensor and group is not None
+        self.rank = 0 if group is None else int(group.rank())
+        self.size = 1 if group is None else int(group.size())
+        self._asked = [False, False]
+        self._agreed = [False, False]
+        self._waits_to_save = False
+        self._gathered = 0
+
+    @classmethod
+    def launched(cls, *, tensor: bool = False) -> "Ranks":
+        """Return the ranks of this launch; this process alone where there was none."""
+        if not launched_several():
+            return cls()
+        group = mx.distributed.init()
+        return cls(group if group.size() > 1 else None, tensor=tensor)
+
+    def describe(self) -> int | str:
+        """Return what a result to the byte depends on: how many ranks share what."""
+        return f"{self.size} ranks that share the model" if self.split_model else self.size
+
+    def share(self, costs: Sequence[float]) -> list[int]:
+        """Return which of the items are this rank's, as ascending indices; see `deal`."""
+        if self.split_model:
+            return list(range(len(costs)))
+        return deal(costs, self.size)[self.rank]
+
+    def sum(self, tree: Any) -> Any:
+        """Return a tree of float32 arrays added over all ranks, in one flat sum, not evaluated."""
+        if self.size == 1:
+            return tree
+        named = tree_flatten(tree)
+        flat = mx.concatenate([value.astype(mx.float32).reshape(-1) for _, value in named])
+        flat = mx.distributed.all_sum(flat, group=self.group)
+        ends = np.cumsum([value.size for _, value in named]).tolist()
+        parts = mx.split(flat, ends[:-1])
+        return tree_unflatten(
+            [
+                (name, part.reshape(value.shape))
+                for (name, value), part in zip(named, parts, strict=True)
+            ]
+        )
+
+    def sum_step(
+        self, loss: mx.array, gradients: Any, counts: Sequence[int], alike: Collection[str]
+    ) -> list[Any]:
+        """Return loss, gradients and counts added over all ranks, and what the ranks ask for.
+
+        Each has those of its examples. Where the ranks share the model, they have the same loss and
+        counts, and the same gradients of the modules that are `alike`: those count once.
+        """
+        share = 1 / self.size if self.split_model else 1.0
+
+        def weigh(name: str, gradient: mx.array) -> mx.array:
+            return gradient * share if name.rpartition(".")[0] in alike else gradient
+
+        if self.split_model:
+            gradients = tree_map_with_path(weigh, gradients)
+        numbers = mx.array([*(share * each for each in counts), *self.asks])
+        return self.sum([loss * share, gradients, numbers])
+
+    def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return values (n,) of which each rank has some, and zeros for the rest, to the bit."""
+        if self.size == 1 or self.split_model or not len(values):
+            return values
+        bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
+        summed = mx.distributed.all_sum(bits, group=self.group)
+        return np.array(summed).view(np.float64)
+
+    def texts(self, own: str) -> list[str]:
+        """Return the texts of all ranks, by rank. Raises RankError where one is gone."""
+        if self.size == 1:
+            return [own]
+        data = own.encode()
+        sizes = self._gather(len(data).to_bytes(_NUMBER_SIZE, "big"))
+        lengths = [int.from_bytes(size, "big") for size in sizes]
+        rows = self._gather(data.ljust(max(lengths), b"\0"))
+        return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def check_same(self, tree: Any, step: int) -> None:
+        """Raise RankError if the adapter after a step, a tree of arrays, is not the same on all."""
+        if self.size == 1:
+            return
+        digest = hashlib.sha256()
+        for _, value in tree_flatten(tree):
+            digest.update(np.array(value).tobytes())
+        first, *others = self.texts(digest.hexdigest())
+        if differ := [str(rank) for rank, other in enumerate(others, 1) if other != first]:
+            raise RankError(
+                f"after step {step}, the adapter of rank {' and '.join(differ)} differs from that "
+                "of rank 0: check that all machines run the same versions"
+            )
+
+    def add_zeros(self, count: int) -> None:
+        """Add so many float32 numbers over all ranks."""
+        mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        self.texts("")
+
+    def from_first(self, tree: Any) -> Any:
+        """Return a tree of arrays as rank 0 has it, evaluated."""
+        if self.size == 1:
+            return tree
+        named = tree_flatten(tree)
+        found = []
+        for name, value in named:
+            raw = value.reshape(-1).view(mx.uint8) if value.size else value
+            mine = raw if self.rank == 0 else mx.zeros_like(raw)
+            same = mx.distributed.all_sum(mine, group=self.group)
+            found.append((name, same.view(value.dtype).reshape(value.shape)))
+        mx.eval([value for _, value in found])
+        return tree_unflatten(found)
+
+    def bytes_from_first(self, own: bytes) -> bytes:
+        """Return the bytes that rank 0 has; those of the others are ignored."""
+        (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
+        mine = np.frombuffer(own, np.uint8) if self.rank == 0 else np.zeros(size, np.uint8)
+        return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""
+
+    @property
+    def asks(self) -> list[float]:
+        """What this rank asks for with the next step: to stop, and to save."""
+        return [float(asked) for asked in self._asked]
+
+    def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
+        """Ask to stop or to save after the next step; return what any rank asked for before.
+
+        The same on all ranks, as all count what came with the gradients of the last step.
+        """
+        # Several steps may be under way before an answer: to save is asked for once.
+        self._asked = [should_stop(), save and not self._waits_to_save]
+        self._waits_to_save |= save
+        agreed, self._agreed = self._agreed, [False, False]
+        if agreed[1]:
+            self._waits_to_save = False
+        return agreed[0], agreed[1]
+
+    def agree(self, asks: Sequence[float]) -> None:
+        """Note what was asked for with a step, summed over the ranks."""
+        self._agreed = [
+            before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
+        ]
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, as many from each.
+
+        Raises RankError where one is gone: MLX's ring then returns whatever the memory held, so
+        what is gathered begins with the number of the call.
+        """
+        self._gathered += 1
+        number = self._gathered.to_bytes(_NUMBER_SIZE, "big")
+        mine = mx.array(np.frombuffer(number + own, np.uint8))[None]
+        found = np.array(mx.distributed.all_gather(mine, group=self.group))
+        rows = [row.tobytes() for row in found]
+        if not all(row.startswith(number) for row in rows):
+            raise RankError("another rank is gone, or is not where this one is")
+        return [row[_NUMBER_SIZE:] for row in rows]
+
+
+ALONE = Ranks()

@@ -1,0 +1,129 @@
+"""Joining the ranks of a launch, and what doctor asks of them."""
+
+import faulthandler
+import hashlib
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlxtune.backend.models.model_folder import find_folder
+from mlxtune.backend.workers.environment import Link, RankReport, judge_ranks, launched_several
+from mlxtune.backend.workers.group import Ranks
+from mlxtune.config import user_cache
+from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.hashing import model_hash
+from mlxtune.core.files.scratch import lasting_folder, nowhere
+from mlxtune.core.machine.checks import PROBLEM, Check
+from mlxtune.core.machine.facts import machine_id, versions
+from mlxtune.core.run.checkpoint import BEST
+from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
+from mlxtune.errors import MlxTuneError, RankError
+
+# Seconds to wait for ranks that never start.
+_JOIN_SECONDS = 120
+# Bytes that are added to measure a link, and how often.
+_MEASURED, _TIMES = 16_000_000, 5
+
+
+def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Ranks:
+    """Return the ranks of this launch, once all are here; this process alone where there are none.
+
+    With `tensor`, they share a model.
+
+    Ends the process where they do not come. Raises RankError when they cannot be reached.
+    """
+    if not launched_several():
+        return Ranks()
+    say(f"waiting for the others, up to {_JOIN_SECONDS} s")
+    with nowhere() as dropped:
+        # MLX waits in C, where no signal and no other thread of Python ends it.
+        faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True, file=dropped)
+        try:
+            return Ranks.launched(tensor=tensor)
+        except RuntimeError as error:
+            raise RankError(f"the other ranks cannot be reached: {error}") from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def from_rank_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, ResumePoint]:
+    """Return the run's folder and checkpoint that rank 0 finds: a copy of it on the other ranks.
+
+    The copy goes with the process. Raises what `find` raises.
+    """
+    ranks, packed, run = join(), io.BytesIO(), Path()
+    found, problem = None, None
+    if ranks.rank == 0:
+        try:
+            run, found = find()
+        except MlxTuneError as error:
+            problem = error
+        else:
+            with zipfile.ZipFile(packed, "w", strict_timestamps=False) as files:
+                for folder in dict.fromkeys([found.checkpoint.folder, run / BEST]):
+                    for path in folder.glob("*"):
+                        files.write(path, path.relative_to(run))
+    content = ranks.bytes_from_first(packed.getvalue())
+    run = Path(ranks.texts(str(run))[0])
+    if problem is not None:
+        raise problem
+    if not content:
+        # Rank 0 says why.
+        raise SystemExit(1)
+    if found is None:
+        copy = lasting_folder("resumed")
+        with zipfile.ZipFile(io.BytesIO(content)) as files:
+            files.extractall(copy)
+        found = find_resume_point(copy)
+        assert found is not None
+    return run, found
+
+
+def check_ranks(
+    ranks: Ranks, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
+) -> list[Check]:
+    """Return checks of all ranks, the same on each; `checks` are those of this machine."""
+    files = {path: _hash_of_data(Path(path)) for path in data}
+    if model_path is not None:
+        files[model_path] = _hash_of_model(model_path)
+    report = RankReport(
+        machine=machine_id(),
+        versions=versions(),
+        files=files,
+        problems=[(check.found, check.remedy) for check in checks if check.level == PROBLEM],
+    )
+    reports = [RankReport(**json.loads(text)) for text in ranks.texts(json.dumps(report.as_dict()))]
+    link = Link(_seconds_to_add(ranks, 4), _seconds_to_add(ranks, _MEASURED), _MEASURED)
+    return list(judge_ranks(reports, link))
+
+
+def _seconds_to_add(ranks: Ranks, size: int) -> float:
+    """Return the least seconds in which float32 numbers of so many bytes are added."""
+    found = []
+    for _ in range(_TIMES):
+        ranks.wait()
+        started = time.perf_counter()
+        ranks.add_zeros(size // 4)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def _hash_of_data(path: Path) -> str | None:
+    """Return the hash of a file, or of the files in a folder; None if they cannot be read."""
+    try:
+        if not path.is_dir():
+            return file_hash(path)
+        hashes = [f"{each.name} {file_hash(each)}" for each in sorted(path.iterdir())]
+    except OSError:
+        return None
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def _hash_of_model(path: str) -> str | None:
+    try:
+        return model_hash(find_folder(path), user_cache())
+    except (OSError, MlxTuneError):
+        return None

@@ -1,0 +1,257 @@
+"""`mlxtune bench`: the same steps by each side, every run in its own process."""
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, product
+from pathlib import Path
+
+from mlxtune.backend.device import device
+from mlxtune.backend.models import model_folder
+from mlxtune.benchmark import peers
+from mlxtune.benchmark.console import run_line, show_benchmark
+from mlxtune.benchmark.result import Benchmark, BenchmarkRun, Side, TimedStep
+from mlxtune.benchmark.worker import OURS, Job
+from mlxtune.commands.prepare.dataset import (
+    Dataset,
+    Reader,
+    data_files,
+    load_dataset,
+    report_findings,
+)
+from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.memory import choose_plan, first_epoch, planned_work
+from mlxtune.commands.prepare.model import open_model
+from mlxtune.config import BenchConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.files import files
+from mlxtune.core.files.scratch import scratch_file, scratch_folder
+from mlxtune.core.machine.facts import versions
+from mlxtune.core.text import count
+from mlxtune.errors import MlxTuneError
+from mlxtune.views.console import RunConsole
+from mlxtune.views.output import print_json
+from mlxtune.views.tables import result_console
+
+# The command of a process that does the job in a file.
+Command = Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The options, the rows of all steps, our job on them, and a folder for temporary files."""
+
+    config: BenchConfig
+    rows: Sequence[Sequence[Sequence[Example]]]
+    job: Job
+    scratch: Path
+
+
+def bench(config: BenchConfig) -> Benchmark:
+    """Time the first steps that `train` with the same options would take, by us and by a peer.
+
+    Writes the file that --json names.
+
+    Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
+    when our own process is killed.
+    """
+    with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as work:
+        result = measured(work, console)
+    if config.json_path is not None:
+        files.make_folder(config.json_path.parent)
+        files.write_json(config.json_path, result.as_dict())
+    return result
+
+
+@contextmanager
+def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Prepared]:
+    """Read the data and write the adapter that all sides start from; yield the work."""
+    folder = model_folder.find_folder(config.model_path)
+    config = with_hub_data(config, console)
+    if config.json_path is not None:
+        read = [*data_files(config).all, *folder.iterdir()]
+        files.check_outputs([config.json_path], read, "--json")
+    dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
+    report_findings(dataset, console)
+    rows = first_steps(config, dataset)
+    steps = [[example for row in step for example in row] for step in rows]
+    _report_work(config, rows, console)
+    with scratch_folder("bench") as scratch:
+        job = _prepare(config, folder, steps, scratch, console)
+        yield Prepared(config, rows, job, scratch)
+
+
+def measured(
+    work: Prepared, console: RunConsole, peer: tuple[str, Command] | None = None
+) -> Benchmark:
+    """Time the work by us, and by the peer that the options name or by another one.
+
+    Raises MlxTuneError when our own process is killed.
+    """
+    config = work.config
+    if peer is None and config.against is not None:
+        peer = config.against, worker_command
+    ours, theirs = _alternate(config.repeats, work, peer, console)
+    return Benchmark(
+        model=config.model_path,
+        device=device.device_name(),
+        dtype=work.job.config.dtype,
+        rows=sum(map(len, work.rows)),
+        examples=sum(map(len, work.job.steps)),
+        batch_size=config.batch_size,
+        ours=ours,
+        theirs=theirs,
+        options=asdict(config),
+        versions=versions(),
+    )
+
+
+def show(config: BenchConfig) -> None:
+    """Run the benchmark and print its table, or JSON if --json is `-`."""
+    result = bench(config)
+    as_json = config.json == "-"
+    if as_json:
+        print_json(result.as_dict())
+    if not config.quiet:
+        show_benchmark(result, result_console(stderr=as_json))
+
+
+def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
+    """Return the rows of the first steps of `train`'s first epoch."""
+    epoch = first_epoch(config.training(config.dtype).training(), dataset)
+    return list(islice(epoch, config.steps))
+
+
+def _prepare(
+    config: BenchConfig,
+    folder: Path,
+    steps: Sequence[Sequence[Example]],
+    scratch: Path,
+    console: RunConsole,
+) -> Job:
+    """Return our job, having written the adapter to start from; a peer's differs in its name only.
+
+    Reads no weights. Raises ModelError, and MemoryLimitError when even one example does not fit.
+    """
+    parts = config.training(config.dtype).split()
+    base = open_model(parts.step, folder, console)
+    console.say("Model", base.describe())
+    work = planned_work(parts.lora, steps)
+    choose_plan(parts.step, parts.lora, base, work, config.execution)
+    peers.write_start(base, parts.lora, scratch / "adapter")
+    adapter = scratch / "adapter"
+    return Job(OURS, folder, config.training(base.dtype), adapter, steps, config.execution)
+
+
+def _report_work(
+    config: BenchConfig, steps: Sequence[Sequence[Sequence[Example]]], console: RunConsole
+) -> None:
+    """Report what will be measured; warn if the data has fewer steps than asked for."""
+    rows = sum(map(len, steps))
+    each = [example for step in steps for row in step for example in row]
+    tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
+    console.say(
+        "Steps",
+        f"{count(len(steps), 'step')} of {count(config.batch_size, 'row')}: {rows:,} rows, "
+        f"{tokens:,} tokens, {supervised:,} supervised",
+    )
+    if len(steps) < config.steps:
+        console.warn(
+            f"the data has rows for {len(steps)} of {config.steps} steps: "
+            "add rows or lower --batch-size to time more"
+        )
+
+
+def _alternate(
+    repeats: int, work: Prepared, peer: tuple[str, Command] | None, console: RunConsole
+) -> tuple[Side, Side | None]:
+    """Run ours and theirs in turn, one process at a time, `repeats` times each.
+
+    A peer that fails is not run again. Raises MlxTuneError when ours does.
+    """
+    ours, theirs = Side(OURS), None if peer is None else Side(peer[0])
+    commands: list[tuple[Side, Command]] = [(ours, worker_command)]
+    if peer is not None and theirs is not None:
+        commands.append((theirs, peer[1]))
+    steps = len(work.job.steps)
+    for repeat, (side, command) in product(range(1, repeats + 1), commands):
+        if side.failed:
+            continue
+
+        def show_step(done: int, run: str = f"{side.name}, run {repeat}") -> None:
+            console.show(f"{run}: step {done}/{steps}")
+
+        show_step(0)
+        try:
+            job = replace(work.job, side=side.name)
+            run = _run_process(job, command, work.scratch, show_step)
+        except MlxTuneError as error:
+            if side is ours:
+                raise
+            side.failed = str(error)
+            console.warn(f"{side.name} failed: {error}")
+            continue
+        side.runs.append(run)
+        console.say("Run", f"{repeat}/{repeats} {run_line(side.name, run)}")
+    return ours, theirs
+
+
+def _run_process(
+    job: Job, command: Command, scratch: Path, on_step: Callable[[int], None]
+) -> BenchmarkRun:
+    """Do a job in a new process; `on_step` gets the number of steps taken.
+
+    Raises MlxTuneError with the error that the process reports or, if it ends early without one,
+    with how it ended.
+    """
+    path = scratch / "job.pickle"
+    files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
+    steps: list[TimedStep] = []
+    with (
+        scratch_file() as errors,
+        subprocess.Popen(
+            command(path),
+            # Never written to: the worker ends when it closes.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                record = json.loads(line)
+                if "error" in record:
+                    raise MlxTuneError(record["error"])
+                if "run" in record:
+                    return BenchmarkRun(steps, **record["run"])
+                steps.append(TimedStep(**record["step"]))
+                on_step(len(steps))
+            status = process.wait()
+        finally:
+            process.kill()
+        errors.seek(0)
+        output = errors.read().decode(errors="replace")
+    raise MlxTuneError(_describe_end(job, status, len(steps), output))
+
+
+def worker_command(job: Path) -> list[str]:
+    """Return the command of a process of ours that does the job in a file."""
+    run = "from mlxtune.benchmark.worker import main; main()"
+    return [sys.executable, "-c", run, str(job)]
+
+
+def _describe_end(job: Job, status: int, steps: int, output: str) -> str:
+    where = f"after {steps} steps" if steps else "before its first step"
+    if status < 0:
+        likely = ", probably for lack of memory" if status == -9 else ""
+        remedy = ": lower --batch-size or --max-seq-len" if job.side == OURS else ""
+        return f"killed (signal {-status}) {where}{likely}{remedy}"
+    if job.side == OURS:
+        raise RuntimeError(f"the process that measures mlxtune ended {where}:\n{output}")
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    return f"exit {status} {where}: {last.strip()}"

@@ -1,0 +1,92 @@
+"""A benchmark on a terminal: a line for each run, and the table."""
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+from mlxtune.benchmark.result import Agreement, Benchmark, BenchmarkRun, Spread
+from mlxtune.core.text import byte_size, count, short_duration
+from mlxtune.views.tables import plain_table, shown
+
+
+def show_benchmark(benchmark: Benchmark, console: Console) -> None:
+    """Print the table of a benchmark, and remarks on it."""
+    head, *rows = table(benchmark)
+    columns = plain_table(head)
+    for row in rows:
+        columns.add_row(*map(shown, row))
+    title = (
+        f"{benchmark.model}, {benchmark.dtype} on {benchmark.device}: "
+        f"{count(benchmark.steps, 'step')} of {count(benchmark.batch_size, 'row')}, "
+        f"{count(len(benchmark.ours.runs), 'run')}"
+    )
+    console.print(shown(title, "bold"), soft_wrap=True)
+    console.print(columns)
+    for line in remarks(benchmark):
+        console.print(shown(line), soft_wrap=True)
+
+
+def run_line(side: str, run: BenchmarkRun) -> str:
+    """Return the speed, memory and start-up time of a run in a line."""
+    step = Spread.of(step.seconds for step in run.steps).median
+    return (
+        f"{side}: {run.real_tokens_per_s:,.0f} tokens/s, {short_duration(step)} a step, "
+        f"peak {byte_size(run.peak_memory)}, {short_duration(run.startup_s)} to start"
+    )
+
+
+def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
+    """Return the rows of the table, the header first; a peer adds its column and the ratios."""
+    sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
+    ratios = benchmark.ratios()
+    rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]
+    for name, key, show in _QUANTITIES:
+        cells = [show(side.spread(key)) if side.runs else "failed" for side in sides]
+        ratio = _range(ratios[key], "{:#.3g}".format) if key in ratios else ""
+        rows.append((name, *cells, *([ratio] if len(sides) > 1 else [])))
+    return rows
+
+
+def remarks(benchmark: Benchmark) -> list[str]:
+    """Return remarks on the comparison: whether losses agree, another loss function, a failure."""
+    lines = []
+    theirs = benchmark.theirs
+    if (agreed := benchmark.agreement()) is not None:
+        lines.append(agreement_line(agreed))
+    if theirs is not None and theirs.runs and theirs.runs[0].loss_function == "masked":
+        lines.append(
+            f"{theirs.name} ran with a masked loss: its own supports one span a row, and some rows "
+            "have several"
+        )
+    if theirs is not None and theirs.failed:
+        lines.append(f"{theirs.name} failed: {theirs.failed}")
+    return lines
+
+
+def agreement_line(agreed: Agreement) -> str:
+    """Return whether the losses agree, and how far they differ."""
+    if agreed.first is None or agreed.largest is None:
+        return "losses do NOT agree: one is not finite"
+    verdict = "agree" if agreed.agree else "do NOT agree: the ratios compare different work"
+    return (
+        f"losses {verdict} (they differ by {agreed.first:.1e} at the first step, by up to "
+        f"{agreed.largest:.1e} after; allowed: {agreed.first_tolerance:g} and {agreed.tolerance:g})"
+    )
+
+
+def _range(values: Spread, show: Callable[[float], str]) -> str:
+    """Return `2.1 s (2 s-2.3 s)`, or one number if all are equal."""
+    middle, low, high = map(show, (values.median, values.min, values.max))
+    return middle if low == high else f"{middle} ({low}-{high})"
+
+
+# The rows of the table: a name, a quantity, and the cell that shows its spread over the runs.
+_QUANTITIES: tuple[tuple[str, str, Callable[[Spread], str]], ...] = (
+    ("real tokens/s", "real_tokens_per_s", lambda values: f"{values.median:,.0f}"),
+    ("supervised tokens/s", "supervised_tokens_per_s", lambda values: f"{values.median:,.0f}"),
+    ("a step", "seconds_per_step", lambda values: _range(values, short_duration)),
+    ("padding", "padding_share", lambda values: f"{values.median:.1%}"),
+    ("peak memory", "peak_memory", lambda values: byte_size(values.median)),
+    ("peak of the process", "peak_rss", lambda values: byte_size(values.median)),
+    ("start", "startup_s", lambda values: short_duration(values.median)),
+)

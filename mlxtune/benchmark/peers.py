@@ -1,0 +1,253 @@
+"""mlx-lm as the other side of `mlxtune bench`: what it does in a step, on the same examples."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_map, tree_map_with_path
+from mlx_lm.tuner.trainer import TrainingArgs, default_loss
+from mlx_lm.tuner.utils import load_adapters
+
+from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.models.loading import BaseModel, load_lazily
+from mlxtune.backend.models.model_folder import read_config
+from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
+from mlxtune.config import InstructConfig, RunParts
+from mlxtune.core.data.encode import Example
+from mlxtune.core.files.files import make_folder
+from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.steps.batch import run_length
+
+# mlx-lm pads to one more than a multiple of this.
+_PAD_TO = 32
+
+
+class MlxLm:
+    """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
+
+    Its spans of supervised tokens run one beyond the end of a row, onto a token of padding. Here
+    they end at the last supervised token, so that both sides train on the same. Where rows make
+    more examples than a batch holds, these are taken batch by batch, neighbours in length together,
+    and their gradients added up before the update.
+    """
+
+    def __init__(self, folder: Path, parts: RunParts) -> None:
+        # As its train() does.
+        recommended = mx.device_info().get("max_recommended_working_set_size")
+        if recommended is not None:
+            mx.set_wired_limit(int(recommended))
+        self.loss_function = "default"
+        self.execution = "eager" if on_cpu() else "compiled"
+        self._lora = parts.lora
+        self._batch_size = parts.data.batch_size
+        step = parts.step
+        config = read_config(folder, trust_remote_code=step.trust_remote_code)
+        self._model, config = load_lazily(folder, config)
+        if step.quantize is not None:
+            quantize_lazily(self._model, config, step.quantize)
+        _cast(self._model, getattr(mx, step.dtype))
+        if step.quantize is not None:
+            read_one_by_one(self._model)
+        mx.eval(self._model.parameters())
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Put mlx-lm's LoRA on the model and make its step, compiled where that pays."""
+        if not all(one_span(example) for step in steps for example in step):
+            self.loss_function = "masked"
+        model = self._model
+        model.freeze()
+        load_adapters(model, str(adapter))
+        model.train()
+        self._optimizer = optim.AdamW(
+            self._lora.learning_rate,
+            betas=[0.9, 0.999],
+            eps=1e-8,
+            weight_decay=self._lora.weight_decay,
+            bias_correction=True,
+        )
+        self._optimizer.init(model.trainable_parameters())
+        self.state = [model.state, self._optimizer.state, mx.random.state]
+        mx.eval(self.state)
+        # On the CPU compiling starts a C++ compiler and is no faster after.
+        self._step = self.make_step(compiled=not on_cpu())
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Take a step and take it back; return its loss with mlx-lm's own spans, if it has them."""
+        # On the CPU nothing is compiled for the shape of a step.
+        shown = [min(examples, key=len)] if on_cpu() else examples
+        with self.unchanged():
+            self._run(shown)
+        return self._own_loss(examples) if self.loss_function == "default" else None
+
+    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
+        """Take the steps and take them back."""
+        with self.unchanged():
+            for examples in steps:
+                self._run(examples)
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take step `number`, from 1, on all examples; return its loss."""
+        return self._run(examples)
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return how many tokens a step runs through the model, and how many are padding."""
+        run = 0
+        for batch in self.batches(examples):
+            tokens, _ = padded(batch, self._lora.max_seq_len)
+            run += tokens.shape[0] * (tokens.shape[1] - 1)
+        return run, run - sum(map(run_length, examples))
+
+    def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Return the examples of a step in batches, sorted by length as mlx-lm sorts them."""
+        by_length, size = sorted(examples, key=len), self._batch_size
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+
+    def loss_and_gradients(self, tokens: mx.array, supervised: mx.array) -> Any:
+        """Return the loss and count of a batch, and its gradients."""
+        loss = default_loss if self.loss_function == "default" else masked_loss
+        return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
+
+    def make_step(self, *, compiled: bool) -> Callable[..., Any]:
+        """Return a function of a batch that adds up gradients and, after the last, updates."""
+
+        def step(
+            tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
+        ) -> tuple[mx.array, Any]:
+            (value, _), gradients = self.loss_and_gradients(tokens, supervised)
+            gradients = tree_map(lambda gradient: gradient * share, gradients)
+            if before is not None:
+                gradients = tree_map(mx.add, before, gradients)
+            if last:
+                self._optimizer.update(self._model, gradients)
+                gradients = None
+            return value * share, gradients
+
+        return mx.compile(step, inputs=self.state, outputs=self.state) if compiled else step
+
+    def _own_loss(self, examples: Sequence[Example]) -> float:
+        def loss(
+            tokens: mx.array, ends: mx.array, share: mx.array, before: Any, last: bool
+        ) -> tuple[mx.array, None]:
+            return default_loss(self._model, tokens, ends)[0] * share, None
+
+        return sum(float(part) for part, _ in self.parts(loss, examples, beyond=1))
+
+    def _run(self, examples: Sequence[Example]) -> float:
+        loss = mx.array(0.0)
+        for part, gradients in self.parts(self._step, examples):
+            loss = loss + part
+            mx.eval(self.state, loss, gradients)
+            # As its train() does after each step by default.
+            if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
+                mx.clear_cache()
+        return float(loss)
+
+    def parts(
+        self, step: Callable[..., Any], examples: Sequence[Example], beyond: int = 0
+    ) -> Iterator[tuple[mx.array, Any]]:
+        """Take a step batch by batch; yield the loss of each and the gradients so far."""
+        batches = [self.batch(batch, beyond) for batch in self.batches(examples)]
+        total = sum(count for _, _, count in batches)
+        gradients = None
+        for i, (tokens, supervised, count) in enumerate(batches, 1):
+            share, last = mx.array(count / total), i == len(batches)
+            part, gradients = step(tokens, supervised, share, gradients, last)
+            yield part, gradients
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Put the model and the optimizer back as they are, whatever runs inside the block."""
+        before = self._model.trainable_parameters()
+        state = tree_map(lambda value: value, self._optimizer.state)
+        try:
+            yield
+        finally:
+            self._model.update(before)
+            # In the list, too, from which a compiled step reads its state.
+            self._optimizer.state = self.state[1] = state
+
+    def batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
+        """Return tokens (B, L), what of them is supervised, as the loss takes it, and its count."""
+        tokens, mask = padded(examples, self._lora.max_seq_len)
+        if self.loss_function == "masked":
+            return mx.array(tokens), mx.array(mask[:, 1:]), int(mask[:, 1:].sum())
+        ends = spans(examples, beyond)
+        return mx.array(tokens), mx.array(ends), int((ends[:, 1] - ends[:, 0] + 1).sum())
+
+
+def padded(
+    examples: Sequence[Example], max_seq_len: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Return tokens int32 (B, L) and mask bool (B, L) of examples, padded as mlx-lm pads.
+
+    L is one more than the next multiple of 32, but at most `max_seq_len`.
+    """
+    longest = max(map(len, examples))
+    length = min(1 + _PAD_TO * -(-longest // _PAD_TO), max_seq_len)
+    tokens = np.zeros((len(examples), length), dtype=np.int32)
+    mask = np.zeros((len(examples), length), dtype=np.bool_)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example)] = example.tokens
+        mask[i, : len(example)] = example.assistant_mask
+    return tokens, mask
+
+
+def one_span(example: Example) -> bool:
+    """Return whether the supervised tokens of an example are one contiguous span."""
+    where = np.flatnonzero(example.assistant_mask)
+    return bool(len(where)) and int(where[-1] - where[0]) == len(where) - 1
+
+
+def spans(examples: Sequence[Example], beyond: int = 0) -> npt.NDArray[np.int32]:
+    """Return int32 (B, 2): the first and the last supervised place of each example.
+
+    mlx-lm's loss takes both as inclusive. `beyond` 1 gives what its own batches hold: the first,
+    and the length, which is one beyond the last token.
+    """
+    made = []
+    for example in examples:
+        where = np.flatnonzero(example.assistant_mask)
+        made.append((where[0], len(example) if beyond else where[-1]))
+    return np.array(made, dtype=np.int32)
+
+
+def masked_loss(
+    model: nn.Module, tokens: mx.array, supervised: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return mlx-lm's loss and count for a mask bool (B, L - 1) instead of a span a row.
+
+    Its `default_loss` but for where the mask comes from.
+    """
+    logits = model(tokens[:, :-1])
+    losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * supervised
+    count = supervised.sum()
+    return losses.astype(mx.float32).sum() / count, count
+
+
+def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
+    """Write the adapter that all sides start from, as `train` makes it, into the folder `adapter`.
+
+    Puts LoRA on the model, of which no weight is read. Raises ModelError.
+    """
+    summary = apply_lora(base.model, config)
+    make_folder(adapter)
+    checkpoints.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Have every parameter in the dtype, save those that an architecture keeps as they are."""
+    casts = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(path: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if floating and casts(path) else value
+
+    model.update(tree_map_with_path(cast, model.parameters()))

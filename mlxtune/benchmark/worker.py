@@ -1,0 +1,266 @@
+"""One process of a benchmark: takes the steps of one side, and writes what it measures.
+
+Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
+"""
+
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from mlxtune.backend.device import device, memory
+from mlxtune.benchmark.peers import MlxLm
+from mlxtune.benchmark.result import TimedStep
+from mlxtune.config import RunParts, TrainConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.errors import MlxTuneError
+
+if TYPE_CHECKING:
+    from mlxtune.backend.step.pending import PendingStep
+
+OURS = "mlxtune"
+
+
+class BenchSide(Protocol):
+    """A trainer whose steps can be timed.
+
+    `execution` names how it computes, `loss_function` its loss.
+    """
+
+    @property
+    def execution(self) -> str:
+        """How the steps are computed."""
+
+    @property
+    def loss_function(self) -> str:
+        """The loss of the steps."""
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Put the adapter on the model. Raises MlxTuneError."""
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Compute a step without applying it; return its loss with the side's own targets."""
+
+    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
+        """Take the steps and take them back."""
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take step `number`, from 1, on all examples; return its loss."""
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return how many tokens the last step ran through the model, and how many are padding."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of a process, and when it was started (time.time()).
+
+    `adapter` is the folder of the adapter that all sides start from, `execution` how our side
+    computes.
+    """
+
+    side: str
+    folder: Path
+    config: TrainConfig
+    adapter: Path
+    steps: Sequence[Sequence[Example]]
+    execution: str
+    started: float = 0.0
+
+
+class OurSide:
+    """The steps of `train`, set up as `commands.train` does.
+
+    Its methods import what they need, so that a peer's process loads and measures none of it.
+    """
+
+    loss_function = "own"
+
+    def __init__(self, folder: Path, parts: RunParts, execution: str) -> None:
+        from mlxtune.backend.forward import operations
+        from mlxtune.backend.models import loading
+        from mlxtune.commands.prepare.model import open_model
+        from mlxtune.views.console import RunConsole
+
+        operations.load_ahead(folder)
+        self._parts, self._execution = parts, execution
+        self._console = RunConsole(quiet=True)
+        self.base = open_model(parts.step, folder, self._console)
+        loading.read_weights(self.base)
+
+    def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
+        """Build the pipeline and load the adapter that both sides start from."""
+        from mlxtune.commands.prepare.memory import choose_plan, planned_work
+        from mlxtune.commands.prepare.model import build_pipeline
+        from mlxtune.commands.prepare.products import settle_products
+
+        step, lora, base = self._parts.step, self._parts.lora, self.base
+        work = planned_work(lora, steps)
+        plan = choose_plan(step, lora, base, work, self._execution)
+        self.base, _ = settle_products(step, base, work, plan)
+        if self.base is not base:
+            base, plan = self.base, choose_plan(step, lora, self.base, work, self._execution)
+        self.pipeline, _ = build_pipeline(step, lora, base, work, plan, self._console)
+        self.pipeline.load(adapter)
+
+    def warm_up(self, examples: Sequence[Example]) -> float | None:
+        """Compute loss and gradients of a step."""
+        self.pipeline.loss_and_gradients(examples)
+        return None
+
+    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
+        """Take the steps and take them back."""
+        with scratch_folder("bench") as folder:
+            self.pipeline.save(folder)
+            for _ in self.overlapped(steps):
+                pass
+            self.pipeline.restore(folder)
+
+    def step(self, number: int, examples: Sequence[Example]) -> float:
+        """Take a step at the constant learning rate."""
+        self._result = self._start(number, examples).result()
+        return self._result.avg_loss
+
+    def overlapped(self, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
+        """Take the steps as `train` does, which starts each while the one before is computed.
+
+        A step's seconds are those since the one before was computed.
+        """
+        last = time.perf_counter()
+        # The last step has none that follows.
+        started: tuple[Sequence[Example], PendingStep] | None = None
+        for number, examples in enumerate([*steps, None], 1):
+            following = None if examples is None else (examples, self._start(number, examples))
+            if started is not None:
+                taken, pending = started
+                self._result = pending.result()
+                loss, peak = self._result.avg_loss, self._result.memory
+                yield _timed(self, taken, pending.ended - last, loss, peak)
+                last = pending.ended
+            started = following
+
+    def _start(self, number: int, examples: Sequence[Example]) -> "PendingStep":
+        rate = self._parts.lora.learning_rate
+        return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
+
+    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+        """Return the tokens that the last step ran, and how many of them were padding."""
+        return self._result.run_tokens, self._result.padding
+
+    @property
+    def execution(self) -> str:
+        """How the steps are computed, as `bench --execution` names it."""
+        from mlxtune.backend.forward.operations import MlxOperations
+
+        operations = self.pipeline.forward.execution.operations
+        ours = "gpu" if isinstance(operations, MlxOperations) else "cpu"
+        return "plain" if self._execution == "plain" else ours
+
+
+def open_side(job: Job) -> BenchSide:
+    """Read the weights of a side's model."""
+    parts = job.config.split()
+    if job.side == OURS:
+        return OurSide(job.folder, parts, job.execution)
+    return MlxLm(job.folder, parts)
+
+
+def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterator[dict[str, Any]]:
+    """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
+    started = time.perf_counter()
+    side = opened(job)
+    device.finish()
+    loaded = time.perf_counter()
+    side.start(job.adapter, job.steps)
+    ready, process_s = time.perf_counter(), time.time() - job.started
+    with_pads = side.warm_up(job.steps[0])
+    device.finish()
+    if not device.on_cpu():
+        # Kernels are compiled, and memory is cached, for every shape of the steps.
+        side.rehearse(job.steps)
+        device.finish()
+    warm = time.perf_counter()
+    for step in _timed_steps(side, job.steps):
+        yield {"step": asdict(step)}
+    yield {
+        "run": {
+            "process_s": process_s,
+            "weights_s": loaded - started,
+            "startup_s": ready - loaded,
+            "warm_up_s": warm - ready,
+            "peak_rss": memory.peak_rss(),
+            "loss_function": side.loss_function,
+            "loss_with_pad_targets": with_pads,
+            "execution": side.execution,
+        }
+    }
+
+
+def _timed_steps(side: BenchSide, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
+    """Take the steps of a benchmark, and time each until the device has finished."""
+    memory.forget_peak()
+    if isinstance(side, OurSide) and not device.on_cpu():
+        yield from side.overlapped(steps)
+        return
+    for number, examples in enumerate(steps, 1):
+        memory.forget_peak()
+        started = time.perf_counter()
+        loss = side.step(number, examples)
+        device.finish()
+        yield _timed(side, examples, time.perf_counter() - started, loss, memory.peak_bytes())
+
+
+def _timed(
+    side: BenchSide,
+    examples: Sequence[Example],
+    seconds: float,
+    loss: float,
+    peak: int,
+) -> TimedStep:
+    run, padding = side.tokens(examples)
+    return TimedStep(
+        seconds=seconds,
+        tokens=sum(map(len, examples)),
+        supervised_tokens=sum(map(predicted_tokens, examples)),
+        tokens_run=run,
+        padding=padding,
+        loss=loss,
+        peak_memory=peak,
+    )
+
+
+def main(opened: Callable[[Job], BenchSide] = open_side) -> None:
+    """Do the job that the command line names."""
+    records = _claim_stdout()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job: Job = pickle.loads(read_bytes(Path(sys.argv[1])))
+    try:
+        for record in run_job(job, opened):
+            print(json.dumps(record), file=records, flush=True)
+    except MlxTuneError as error:
+        print(json.dumps({"error": str(error)}), file=records, flush=True)
+        sys.exit(1)
+
+
+def _claim_stdout() -> TextIO:
+    """Return stdout for records alone; what libraries print goes to stderr."""
+    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return records
+
+
+def _end_with_parent() -> None:
+    # The pipe closes when the parent ends, even if it is killed.
+    # Not by `sys.stdin`, whose lock an exit by an error would wait for, and abort.
+    while os.read(0, 1):
+        pass
+    os._exit(1)

@@ -1,0 +1,75 @@
+"""`mlxtune eval`: whether an adapter helps on rows of data."""
+
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.forward import operations
+from mlxtune.commands.judge import answer_rows, compare_losses
+from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings
+from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.model import find_model, load_model
+from mlxtune.config import EvalConfig
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.sources.datafiles import held_out_file
+from mlxtune.core.files.files import read_json
+from mlxtune.core.run.checkpoint import BEST
+from mlxtune.core.run.evaluation import Evaluation
+from mlxtune.views import run_text
+from mlxtune.views.console import RunConsole
+from mlxtune.views.evaluation_text import evaluation_lines
+from mlxtune.views.output import print_json, print_line
+
+
+def evaluate(config: EvalConfig) -> Evaluation:
+    """Compare a base model with its adapter on the supervised tokens of every row of the data.
+
+    Raises a child of MlxTuneError for what options, files or the model cause.
+    """
+    folder = find_model(config)
+    config = with_hub_data(config, RunConsole(quiet=config.quiet))
+    reading = config.reading(data=_data_files(config))
+    operations.load_ahead(folder)
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        reader = Reader(reading, folder, console.on_encoding)
+        dataset = load_dataset(reading, reader)
+        report_findings(dataset, console)
+        for ledger in dataset.ledgers:
+            console.say("Data", run_text.evaluated_line(ledger))
+        if _was_trained_on(config, dataset.corpus):
+            console.warn("the adapter was trained on these rows: evaluate it on new ones")
+        loaded = load_model(config, folder, console)
+        rows, generated = dataset.corpus.select(), None
+        if config.generate:
+            longest = config.max_new_tokens
+            generated = answer_rows(loaded, reader.tokenizer, rows, longest, console)
+        evaluation = compare_losses(loaded, rows, config.seed, console)
+        return replace(evaluation, generated=generated)
+
+
+def show(config: EvalConfig) -> None:
+    """Evaluate, and print the result as lines or JSON."""
+    evaluation = evaluate(config)
+    if config.json:
+        print_json(evaluation.as_dict())
+        return
+    for line in evaluation_lines(evaluation):
+        print_line(line)
+
+
+def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
+    """Return whether the adapter's run, if its records are there, had this data."""
+    if config.adapter is None:
+        return False
+    folder = find_adapter(config.adapter).parent
+    for path in (folder, folder / "checkpoints" / BEST):
+        with suppress(OSError, ValueError):
+            return read_json(path / "metadata.json").get("data_hash") == corpus.data_hash()
+    return False
+
+
+def _data_files(config: EvalConfig) -> tuple[str, ...]:
+    """Return the files to evaluate: for a folder, its test file or else its validation file."""
+    files = (Path(data).expanduser() for data in config.data)
+    return tuple(str(held_out_file(path) if path.is_dir() else path) for path in files)

@@ -1,0 +1,112 @@
+"""`mlxtune generate`: one answer, to a prompt, a conversation or standard input."""
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from mlxtune.backend.text.generate import Answer, Sampling
+from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.model import (
+    check_prompt_length,
+    find_model,
+    load_model,
+    start_generator,
+)
+from mlxtune.config import GenerateConfig, as_path
+from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of
+from mlxtune.core.files.reading import read_start
+from mlxtune.errors import DataError
+from mlxtune.views.console import RunConsole
+from mlxtune.views.output import print_answer, print_json, print_line
+
+_STDIN = "standard input"
+
+
+def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda text: None) -> Answer:
+    """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
+
+    Raises a child of MlxTuneError for what options, files or the model cause.
+    """
+    folder = find_model(config)
+    content, where = _content(config)
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        reader = Reader(config.reading(turns="last"), folder)
+        prompt = prompt_of(reader.encoder, content, where)
+        loaded = load_model(config, folder, console)
+        check_prompt_length(prompt, loaded.base, where)
+        generator = start_generator(config, loaded, reader)
+        console.say("Prompt", f"{len(prompt.ids):,} tokens, {reader.describe()} template")
+        return generator.answer(prompt, config.part(Sampling), on_text)
+
+
+def show(config: GenerateConfig) -> None:
+    """Print the answer as it arrives, or as JSON once it is complete."""
+    if config.json:
+        answer = generate(config)
+        print_json(
+            {
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+                "prompt_tokens": answer.prompt_tokens,
+                "tokens": len(answer.tokens),
+                "prompt_seconds": answer.prompt_seconds,
+                "tokens_per_second": answer.tokens_per_second,
+            }
+        )
+        return
+    try:
+        answer = generate(config, print_answer)
+    except KeyboardInterrupt:
+        print_line()
+        raise
+    print_line()
+    rate = f"{len(answer.tokens):,} tokens, {answer.tokens_per_second:.1f} tokens/s"
+    cut = "; cut at --max-new-tokens" if answer.finish_reason == "length" else ""
+    RunConsole(quiet=config.quiet).say("Done", rate + cut)
+
+
+def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
+    """Return the conversation to answer, and its name for an error. Raises DataError."""
+    if config.messages is not None:
+        where = _STDIN if config.messages == "-" else config.messages
+        content = parse_content(_read(config.messages), where)
+    else:
+        where = "--prompt" if config.prompt is not None else _STDIN
+        prompt = config.prompt if config.prompt is not None else _read_prompt()
+        content = {"messages": [{"role": "user", "content": prompt}]}
+    messages = content.get("messages")
+    # Encoding the prompt refuses what is not a list, with a reason.
+    if config.system is None or not isinstance(messages, list):
+        return content, where
+    first = messages[0] if messages else None
+    if content.get("system") or (isinstance(first, dict) and first.get("role") == "system"):
+        raise DataError(f"{where}: already has a system message: leave out --system")
+    system = {"role": "system", "content": config.system}
+    return {**content, "messages": [system, *messages]}, where
+
+
+def _read_prompt() -> str:
+    """Return the text on standard input. Raises DataError."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        print_line("Type the prompt and end it with Ctrl-D:", stderr=True)
+    try:
+        content = _read("-")
+        check_size(content, _STDIN)
+        text = content.decode("utf-8-sig").strip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{_STDIN}: is not text in UTF-8 (byte {error.start + 1})") from error
+    if not text.strip():
+        raise DataError(f"{_STDIN}: is empty: pipe a prompt in, or give --prompt")
+    return text
+
+
+def _read(name: str) -> bytes:
+    """Return a file's content, or a little more of it than is accepted. Raises DataError."""
+    try:
+        if name == "-":
+            return b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)
+        return read_start(as_path(name), MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "not a file name"
+        raise DataError(f"{name}: cannot be read: {why}: check --messages") from error

@@ -1,0 +1,67 @@
+"""`mlxtune import`: an adapter of mlx-lm or PEFT, in the layout of `train`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from mlxtune.backend.adapters.files import read_info
+from mlxtune.backend.adapters.formats.adapter import completed
+from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
+from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_peft
+from mlxtune.backend.lora.targets import projections_of
+from mlxtune.backend.models.loading import open_base
+from mlxtune.commands.proof import find_base, metadata_of
+from mlxtune.config import ImportConfig, as_path
+from mlxtune.core.files.files import write_json
+from mlxtune.core.files.output_folder import hashes, new_folder
+from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.errors import ModelError
+from mlxtune.views.output import print_line
+
+# The SHA-256 of the files that were written, so that --overwrite replaces no other ones.
+FILES = "mlxtune-files.json"
+
+
+def import_adapter(config: ImportConfig) -> Path:
+    """Write an adapter of mlx-lm or PEFT in mlx-lm's layout; return the adapter's file.
+
+    Names and shapes are checked against the base model, whose weights are not read. Raises
+    ModelError, which names what LoRA in mlx-lm has no place for, or OutputError.
+    """
+    given, is_peft = _find(config.adapter)
+    named = base_of(given.parent) if is_peft else read_info(given).model
+    folder = find_base(config, named, str(given.parent), str(given), metadata_of(given)[1])
+    base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
+    modules = projections_of(base.model)
+    adapter = (
+        read_peft(given.parent, modules, base.model_type)
+        if is_peft
+        else read_mlx_lm(given, modules)
+    )
+    adapter = replace(completed(adapter, modules), model=config.model_path or named)
+    target, sources = config.output_path, [folder, given, given.parent]
+    with new_folder(target, sources, manifest=FILES, overwrite=config.overwrite) as temporary:
+        write_mlx_lm(adapter, temporary / ADAPTER)
+        write_json(temporary / FILES, {"files": hashes(temporary)})
+    return target / ADAPTER
+
+
+def show(config: ImportConfig) -> None:
+    """Import, and print what was written."""
+    path = import_adapter(config)
+    print_line(f"{'Wrote':<12}{path} and adapter_config.json beside it")
+
+
+def _find(path: str) -> tuple[Path, bool]:
+    """Return the weights file that a path names, and whether it is PEFT's. Raises ModelError."""
+    given = as_path(path)
+    for candidate in (given, given / WEIGHTS, given / ADAPTER):
+        if candidate.is_file() and candidate.name != PICKLED:
+            if candidate.suffix != ".safetensors":
+                raise ModelError(f"{candidate}: not a safetensors file: name the adapter's folder")
+            return candidate, candidate.name == WEIGHTS
+    if given.name == PICKLED or (given / PICKLED).is_file():
+        raise ModelError(
+            f"{given}: holds {PICKLED}, which can run code when it is loaded: if you trust it, "
+            "load it with PEFT and save it with save_pretrained, which writes safetensors"
+        )
+    raise ModelError(f"{given}: holds neither PEFT's {WEIGHTS} nor mlx-lm's {ADAPTER}")

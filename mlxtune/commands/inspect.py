@@ -1,0 +1,124 @@
+"""`mlxtune inspect`: the data as the model will see it, without any weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+
+from mlxtune.backend.models import model_folder
+from mlxtune.commands.prepare.dataset import Dataset, Reader, data_files, load_dataset
+from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.config import InspectConfig, as_path
+from mlxtune.core.data import findings, inspection
+from mlxtune.core.files.files import check_outputs, make_folder, write_file
+from mlxtune.core.steps import order
+from mlxtune.errors import DataError
+from mlxtune.views import run_text
+from mlxtune.views.console import RunConsole
+from mlxtune.views.inspect_console import show_inspection
+from mlxtune.views.output import print_json
+from mlxtune.views.pages.inspect_page import PAGE, render_page
+from mlxtune.views.tables import result_console
+
+# Examples on a page, and elsewhere; a terminal shows a few of these.
+ON_PAGE, ELSEWHERE = 200, 12
+
+
+def inspect(config: InspectConfig) -> inspection.Inspection:
+    """Read the data as `train` with the same options would, and return what it contains.
+
+    Writes the files that --html and --dump name.
+
+    Raises DataError, ModelError or OutputError.
+    """
+    folder = model_folder.find_folder(config.model_path, weights=False)
+    config = with_hub_data(config, RunConsole(quiet=config.quiet))
+    html = None if config.html is None else as_path(config.html)
+    dump = None if config.dump is None else as_path(config.dump)
+    written = [path for path in (html, dump) if path is not None]
+    check_outputs(written, [*data_files(config).all, *folder.iterdir()], "--html or --dump")
+    if html is not None:
+        PAGE.check_replaceable(html, "--html")
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        reader = Reader(config, folder, console.on_encoding)
+        dataset = load_dataset(config, reader)
+    found = build(config, reader, dataset)
+    for path in written:
+        make_folder(path.parent)
+    if html is not None:
+        write_file(html, [render_page(found).encode()])
+    if dump is not None:
+        write_file(dump, dump_lines(dataset))
+    return found
+
+
+def show(config: InspectConfig) -> None:
+    """Print the inspection. Raises DataError for data that `train` refuses."""
+    found = inspect(config)
+    if config.json:
+        print_json(found.as_dict())
+    elif config.quiet:
+        console = RunConsole(quiet=True)
+        for finding in found.findings:
+            console.warn(run_text.finding_line(finding))
+    else:
+        every = found.shown if config.row is not None else None
+        show_inspection(found, result_console(), examples=every)
+    if found.errors:
+        kinds = ", ".join(finding.kind for finding in found.errors)
+        raise DataError(f"train refuses this data: {kinds}")
+
+
+def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection.Inspection:
+    """Make the inspection of a data set."""
+    if dataset.validation is None:
+        identities = dataset.corpus.identities
+        _, held_out = order.split_rows(identities, config.val_split, config.seed, config.val_rows)
+        dataset.hold_out(held_out)
+    else:
+        trained = dataset.corpus.num_rows
+        held_out = list(range(trained, trained + dataset.validation.num_rows))
+    examples = inspection.InspectedExamples(dataset.files, config.max_seq_len, held_out)
+    every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
+    if config.row is None:
+        chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
+    elif not (chosen := examples.of_row(config.row)):
+        raise DataError(why_not_shown(config.row, reader, dataset))
+    return inspection.Inspection(
+        model=config.model_path,
+        template=dataset.template,
+        thinking=config.thinking,
+        turns=config.turns,
+        max_seq_len=config.max_seq_len,
+        batch_size=config.batch_size,
+        files=tuple(ledger.as_dict() for ledger in dataset.ledgers),
+        examples=len(examples.lengths),
+        tokens=inspection.Distribution.of(examples.lengths),
+        supervised=inspection.Distribution.of(examples.supervised),
+        limits=inspection.limits(dataset.files, config.max_seq_len),
+        cost=examples.cost(config.batch_size),
+        findings=every_finding,
+        shown=tuple(examples.show(index, reader.tokenizer, every_finding) for index in chosen),
+    )
+
+
+def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
+    """Return why a row has no example."""
+    for file in dataset.files:
+        problem = reader.why_skipped(file.skipped.path, row)
+        if problem is not None:
+            return f"{file.skipped.path}:{row}: {problem}; row skipped"
+    paths = ", ".join(str(file.skipped.path) for file in dataset.files)
+    return f"{paths}: has no row {row}: --row takes the number of a row that is not blank"
+
+
+def dump_lines(dataset: Dataset) -> Iterator[bytes]:
+    """Yield every example as a JSON line: exactly what `train` with the same options uses."""
+    for corpus in filter(None, (dataset.corpus, dataset.validation)):
+        for example in corpus:
+            line = {
+                "path": corpus.paths[example.file],
+                "row": example.row,
+                "tokens": example.tokens.tolist(),
+                "assistant_mask": example.assistant_mask.tolist(),
+            }
+            yield json.dumps(line).encode() + b"\n"

@@ -1,0 +1,158 @@
+"""Whether an adapter helped: the losses and answers of one model, without and with it."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.step.evaluator import Evaluator
+from mlxtune.backend.text.generate import Sampling, answers
+from mlxtune.backend.text.tokenizer import ModelTokenizer
+from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.model import LoadedModel, load_model
+from mlxtune.config import RunParts, UseConfig
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.prompt import last_turn
+from mlxtune.core.data.text_stream import text_of
+from mlxtune.core.files.files import write_json
+from mlxtune.core.run.evaluation import (
+    Evaluation,
+    ExactMatch,
+    Generated,
+    Sample,
+    Sums,
+    evaluation_of,
+    sums_of,
+    verdict_line,
+)
+from mlxtune.core.run.run_folder import EVALUATION
+from mlxtune.core.text import count
+from mlxtune.errors import MlxTuneError
+from mlxtune.views.console import RunConsole
+
+# The longest sample of an answer at the end of a run, in tokens.
+_LONGEST_SAMPLE = 128
+
+
+def compare_losses(
+    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole, ranks: Ranks = ALONE
+) -> Evaluation:
+    """Compute the losses of rows without and with the adapter, each rank a share of them.
+
+    The model may compute by faster functions meanwhile, and by its own again afterwards.
+    """
+
+    def sums(with_adapter: bool) -> Sums:
+        loaded.use_adapter(with_adapter)
+        return sums_of(rows, evaluator.losses, _show(console, "evaluating", with_adapter))
+
+    base = loaded.base
+    with closing(Evaluator(base.model, base.parameters, console.warn, ranks=ranks)) as evaluator:
+        without = sums(False)
+        adapted = None if loaded.adapted is None else sums(True)
+    console.close()
+    return evaluation_of(rows, without, adapted, seed)
+
+
+def answer_rows(
+    loaded: LoadedModel,
+    tokenizer: ModelTokenizer,
+    rows: CorpusRows,
+    max_new_tokens: int,
+    console: RunConsole,
+) -> Generated:
+    """Answer the last turn of each row greedily, without and with the adapter."""
+    ends = tokenizer.control_ids | tokenizer.eos_ids
+    asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
+    if not asked:
+        console.warn("no row has a prompt and a whole answer: nothing is generated")
+    prompts = [turn.prompt for _, turn in asked]
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+
+    def generate(with_adapter: bool) -> list[str]:
+        loaded.use_adapter(with_adapter)
+        show = _show(console, "answering", with_adapter)
+        return answers(
+            loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show
+        )
+
+    base = generate(False)
+    adapted = None if loaded.adapted is None else generate(True)
+    samples = []
+    for number, (i, turn) in enumerate(asked):
+        path, row = rows.place(i)
+        samples.append(
+            Sample(
+                path=path,
+                row=row,
+                prompt=text_of(tokenizer.spell(turn.prompt.ids)),
+                expected=text_of(tokenizer.spell(turn.answer)),
+                base=base[number],
+                adapted=None if adapted is None else adapted[number],
+            )
+        )
+    matches = sum(each.base == each.expected for each in samples)
+    adapted_matches = sum(each.adapted == each.expected for each in samples)
+    match = ExactMatch(matches, None if adapted is None else adapted_matches)
+    return Generated(len(samples), match, samples)
+
+
+def judge(
+    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole, ranks: Ranks = ALONE
+) -> Evaluation | None:
+    """Report whether a run's adapter, read back from its file, helps on the validation rows.
+
+    The run has ended and its adapter is written, so problems are warnings. The losses come first,
+    because people wait for the verdict; the samples only serve the run's page.
+    """
+    adapter = str(parts.run.output_path)
+    # The adapter's own config says how the base was quantised.
+    use = parts.step.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
+    target = parts.run.checkpoint_path / EVALUATION
+    try:
+        loaded = load_model(use, folder, RunConsole(quiet=True), ranks)
+        evaluation = compare_losses(loaded, rows, parts.data.seed, console, ranks)
+        write_json(target, evaluation.as_dict())
+    except MlxTuneError as problem:
+        console.warn(f"the adapter is written, but could not be evaluated: {problem}")
+        return None
+    except KeyboardInterrupt:
+        console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
+        raise
+    console.say("Verdict", verdict_line(evaluation))
+    if not parts.run.samples:
+        return evaluation
+    try:
+        tokenizer = Reader(parts.data, folder).tokenizer
+        if drawn := _draw(rows, parts.run.samples, parts.data.seed, tokenizer):
+            memory.release()
+            generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
+            evaluation = replace(evaluation, generated=generated)
+            write_json(target, evaluation.as_dict())
+            console.say("Samples", f"{count(generated.rows, 'row')} answered, for the report")
+    except MlxTuneError as problem:
+        console.warn(f"no sample answers: {problem}")
+    except KeyboardInterrupt:
+        console.warn("interrupted: no sample answers; run mlxtune eval --generate for them")
+    finally:
+        console.close()
+    return evaluation
+
+
+def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:
+    """Draw rows that have a prompt and a whole answer; return them in file order."""
+    ends = tokenizer.control_ids | tokenizer.eos_ids
+    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+    answerable = (i for i in order if last_turn(rows[i], ends) is not None)
+    return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(islice(answerable, count))])
+
+
+def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[int, int], None]:
+    """Return a callback that shows how many of the rows are done."""
+    name = "the adapter" if with_adapter else "the base model"
+    return lambda done, total: console.show(f"{activity} with {name}: {done:,} of {total:,}")

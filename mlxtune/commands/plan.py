@@ -1,0 +1,139 @@
+"""`mlxtune plan`: the memory, steps and time of a run, before it starts."""
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+
+from mlxtune.backend.device import device
+from mlxtune.backend.forward.costs import ExampleCosts
+from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.models import loading, model_folder
+from mlxtune.backend.workers.split import PlannedGroup, split_base
+from mlxtune.commands.prepare.dataset import Dataset, Reader, load_dataset, report_findings
+from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.memory import (
+    choose_plan,
+    first_steps,
+    larger_limit,
+    longest_example,
+    planned_work,
+    speed_key,
+    training_rows,
+)
+from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
+from mlxtune.core.run.run_plan import RunPlan
+from mlxtune.core.run.speed import read_speed
+from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
+from mlxtune.views.console import RunConsole
+from mlxtune.views.output import print_json, print_line
+from mlxtune.views.plan_text import plan_lines
+
+
+def plan(config: PlanConfig) -> RunPlan:
+    """Plan what `train` with the same options would do, without reading any weights.
+
+    Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
+    if even one example does not fit.
+    """
+    folder = model_folder.find_folder(config.model_path)
+    console = RunConsole(quiet=config.quiet)
+    config = with_hub_data(config, console)
+    dataset = None
+    if config.data:
+        data = config.part(DataConfig)
+        with closing(console):
+            dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
+        report_findings(dataset, console)
+    step, lora, training = config.part(StepConfig), config.lora(), config.training()
+    base = loading.open_base(folder, step.dtype, **step.loading())
+    steps = first_steps(training, dataset)
+    costs = [ExampleCosts(base.model).of(examples) for examples in steps]
+    shared = config.parallel == "tensor"
+    if shared:
+        base = split_base(base, PlannedGroup(config.ranks))
+    elif config.ranks > 1:
+        steps = [
+            [examples[i] for i in dearest_items(each, config.ranks)]
+            for examples, each in zip(steps, costs, strict=True)
+        ]
+    longest = longest_example(step, lora, base) if config.longest else None
+    if longest and dataset is None:
+        lora = replace(lora, max_seq_len=max(longest.recomputed, 2))
+    work = planned_work(lora, steps, dataset)
+    chosen = choose_plan(step, lora, base, work)
+    adapter = apply_lora(base.model, lora)
+    for warning in adapter.warnings():
+        console.warn(warning)
+    planned = RunPlan(
+        model=base.describe(),
+        lora=adapter.describe(),
+        trainable_parameters=adapter.trainable_parameters,
+        expert_matrices=adapter.expert_matrices,
+        dtype=base.dtype,
+        device=device.device_name(),
+        max_seq_len=lora.max_seq_len,
+        memory=chosen,
+        larger_limit=larger_limit(step, chosen, work),
+        longest=longest,
+        speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
+    )
+    if dataset is None:
+        return planned
+    planned = _with_data(planned, training, dataset)
+    return planned if config.ranks == 1 else _on_ranks(planned, config, costs)
+
+
+def show(config: PlanConfig) -> None:
+    """Print the plan as lines or JSON."""
+    planned = plan(config)
+    if config.json:
+        print_json(planned.as_dict())
+        return
+    for name, line in plan_lines(planned):
+        print_line(f"{name:<12}{line}")
+
+
+def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:
+    corpus, chosen = dataset.corpus, training_rows(config, dataset)
+    tokens, supervised = (
+        np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[chosen].sum()
+        for values in (corpus.lengths, corpus.supervised)
+    )
+    per_epoch = math.ceil(len(chosen) / config.batch_size)
+    steps = config.epochs * per_epoch
+    if config.max_steps is not None:
+        steps = min(steps, config.max_steps)
+    return replace(
+        planned,
+        rows=len(chosen),
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        tokens=int(tokens),
+        supervised=int(supervised),
+        all_tokens=round(tokens * steps / per_epoch),
+    )
+
+
+def _on_ranks(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[float]]) -> RunPlan:
+    step_s = None
+    if planned.speed is not None:
+        step_s = planned.tokens / planned.steps_per_epoch / planned.speed.tokens_per_s
+    # Gradients are added in float32.
+    gradients = 4 * planned.trainable_parameters
+    scaling = Scaling(config.ranks, config.link, dearest_share(costs, config.ranks), gradients)
+    if config.parallel == "tensor":
+        # Two sums in the forward pass of a layer, as many in the backward pass; again to recompute.
+        shapes, execution = planned.memory.shapes, planned.memory.execution
+        sums = shapes.layers * (6 if execution.recompute else 4)
+        hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize
+        scaling = Scaling(
+            ranks=config.ranks,
+            gbps=config.link,
+            dearest=1 / config.ranks,
+            exchanged=round(sums * hidden) + gradients,
+            exchanges=sums + 1,
+        )
+    return replace(planned, scaling=replace(scaling, step_s=step_s))

@@ -1,0 +1,1 @@
+"""What commands set up before they work: options, data, model and plan."""

@@ -1,0 +1,336 @@
+"""From data files to examples, as every command that reads data does it."""
+
+import datetime
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from mlxtune.backend.models.model_folder import read_config, vocab_size
+from mlxtune.backend.text.chat_template import (
+    ChatTemplate,
+    read_chat_template,
+    start_process,
+)
+from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
+from mlxtune.config import DataConfig, as_path
+from mlxtune.config.data import parse_fields
+from mlxtune.config.options import OPTIONS
+from mlxtune.core.data import findings
+from mlxtune.core.data.cache import encode_file, key_of
+from mlxtune.core.data.conversation import Conversation, Document
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encode import EncodedRows, Encoder
+from mlxtune.core.data.findings import Finding
+from mlxtune.core.data.formats import read_rows
+from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
+from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
+from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
+from mlxtune.core.files.files import file_hash
+from mlxtune.errors import DataError, ModelError
+from mlxtune.hub.datasets import HubData, fetch
+from mlxtune.hub.names import dataset_name
+from mlxtune.views import run_text
+from mlxtune.views.console import RunConsole
+
+# Folders whose code decides what an encoded file holds.
+_ENCODING_CODE = ("core/data", "backend/text")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a run trains on and validates with, and where every row of the files went.
+
+    `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
+    and `ledgers` are those of the training data, then those of the validation data. `hub` is what
+    a run records about the data sets of the hub among them.
+    """
+
+    template: str
+    corpus: Corpus
+    validation: Corpus | None
+    files: list[EncodedFile]
+    ledgers: list[Ledger]
+    findings: list[Finding]
+    hub: list[dict[str, Any]]
+
+    def hold_out(self, rows: Iterable[int]) -> None:
+        """Count rows of the corpus, by their index, as held out in the ledgers."""
+        for index in rows:
+            self.ledgers[self.corpus.place_of(index)[0]].hold_out(1)
+
+
+class Reader:
+    """Reads data files with a model's tokenizer and template, which it loads on first use.
+
+    `on_rows` is called with a file and how many of its rows have been encoded.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        folder: Path,
+        on_rows: Callable[[Path, int], None] = lambda path, rows: None,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._on_rows = on_rows
+
+    @cached_property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer. Raises ModelError."""
+        config = self._config
+        return load_tokenizer(
+            self._folder, trust_remote_code=config.trust_remote_code, cache=config.cache_path
+        )
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The tokenizer with the chat template."""
+        if self.template_source:
+            start_process()
+        config, tokenizer = self._config, self.tokenizer
+        if not self.template_source:
+            render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]
+            known = len(tokenizer.encode_batch([end])[0].ids) == 1
+            always = {} if known else {NO_END_OF_TURN: end}
+            return Encoder(lambda row: render(row, config.turns), tokenizer, always)
+        chat_template = ChatTemplate(self.template_source, tokenizer.special_tokens)
+        template = ModelTemplate(
+            chat_template,
+            tokenizer.end_tokens,
+            "\n".join(self.template_source.values()),
+            turns=config.turns,
+            thinking=config.thinking,
+            merge_system=config.merge_system,
+        )
+
+        def prefetch(rows: Iterable[Conversation | Document]) -> None:
+            conversations = (row for row in rows if isinstance(row, Conversation))
+            chat_template.prefetch(call for row in conversations for call in template.calls(row))
+
+        return Encoder(template, tokenizer, prefetch=prefetch)
+
+    @cached_property
+    def template_source(self) -> dict[str, str]:
+        """The model's own templates by name; none if the options name another."""
+        return read_chat_template(self._folder) if self._config.template == "auto" else {}
+
+    @cached_property
+    def _built_in(self) -> str:
+        if self._config.template != "auto":
+            return self._config.template
+        trust = self._config.trust_remote_code
+        config = read_config(self._folder, trust_remote_code=trust)
+        return "qwen3" if config["model_type"].startswith("qwen") else "gemma"
+
+    def describe(self) -> str:
+        """Return a description of the template, without loading the tokenizer."""
+        if self.template_source:
+            return "the model's own"
+        missing = ", as the model has none" if self._config.template == "auto" else ""
+        return f"built-in {self._built_in}{missing}"
+
+    def encode(self, path: Path) -> EncodedFile:
+        """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
+
+        def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
+            done = 0
+            self._on_rows(path, done)
+            for rows in self.encoder.encode(self.rows(path, skipped), skipped, notes):
+                yield rows
+                done += len(rows)
+                self._on_rows(path, done)
+
+        return encode_file(path, encode, cache=self._config.cache_path, key=self._key(path))
+
+    def why_skipped(self, path: Path, row: int) -> BadRow | None:
+        """Return why a row is skipped; None if it is not, or does not exist."""
+        unread = SkippedRows(path, places_per_kind=sys.maxsize)
+        same = [each for each in self.rows(path, unread) if each.row == row]
+        file = encode_file(
+            path,
+            lambda skipped, notes: self.encoder.encode(same, skipped, notes),
+            cache=None,
+            key="",
+        )
+        file.account(self._config.max_seq_len)
+        return (unread.problems | file.skipped.problems).get(row)
+
+    def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
+        """Yield the conversations of a file, and count the rows that hold none."""
+        fields = parse_fields(self._config.field)
+        return read_rows(path, skipped, format=self._config.format, fields=fields)
+
+    def _key(self, path: Path) -> str:
+        """Return a key over everything that the encoded file depends on."""
+        config = self._config
+        if config.no_cache:
+            return ""
+        options = [name for name, option in OPTIONS.items() if option.encodes]
+        dated = any("strftime_now" in source for source in self.template_source.values())
+        try:
+            return key_of(
+                {
+                    "data": file_hash(path),
+                    "options": {name: getattr(config, name) for name in options},
+                    "model": self._model_hashes,
+                    "date": str(datetime.date.today()) if dated else "",
+                    "code": _code_hashes(),
+                }
+            )
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary size in the model's config.json; 0 if it has none."""
+        return vocab_size(self._folder)
+
+    @cached_property
+    def _model_hashes(self) -> dict[str, str]:
+        return {
+            str(file.relative_to(self._folder)): file_hash(file)
+            for file in sorted([*self._folder.iterdir(), *self._folder.glob("*/*.jinja")])
+            if file.is_file()
+            and file.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+        }
+
+
+@cache  # the code that runs stays what it was when the process started
+def _code_hashes() -> dict[str, str]:
+    """Return hashes and versions of the code that decides how data is encoded."""
+    package = Path(__file__).resolve().parents[2]
+    files = [file for folder in _ENCODING_CODE for file in sorted((package / folder).rglob("*.py"))]
+    libraries = ("transformers", "tokenizers", "jinja2", "sentencepiece", "mlx-lm")
+    return {str(file.relative_to(package).with_suffix("")): file_hash(file) for file in files} | {
+        library: importlib.metadata.version(library) for library in libraries
+    }
+
+
+def data_files(config: DataConfig) -> DataFiles:
+    """Return the training and validation files.
+
+    Raises DataError if there is no training file, or a file cannot be read.
+    """
+    return _find_data(config)[0]
+
+
+def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData]]:
+    """Return the training and validation files, and the data sets of the hub among them."""
+    found: list[HubData] = []
+
+    def files_of(value: str) -> list[Path]:
+        if (name := dataset_name(value)) is None:
+            return [as_path(value)]
+        found.append(fetch(name, quiet=config.quiet))
+        return found[-1].train
+
+    train = [path for value in config.data for path in files_of(value)]
+    validation = [path for data in found for path in data.validation]
+    files = find_data_files(train, validation_files=validation)
+    if config.val_data is not None:
+        named = find_data_files(files_of(config.val_data), "--val-data").train
+        files = DataFiles(files.train, named)
+    return files, found
+
+
+def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
+    """Read and encode the data, and look for problems in it.
+
+    Raises DataError if a file cannot be read or mixes formats, if too few rows are left, and with
+    --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
+    model.
+    """
+    paths, hub = _find_data(config)
+    titles = {path: title for data in hub for path, title in data.title_of_files().items()}
+    files, ledgers = [], []
+    for path in paths.all:
+        file = reader.encode(path)
+        ledger = file.account(config.max_seq_len)
+        ledger.path = titles.get(path, ledger.path)
+        _check_usable(file, ledger, config)
+        files.append(file)
+        ledgers.append(ledger)
+    count = len(paths.train)
+    corpus = _corpus_of(files[:count], config)
+    validation = None
+    if paths.validation or not config.val_split:
+        validation = _corpus_of(files[count:], config)
+        for ledger in ledgers[count:]:
+            ledger.hold_out(ledger.rows_train)
+    _check_corpus(config, reader, corpus, validation, files)
+    return Dataset(
+        template=reader.describe(),
+        corpus=corpus,
+        validation=validation,
+        files=files,
+        ledgers=ledgers,
+        findings=[
+            *findings.row_findings(files, corpus, validation),
+            *findings.template_findings("".join(reader.template_source.values()), config.thinking),
+        ],
+        hub=[data.about() for data in hub],
+    )
+
+
+def _corpus_of(files: Sequence[EncodedFile], config: DataConfig) -> Corpus:
+    paths = [str(file.skipped.path) for file in files]
+    return Corpus([file.arrays for file in files], config.max_seq_len, paths)
+
+
+def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
+    path, skipped = ledger.path, file.skipped
+    if skipped.total and config.strict:
+        raise DataError(
+            f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
+            "fix them, or leave out --strict to skip them"
+        )
+    if not ledger.rows_read:
+        raise DataError(f"{path}: has no rows: add JSON objects, one a line")
+    if not ledger.rows_train:
+        raise DataError(
+            f"{path}: none of its {ledger.rows_read} rows can be trained on; "
+            f"the first: {skipped.first()}"
+        )
+
+
+def _check_corpus(
+    config: DataConfig,
+    reader: Reader,
+    corpus: Corpus,
+    validation: Corpus | None,
+    files: Sequence[EncodedFile],
+) -> None:
+    if validation is None and (corpus.identities == corpus.identities[0]).all():
+        skipped = [file.skipped for file in files if file.skipped.total]
+        others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
+        raise DataError(
+            f"{', '.join(config.data)}: "
+            f"{'one row' if corpus.num_rows == 1 else 'rows that are all the same'} cannot be both "
+            "trained on and held out: add rows or set --val-split 0"
+            f"{others + skipped[0].first() if skipped else ''}"
+        )
+    vocab_size = reader.vocab_size
+    largest = max(part.largest_token() for part in (corpus, validation) if part is not None)
+    if vocab_size and largest >= vocab_size:
+        raise ModelError(
+            f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
+            f"{vocab_size}: use the model's own tokenizer files"
+        )
+
+
+def report_findings(dataset: Dataset, console: RunConsole) -> None:
+    """Warn of problems in the data. Raises DataError for those that training refuses."""
+    for file in dataset.files:
+        for warning in file.skipped.warnings():
+            console.warn(warning)
+    for finding in dataset.findings:
+        if finding.level == "error":
+            raise DataError(run_text.finding_line(finding))
+        console.warn(run_text.finding_line(finding))

@@ -1,0 +1,198 @@
+"""How the steps of a run fit the memory: the work to plan, the chosen plan, its reservation."""
+
+import datetime
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from mlxtune.backend.device import device, memory
+from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.memory.shapes import model_shapes, planned_execution
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.commands.prepare.dataset import Dataset
+from mlxtune.config import InstructConfig, InstructTrainingConfig, RunConfig, StepConfig, user_cache
+from mlxtune.core.data.cache import key_of
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine import reservation
+from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.run.run_plan import LongestFit
+from mlxtune.core.run.speed import save_speed, speed_of
+from mlxtune.core.steps import memory_plan, order
+from mlxtune.core.steps.execution import Execution, Load, ModelShapes
+from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
+from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
+from mlxtune.views import plan_text
+from mlxtune.views.console import RunConsole
+
+# On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
+_CPU_TOLERANCE = 0.05
+# The values of `recompute` that --grad-checkpoint allows.
+_CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
+# Where a model does not say for how many tokens it was made.
+_LONGEST = 1 << 20
+
+
+def training_rows(config: InstructTrainingConfig, dataset: Dataset) -> list[int]:
+    """Return the rows of the corpus that train, as the trainer chooses them."""
+    corpus = dataset.corpus
+    if dataset.validation is not None:
+        return list(range(corpus.num_rows))
+    held_out = order.split_rows(corpus.identities, config.val_split, config.seed, config.val_rows)
+    return held_out[0]
+
+
+def first_epoch(
+    config: InstructTrainingConfig, dataset: Dataset
+) -> Iterator[list[Sequence[Example]]]:
+    """Yield the rows of each step of the first epoch, as the trainer takes them."""
+    rows = dataset.corpus.select(training_rows(config, dataset))
+    for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
+        yield [rows[i] for i in step]
+
+
+def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
+    """Return the steps of the first epoch that the plan is made for."""
+    if dataset is None:
+        return []
+    return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
+
+
+def planned_work(
+    lora: InstructConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
+) -> Work:
+    """Return the work to plan: steps, and the examples that need most memory by themselves.
+
+    Those come from the whole data set or else from the steps. Without either, they are one example
+    of --max-seq-len tokens.
+    """
+    sizes = [(len(example), example.supervised) for step in steps for example in step]
+    if dataset is not None:
+        corpus = dataset.corpus
+        sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
+    sizes = sizes or [(lora.max_seq_len, lora.max_seq_len)]
+    extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
+    return Work(
+        steps=steps,
+        alone=tuple(Load.single(length, supervised) for length, supervised in sorted(extremes)),
+        keyed=lora.dropout > 0,
+    )
+
+
+def choose_plan(
+    step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work, execution: str = "auto"
+) -> MemoryPlan:
+    """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
+    allowed, shapes = _possible(step, lora, base, execution)
+    return _choose(step, shapes, allowed, work, memory.find_limits(step.memory_limit).memory)
+
+
+def _possible(
+    step: StepConfig, lora: InstructConfig, base: BaseModel, execution: str = "auto"
+) -> tuple[Execution, ModelShapes]:
+    """Return how the model may run, and its shapes."""
+    # The CPU's own functions compute whole layers.
+    best = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
+    allowed = planned_execution(best, base, lora)
+    return allowed, model_shapes(base, lora, allowed.operations.memory)
+
+
+def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> LongestFit:
+    """Return the longest example that fits the memory limit, by what the options allow."""
+    context = base.text_config.get("max_position_embeddings")
+    context = context if isinstance(context, int) and context > 0 else _LONGEST
+    allowed, shapes = _possible(step, lora, base)
+    limit = memory.find_limits(step.memory_limit).memory
+    values = _CHECKPOINTING[step.grad_checkpoint]
+    kept, recomputed = (
+        memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
+        for value in (False, True)
+    )
+    return LongestFit(kept, max(kept, recomputed), context)
+
+
+def confirm(
+    step: StepConfig, pipeline: InstructPipeline, work: Work, plan: MemoryPlan
+) -> MemoryPlan:
+    """Return the plan, or a new one if the loaded model runs differently from what it assumes.
+
+    Only a loaded model shows whether its head can run apart, and its examples packed in one line.
+    """
+    allowed = pipeline.forward.execution
+    execution = replace(
+        plan.execution,
+        operations=allowed.operations,
+        split_head=allowed.split_head,
+        packs=allowed.packs,
+    )
+    shapes = plan.shapes
+    plain = shapes.plain_head and pipeline.forward.plain_head
+    if execution == plan.execution and plain == shapes.plain_head:
+        return plan
+    fixed = replace(step, grad_checkpoint="on" if execution.recompute else "off")
+    return _choose(fixed, replace(shapes, plain_head=plain), execution, work, plan.limit)
+
+
+def _choose(
+    step: StepConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
+) -> MemoryPlan:
+    allowed = _CHECKPOINTING[step.grad_checkpoint]
+    plan = memory_plan.choose(
+        shapes,
+        work,
+        execution,
+        limit=limit,
+        checkpointing=allowed,
+        tolerance=_CPU_TOLERANCE if device.on_cpu() else 0.0,
+    )
+    if plan is None:
+        raise MemoryLimitError(memory_plan.why_not(shapes, work, execution, limit, True in allowed))
+    return plan
+
+
+def larger_limit(step: StepConfig, plan: MemoryPlan, work: Work) -> str:
+    """Return what a larger --memory-limit would gain on this device, empty if nothing."""
+    recommended = memory.find_limits(step.memory_limit).recommended or 0
+    most = recommended // memory.GB
+    if most * memory.GB <= plan.limit:
+        return ""
+    larger = _choose(step, plan.shapes, plan.execution, work, most * memory.GB)
+    return plan_text.larger_limit_line(plan, larger, most)
+
+
+def speed_key(plan: MemoryPlan, dtype: str) -> str:
+    """Return the key of a speed: the model's shapes, its LoRA, dtype and device."""
+    return key_of([asdict(plan.shapes), dtype, device.device_name()])
+
+
+def save_run_speed(
+    cache: Path | None, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
+) -> None:
+    """Keep the speed of a finished run for the next plan."""
+    speed = speed_of(steps, str(datetime.date.today()))
+    if speed is not None:
+        save_speed(cache, speed_key(plan, dtype), speed)
+
+
+def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole) -> None:
+    """Reserve the planned memory among the runs on this machine.
+
+    Raises MemoryLimitError if others hold it and neither --wait nor --ignore-ledger is given.
+    """
+    folder, owner = user_cache() / "memory", str(run.checkpoint_path.absolute())
+    size, capacity = plan.peak.total, memory.capacity()
+    try:
+        if run.ignore_ledger:
+            lock = reservation.reserve(folder, size, sys.maxsize, owner)
+        elif run.wait:
+            lock = reservation.reserve_when_free(folder, size, capacity, owner, console.warn)
+        else:
+            lock = reservation.reserve(folder, size, capacity, owner)
+    except OSError as error:
+        if isinstance(error, MlxTuneError) and not isinstance(error, OutputError):
+            raise
+        console.warn(f"{folder}: other runs will not see the memory that this one takes: {error}")
+    else:
+        held.callback(lock.release)

@@ -1,0 +1,180 @@
+"""The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxtune.backend.adapters.attach import Adapted, base_mismatch, base_options, load_adapted
+from mlxtune.backend.adapters.files import find_adapter, read_adapter_config
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
+from mlxtune.backend.models import loading, model_folder
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.models.quantize import format_name
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.text.generate import Generator, seed
+from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.split import split_base
+from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.memory import confirm
+from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
+from mlxtune.core.data.prompt import Prompt
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+from mlxtune.errors import DataError
+from mlxtune.views.console import RunConsole
+
+# Training
+
+
+def open_model(
+    step: StepConfig, folder: Path, console: RunConsole, ranks: Ranks = ALONE
+) -> BaseModel:
+    """Set the memory limits and open the model to train, or this rank's part of it.
+
+    Its weights are not read yet.
+    """
+    console.say("Memory", memory.set_limits(step.memory_limit).describe())
+    base = loading.open_base(folder, step.dtype, **step.loading())
+    if ranks.split_model:
+        base = split_base(base, ranks.group)
+    if slow := loading.slow_products(base):
+        console.warn(slow)
+    return base
+
+
+def build_pipeline(
+    step: StepConfig,
+    lora: InstructConfig,
+    base: BaseModel,
+    work: Work,
+    plan: MemoryPlan,
+    console: RunConsole,
+    provenance: Callable[[], Mapping[str, Any]] = dict,
+    resume: ResumePoint | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[InstructPipeline, MemoryPlan]:
+    """Apply LoRA and set up the optimizer, to run as planned.
+
+    `provenance` returns what checkpoints record about the model. The plan is returned too, as
+    loading the weights may have changed it.
+    """
+    pipeline = InstructPipeline(
+        base.model,
+        lora,
+        execution=plan.execution,
+        base_model=step.model_path,
+        fresh=resume is None,
+        provenance=provenance,
+        base_quantization=loading.base_quantization(base),
+        warn=console.warn,
+        ranks=ranks,
+    )
+    if resume is not None:
+        pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
+    console.say("LoRA", pipeline.lora.describe())
+    for warning in pipeline.lora.warnings():
+        console.warn(warning)
+    if problem := pipeline.forward.packing_problem:
+        console.say("Packing", f"off, examples are padded: {problem}")
+    if problem := gate_kernels_problem():
+        console.say("SwiGLU", f"by MLX's operations, our kernels do not serve: {problem}")
+    confirmed = confirm(step, pipeline, work, plan)
+    pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
+    pipeline.limit_evaluation(confirmed.peak.total)
+    return pipeline, confirmed
+
+
+# Running a model with its adapter
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A base model and, if there is one, the adapter on it, which can be switched off and on."""
+
+    base: BaseModel
+    adapted: Adapted | None
+
+    def use_adapter(self, on: bool) -> None:
+        """Run the model with its adapter or as the base model."""
+        if self.adapted is not None:
+            self.adapted.use_adapter(on)
+
+
+def find_model(config: UseConfig) -> Path:
+    """Return the model's folder, having checked model and adapter as far as needs no weights.
+
+    Raises ModelError.
+    """
+    folder = model_folder.find_folder(config.model_path)
+    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
+    if config.adapter is not None:
+        read_adapter_config(find_adapter(config.adapter))
+    _base_options(config, folder)
+    return folder
+
+
+def load_model(
+    config: UseConfig, folder: Path, console: RunConsole, ranks: Ranks = ALONE
+) -> LoadedModel:
+    """Load the model, or this rank's part, and put its adapter on it, within the limits given.
+
+    Each stage is reported on the console. Raises ModelError.
+    """
+    console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    base = loading.open_base(folder, config.dtype, **_base_options(config, folder))
+    if ranks.split_model:
+        base = split_base(base, ranks.group)
+    loading.read_weights(base)
+    console.say("Model", base.describe())
+    if config.adapter is None:
+        return LoadedModel(base, None)
+    adapted = load_adapted(base, config.adapter)
+    console.say("Adapter", f"{adapted.weights}: {adapted.lora.describe()}")
+    if config.quantize is None and base.quantize is not None:
+        name = format_name(base.quantize, base.double_quant)
+        console.say("Base", f"quantised to {name}, as in training")
+    elif config.quantize is not None and base_mismatch(
+        adapted.weights, base, trust_remote_code=config.trust_remote_code
+    ):
+        console.warn(
+            "the adapter was trained on another base: --quantize disagrees with its "
+            "adapter_config.json"
+        )
+    return LoadedModel(base, adapted)
+
+
+def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
+    """Return the keywords of `load_base`: quantised as the options say, or as in training."""
+    trust = {"trust_remote_code": config.trust_remote_code}
+    if config.quantize is None and config.adapter is not None:
+        return trust | base_options(find_adapter(config.adapter), folder, **trust)
+    if config.quantize in (None, "none"):
+        return trust
+    return trust | {"quantize": config.quantize, "double_quant": config.double_quant}
+
+
+# Answering prompts
+
+
+def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
+    """Raise DataError for a prompt that is longer than the model reads.
+
+    Its answer would be empty, after hours for a prompt of a few hundred thousand tokens.
+    """
+    longest = base.text_config.get("max_position_embeddings")
+    if isinstance(longest, int) and 0 < longest < len(prompt.ids):
+        raise DataError(
+            f"{where}: has {len(prompt.ids):,} tokens, but the model reads at most {longest:,}: "
+            "shorten it"
+        )
+
+
+def start_generator(
+    config: GenerateConfig | ChatConfig, loaded: LoadedModel, reader: Reader
+) -> Generator:
+    """Return a generator of answers, with the sampling seeded."""
+    if config.seed is not None:
+        seed(config.seed)
+    return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)

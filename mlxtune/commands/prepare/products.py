@@ -1,0 +1,51 @@
+"""How a run multiplies by quantised matrices: as it began, or in the form that is faster here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxtune.backend.models import loading
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.config import StepConfig
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+
+
+def settle_products(
+    step: StepConfig,
+    base: BaseModel,
+    work: Work,
+    plan: MemoryPlan,
+    resume: ResumePoint | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[BaseModel, str]:
+    """Return the model with its products as --quantized-compute auto chooses them, and a line.
+
+    The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its own,
+    and rank 0 decides for all. The line is empty where the device alone decides.
+    """
+    if step.quantized_compute != "auto" or base.quantized_compute is None or ranks.split_model:
+        return base, ""
+    recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
+    form, line = base.quantized_compute, ""
+    if recorded:
+        form = recorded
+    elif ranks.rank == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
+        form, line = timed.faster, timed.describe()
+    form, _, line = ranks.texts(f"{form} {line}")[0].partition(" ")
+    return loading.with_products(base, form), line
+
+
+def recorded_products(metadata: Mapping[str, Any]) -> str:
+    """Return the form in which the run of a checkpoint computed, empty if it has none."""
+    form = metadata.get("quantized_compute")
+    return form if form in loading.PRODUCTS else ""
+
+
+def _tokens(work: Work, plan: MemoryPlan) -> int:
+    """Return the tokens of a large micro-batch: a step may have fewer than the plan allows."""
+    steps = [[len(example) for example in step] for step in work.steps if step]
+    if not steps:
+        return max(plan.execution.micro_batch_tokens, *(load.tokens for load in work.alone))
+    longest = max(map(max, steps))
+    return min(max(plan.execution.micro_batch_tokens, longest), max(map(sum, steps)))

@@ -1,0 +1,279 @@
+"""Resuming a run: its folder, its options, and checks that model and data are the same."""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.models.model_folder import is_local
+from mlxtune.backend.workers.environment import launched_several
+from mlxtune.backend.workers.launch import from_rank_0
+from mlxtune.config import TrainConfig, as_path
+from mlxtune.config.fields import Affects, field_types, flag
+from mlxtune.config.options import OPTIONS
+from mlxtune.core.files.files import file_hash, same_place
+from mlxtune.core.run.checkpoint import Checkpoint
+from mlxtune.core.run.own_runs import is_own
+from mlxtune.core.run.run import mapping, run_folder_at
+from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
+from mlxtune.core.text import count
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import (
+    ConfigError,
+    DataError,
+    MlxTuneError,
+    ModelError,
+    OutputError,
+    shorten,
+)
+from mlxtune.hub.names import dataset_name
+from mlxtune.views.console import RunConsole
+
+# Options of a run that choose what is downloaded, and who learns of it.
+_ASKED_AGAIN = ("model_path", "data", "val_data", "track")
+# What a resumed run must have in common with its checkpoint, and the error if it has not.
+_UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
+    "data_hash": (
+        DataError,
+        "--data: gives other examples than the run was trained on: "
+        "bring back its files, or start a new run",
+    ),
+    "validation_hash": (
+        DataError,
+        "--val-data: gives other examples than the run was validated with: "
+        "bring back its file, or start a new run",
+    ),
+    "base_hash": (
+        ModelError,
+        "--model-path: its weights are not those that the run started from: "
+        "bring back the folder, or start a new run",
+    ),
+    "dtype": (
+        ModelError,
+        "--dtype: this machine computes in {now}, the run did in {before}: "
+        "give it with --dtype in a new run",
+    ),
+    "quantized_compute": (
+        ModelError,
+        "--quantized-compute: auto is {now} on this machine, the run computed {before}: "
+        "start a new run",
+    ),
+}
+
+
+def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
+    """Return the options of the run in a folder, changed by `given`, and its checkpoint.
+
+    Without a folder, look where the given options would put the checkpoints.
+
+    Raises ConfigError or OutputError.
+    """
+    find = partial(_find_point, folder, given)
+    run, found = from_rank_0(find) if launched_several() else find()
+    return options_of(run, found.checkpoint, given), found
+
+
+def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
+    if folder:
+        run = run_folder_at(as_path(folder))
+    else:
+        places = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
+        run = TrainConfig(model_path="any", data=("any",), **places).checkpoint_path
+    found = find_resume_point(run)
+    if found is None:
+        raise OutputError(
+            f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume"
+        )
+    check_asked_again(run, found.checkpoint, given)
+    return run, found
+
+
+def check_asked_again(
+    run: Path, found: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
+) -> None:
+    """Raise ConfigError if somebody else's run names what to download or where to send its data.
+
+    These options of it count only if they are given again.
+    """
+    own = mapping(found.metadata, "config")
+    asked = []
+    for name in names:
+        value = own.get(name)
+        if not value or name in given:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if name != "track":
+            values = [
+                each for each in values if isinstance(each, str) and _is_remote(name, each, found)
+            ]
+        # Any text: it is quoted, so that it can be copied into a shell.
+        asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
+    if asked and not is_own(run):
+        none = " (or --track '' for none)" if own.get("track") and "track" in names else ""
+        raise ConfigError(
+            [
+                f"{run}: was not made by you on this machine, so that some options have to be "
+                f"given again if you want them: {' '.join(asked)}{none}"
+            ]
+        )
+
+
+def _is_remote(option: str, value: str, found: Checkpoint) -> bool:
+    """Return whether a run's model or data is a name to download, and not a path."""
+    there = _from(str(found.metadata.get("working_directory", "")), value, option)
+    return not is_local(there) if option == "model_path" else dataset_name(there) is not None
+
+
+def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the options that a run had at a checkpoint, changed by `given`.
+
+    Raises ConfigError.
+    """
+    metadata, place = found.metadata, found.folder / "metadata.json"
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    own = metadata.get("config")
+    if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
+        raise ConfigError([f"{place} holds no options of this version of mlxtune"])
+    # Someone else may have written it: it must not choose what code runs or where else to write.
+    own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
+    problems = [
+        problem
+        for name, value in given.items()
+        if (problem := _difference(name, value, own.get(name, fields[name].default)))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if given.get("init_adapter") is not None:
+        check_initial(str(given["init_adapter"]), metadata)
+    working_directory = str(metadata.get("working_directory", ""))
+    if "\0" in working_directory or any(
+        _has_null(value) for name, value in own.items() if OPTIONS[name].path
+    ):
+        raise ConfigError([f"{place}: has a path with a null character"])
+    own |= _places(run, own, working_directory)
+    try:
+        TrainConfig(**own)
+    except ConfigError as error:
+        raise ConfigError([f"{place}: {'; '.join(error.problems)}"]) from error
+    config = TrainConfig(**own | dict(given))
+    output = config.output_path.resolve()
+    own_folders = (run.resolve(), run.parent.resolve())
+    if "output" not in given and not any(same_place(output.parent, each) for each in own_folders):
+        raise ConfigError(
+            [f"--output: the run writes to {output}, outside its own folder: give --output again"]
+        )
+    return config
+
+
+def _difference(name: str, value: Any, own: Any) -> str | None:
+    """Return how a given option differs from the run's, if it must not."""
+    option = OPTIONS[name]
+    if option.affects not in (Affects.RESULT, Affects.LENGTH):
+        return None
+    try:
+        value = option.read(value, field_types(TrainConfig)[name])
+    except ValueError as problem:
+        return f"{flag(name)} {problem}"
+    own = tuple(own) if isinstance(own, list) else own
+    if option.affects is Affects.LENGTH:
+        if own is not None and (value is None or value >= own):
+            return None
+        return f"{flag(name)} {value}: the run has {own}, and it may only grow"
+    if value == own:
+        return None
+    return f"{flag(name)} {_shown(value)}: the run has {_shown(own)}, and would give another result"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
+    """Return the paths among a run's options as seen from here, even if it has been moved."""
+    places: dict[str, Any] = {}
+    if working_directory and Path(working_directory) != Path.cwd():
+        for name, value in own.items():
+            if not OPTIONS[name].path:
+                continue
+            if isinstance(value, str):
+                places[name] = _from(working_directory, value, name)
+            elif isinstance(value, list):
+                places[name] = [_from(working_directory, str(each), name) for each in value]
+    default = own.get("checkpoint_dir") is None and run.name == "checkpoints"
+    output = Path(str(places.get("output", own.get("output"))))
+    if not default:
+        return places | {"checkpoint_dir": str(run)}
+    if not same_place(output.parent, run.parent.resolve()):
+        places["output"] = str(run.parent / output.name)
+    return places
+
+
+def _from(working_directory: str, path: str, name: str) -> str:
+    """Return a path as seen from here; names of what is to be downloaded stay."""
+    if path.startswith(("~", "/")):
+        return path
+    there = Path(working_directory, path)
+    is_name = name == "model_path" or (
+        name in ("data", "val_data") and dataset_name(path) is not None
+    )
+    return path if is_name and not _exists(there) else str(there)
+
+
+def _has_null(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and "\0" in text for text in texts)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no system has
+        return False
+
+
+def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
+    """Print where the run resumes. Raises DataError or ModelError if it would be another run."""
+    for folder, why in resume.skipped.items():
+        console.warn(f"{folder}: cannot be used: {why}")
+    hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
+    metadata, now = resume.checkpoint.metadata, {**trainer.pipeline.describe(), **hashes}
+    for name, (error, problem) in _UNCHANGED.items():
+        if metadata.get(name) != now.get(name):
+            raise error(problem.format(now=now.get(name), before=metadata.get(name)))
+    if (ranks := metadata.get("ranks", 1)) != now["ranks"]:
+        console.warn(
+            f"the run was on {_ranks(ranks)} and goes on with {_ranks(now['ranks'])}: its "
+            "result is the same but for rounding, not to the byte"
+        )
+    before = mapping(metadata, "versions")
+    changed = [
+        f"{name} {before.get(name, 'none')} -> {version}"
+        for name, version in now["versions"].items()
+        if before.get(name) != version
+    ]
+    if changed:
+        console.warn(f"other versions than the run began with: {', '.join(changed)}")
+    step = f"step {resume.progress.step} of {trainer.total_steps}"
+    console.say("Resume", f"{step}, from {resume.checkpoint.folder}")
+
+
+def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
+    """Raise ModelError if an adapter is not the one that a run started from.
+
+    Only training the run again needs it.
+    """
+    weights = find_adapter(adapter, "--init-adapter")
+    if file_hash(weights) != metadata.get("init_adapter_hash"):
+        raise ModelError(
+            f"--init-adapter: {weights} is not what the run started from: leave it out to resume"
+        )
+
+
+def _ranks(described: object) -> str:
+    """Return on what ranks a run was, as `Ranks.describe` has it."""
+    return count(described, "rank") if isinstance(described, int) else shorten(str(described))

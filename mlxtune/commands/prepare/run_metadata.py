@@ -1,0 +1,132 @@
+"""What a run records about itself, for reports and for resuming."""
+
+import datetime
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxtune.backend.device import device, memory
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.commands.prepare.dataset import Dataset
+from mlxtune.config import RunConfig, RunParts
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.inspection import Distribution
+from mlxtune.core.files.files import file_hash, read_json
+from mlxtune.core.machine.facts import versions
+from mlxtune.core.run.metrics import InstructTrainResult
+from mlxtune.core.run.run import text
+from mlxtune.core.run.run_folder import ABOUT, ResumePoint
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training.trainer import InstructTrainer
+
+
+def about_run(
+    parts: RunParts,
+    base: BaseModel,
+    pipeline: InstructPipeline,
+    plan: MemoryPlan,
+    trainer: InstructTrainer,
+    dataset: Dataset,
+    resume: ResumePoint | None,
+) -> dict[str, Any]:
+    """Return the content of run.json: options, model, plan and data.
+
+    A resumed run keeps its first start time.
+    """
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    if resume is not None:
+        with suppress(OSError, ValueError):
+            started = text(read_json(parts.run.checkpoint_path / ABOUT), "started_at") or started
+    return {
+        "format": 1,
+        "started_at": started,
+        "device": device.device_name(),
+        "model": {
+            "path": parts.step.model_path,
+            "type": base.model_type,
+            "description": base.describe(),
+            "dtype": base.dtype,
+            "parameters": base.parameters,
+        },
+        "lora": {
+            "description": pipeline.lora.describe(),
+            "trainable_parameters": pipeline.lora.trainable_parameters,
+        },
+        "template": dataset.template,
+        "plan": {
+            "steps": trainer.total_steps,
+            "steps_per_epoch": trainer.steps_per_epoch,
+            "rows_train": len(trainer.train_rows),
+            "rows_validation": len(trainer.val_rows),
+            **_plan(plan),
+        },
+        "lengths": _lengths([dataset.corpus, dataset.validation]),
+        "data_hash": trainer.data_hash(),
+        "validation_hash": trainer.validation_hash(),
+        "hub": dataset.hub,
+        "versions": versions(),
+        "config": parts.options,
+    }
+
+
+def _plan(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "micro_batch_tokens": plan.execution.micro_batch_tokens,
+        "micro_batches_per_step": round(plan.micro_batches_per_step, 3),
+        "padding_share": round(plan.padding_share, 4),
+        "run_share": round(plan.run_share, 4),
+        "grad_checkpoint": plan.execution.recompute,
+        "loss_chunk": plan.execution.loss_chunk,
+        "memory": {"limit": plan.limit, "peak": plan.peak.total, **asdict(plan.peak)},
+    }
+
+
+def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
+    """Return the distributions of tokens and supervised tokens over all examples."""
+    present = [corpus for corpus in corpora if corpus is not None]
+    lengths = {}
+    for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
+        values = np.concatenate([getattr(corpus, attribute) for corpus in present])
+        lengths[name] = asdict(Distribution.of(values))
+    return {"examples": sum(map(len, present)), **lengths}
+
+
+def about_result(
+    run: RunConfig, trainer: InstructTrainer, result: InstructTrainResult
+) -> dict[str, Any]:
+    """Return the content of result.json, once the adapter is written."""
+    last = result.epoch_metrics[-1]
+    return {
+        "steps": trainer.progress.step,
+        "epochs": last.epoch,
+        "stopped_early": result.stopped_early,
+        "train_loss": last.train_loss,
+        "initial_val_loss": result.initial_val_loss,
+        "best_epoch": result.best_epoch,
+        "best_step": result.best_step,
+        "best_val_loss": result.best_val_loss,
+        "total_time_ms": result.total_time_ms,
+        "peak_memory": memory.peak_bytes(),
+        # Relative to the run's folder, so that both may be moved together.
+        "adapter": os.path.relpath(run.output_path, run.checkpoint_path),
+        "sha256": file_hash(run.output_path),
+    }
+
+
+def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
+    """Return what a result depends on besides options and data."""
+    return {
+        "model_type": base.model_type,
+        "dtype": base.dtype,
+        "quantized_compute": base.quantized_compute,
+        "base_hash": model_hash.result(),
+        "versions": versions(),
+        "working_directory": str(Path.cwd()),
+    }

@@ -1,0 +1,167 @@
+"""`mlxtune push`: an adapter and its model card to the hub, shown before."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from mlxtune.backend.adapters.formats import mlx_lm, peft
+from mlxtune.commands.prepare.interrupt import end_in_order
+from mlxtune.commands.proof import Source, find_source
+from mlxtune.config import ExportConfig, as_path
+from mlxtune.core.files.files import file_hash, make_folder, write_file
+from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.run import Run, read_run, run_folder_at
+from mlxtune.core.run.run_folder import PREVIOUS
+from mlxtune.core.run.summary import RunView
+from mlxtune.core.text import byte_size
+from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
+from mlxtune.hub.card import model_card
+from mlxtune.hub.names import REPOSITORY
+from mlxtune.hub.upload import check_may_write, upload
+from mlxtune.views.console import RunConsole
+from mlxtune.views.output import ask, print_line
+from mlxtune.views.pages.model_card import card_lines, quoted_samples
+
+CARD = "README.md"
+# Where mlx-lm finds the adapter; PEFT looks for its own at the top.
+MLX_LM = "mlx-lm"
+_IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+
+
+def push(
+    run: str | Path,
+    repository: str,
+    *,
+    public: bool = False,
+    base_model: str = "",
+    model_path: str = "",
+) -> str:
+    """Upload the adapter of a run with a model card, and return the address of the repository.
+
+    `base_model` is the base model's name on the hub, `model_path` its folder, if they are not those
+    of the run.
+
+    Raises a child of MlxTuneError; the hub is then as it was.
+    """
+    with end_in_order(), scratch_folder("push") as folder:
+        write_package(folder, str(run), repository, base_model, model_path, RunConsole(quiet=True))
+        exists = check_may_write(repository, public=public)
+        return upload(folder, repository, public=public, exists=exists)
+
+
+def show(
+    run: str,
+    repository: str,
+    *,
+    public: bool,
+    base_model: str,
+    model_path: str,
+    yes: bool,
+    dry_run: bool,
+) -> None:
+    """Print what would be uploaded, ask, and upload it. Raises as `push` does."""
+    with end_in_order(), scratch_folder("push") as folder:
+        write_package(folder, run, repository, base_model, model_path, RunConsole())
+        _print_package(folder)
+        kind = "public" if public else "private"
+        if dry_run:
+            print_line(f"{'Dry run':<12}nothing was uploaded; {repository} would be {kind}")
+            return
+        exists = check_may_write(repository, public=public)
+        where = f"{repository}, {f'which exists and is {kind}' if exists else f'new and {kind}'}"
+        if not yes and not ask(f"Upload this to {where}?"):
+            print_line(f"{'Stopped':<12}nothing was uploaded")
+            return
+        address = upload(folder, repository, public=public, exists=exists)
+    print_line(f"{'Pushed':<12}{address}")
+
+
+def write_package(
+    folder: Path,
+    run_path: str,
+    repository: str,
+    base_model: str,
+    model_path: str,
+    console: RunConsole,
+) -> None:
+    """Write into a folder what is to be uploaded: the adapter in two layouts, and its card."""
+    _check_names(repository, base_model)
+    run = read_run(run_folder_at(as_path(run_path)))
+    source = find_source(
+        ExportConfig(run_path, output=repository, format="peft", model_path=model_path or None)
+    )
+    view = RunView.of(run)
+    _check_adapter(run, view, source)
+    if not view.finished:
+        console.warn(f"the run is {view.status}: this is its best adapter so far")
+    base = base_model or _name_of(source.folder)
+    if not REPOSITORY.fullmatch(base):
+        console.warn(
+            f"the base model is known here as {base} only: with --base-model owner/name, others "
+            "find it"
+        )
+    known = ("rank", "alpha", "rslora", "init", "target_ranks")
+    own = source.adapter.settings.get("mlxtune", {})
+    settings = {"mlxtune": {name: own[name] for name in known if name in own}}
+    adapter = replace(source.adapter, model=base, settings=settings)
+    make_folder(folder / MLX_LM)
+    mlx_lm.write_mlx_lm(adapter, folder / MLX_LM / ADAPTER)
+    has_peft = True
+    try:
+        peft.write_peft(adapter, source.folder, folder)
+    except ModelError as problem:
+        has_peft = False
+        console.warn(f"only for mlx-lm: {problem}")
+    if run.evaluation is not None and run.evaluation.generated and not quoted_samples(run):
+        console.say("Samples", "left out: they quote rows that are not public on the hub")
+    lines = card_lines(run, view, repository=repository, base=base, peft=has_peft)
+    card = model_card(run, lines, repository=repository, base=base, peft=has_peft)
+    write_file(folder / CARD, [card.encode()])
+
+
+def _check_names(repository: str, base_model: str) -> None:
+    problems = [
+        f"{name} {shorten(value)}: give it as owner/name"
+        for name, value in (("the repository", repository), ("--base-model", base_model or "a/b"))
+        if not REPOSITORY.fullmatch(value)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_adapter(run: Run, view: RunView, source: Source) -> None:
+    """Raise OutputError for an adapter of which the run's records would not be true."""
+    own = file_hash(source.weights)
+    if not view.sha256:
+        # An unfinished run has written checkpoints alone; what lies beside it is an earlier run's.
+        adapters = [
+            path for path in run.folder.glob(f"*/{ADAPTER}") if path.parent.name != PREVIOUS
+        ]
+        if own not in map(file_hash, adapters):
+            raise OutputError(
+                f"{source.weights}: is not the adapter of this unfinished run: finish it with "
+                f"mlxtune train --resume {shlex.quote(str(run.folder))}"
+            )
+    elif own != view.sha256:
+        raise OutputError(
+            f"{source.weights}: is not the adapter that the run wrote, which its card would "
+            "describe: name the run's own, or train again"
+        )
+
+
+def _name_of(base: Path) -> str:
+    """Return the name of a base model: on the hub if it came from there, or else its folder's."""
+    if base.parent.name == "snapshots" and (match := _IN_CACHE.fullmatch(base.parents[1].name)):
+        return f"{match[1]}/{match[2]}"
+    return base.resolve().name
+
+
+def _print_package(folder: Path) -> None:
+    print_line(read_text(folder / CARD))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            size = byte_size(path.stat().st_size)
+            print_line(f"{'File':<12}{path.relative_to(folder)}, {size}")

@@ -1,0 +1,116 @@
+"""`mlxtune report`: a run's folder as a page, as lines, as JSON."""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config import as_path
+from mlxtune.core.files.files import check_outputs, make_folder, write_file
+from mlxtune.core.run.progress import record_values
+from mlxtune.core.run.run import Run, read_run, run_folder_at
+from mlxtune.core.run.run_folder import REPORT
+from mlxtune.core.run.summary import (
+    RunView,
+    differing_options,
+    measured_shares,
+    planned_shares,
+)
+from mlxtune.errors import ConfigError, OutputError
+from mlxtune.views.output import print_json, print_line
+from mlxtune.views.pages.run_page import PAGE, comparison_headline, render_runs
+
+COMPARISON = "comparison.html"
+# The errors of folders that may only be read.
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
+    """Return summaries of runs, in the order given; with `html`, also write their page there.
+
+    Each run is named by its folder, its adapter, or the adapter's folder.
+
+    Raises OutputError if there is no such run, or the page cannot be written.
+    """
+    found = _read_runs(runs)
+    if html is not None:
+        _write(found, as_path(str(html)))
+    return [RunView.of(run) for run in found]
+
+
+def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
+    """Write the page of runs and print a summary of it, or print JSON.
+
+    Without `html`, the page of one run goes into its folder, that of several into this one; but
+    with `as_json` none is written. In a folder that may only be read, the summary says so. Raises
+    as `report` does.
+    """
+    if html is not None and not html.strip():
+        raise ConfigError(["--html is empty: name the page to write"])
+    found = _read_runs(runs)
+    target = found[0].folder / REPORT if len(found) == 1 else Path(COMPARISON)
+    if html is not None:
+        target = as_path(str(html))
+    page = f"page: {target}"
+    if html is not None or not as_json:
+        try:
+            _write(found, target)
+        except OutputError as problem:
+            cause = problem.__cause__
+            if html is not None or not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
+                raise
+            page = f"page: none: {problem}"
+    if as_json:
+        print_json(_as_dict(found))
+        return
+    for line in (*_lines(found), page):
+        print_line(line)
+
+
+def _read_runs(runs: Sequence[str | Path]) -> list[Run]:
+    return [read_run(run_folder_at(as_path(str(run)))) for run in runs]
+
+
+def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return runs as docs/report.md describes them."""
+    return {
+        "runs": [
+            {
+                **RunView.of(run).as_dict(),
+                "planned": planned_shares(run),
+                "measured": measured_shares(run),
+                "epochs_ended": [record_values(epoch) for epoch in run.progress.epochs],
+                "validations": [
+                    {"step": each.step, "loss": each.val_loss} for each in run.progress.validations
+                ],
+                "skipped_steps": [record_values(each) for each in run.progress.skipped],
+                "ledgers": [each.as_dict() for each in run.ledgers],
+                "evaluation": run.evaluation.as_dict() if run.evaluation else None,
+                "config": dict(run.config),
+            }
+            for run in runs
+        ],
+        "differences": differing_options(runs),
+    }
+
+
+def _lines(runs: Sequence[Run]) -> list[str]:
+    views = [RunView.of(run) for run in runs]
+    lines = []
+    for view in views:
+        name = f"{view.name}: " if len(views) > 1 else ""
+        lines += [f"{name}{view.headline}", view.verdict.line]
+        lines += [f"problem: {problem}" for problem in view.problems]
+    if len(views) > 1:
+        lines.append(comparison_headline(views))
+        for option, values in differing_options(runs).items():
+            lines.append(f"{option}: {' | '.join(values)}")
+    return lines
+
+
+def _write(runs: Sequence[Run], target: Path) -> None:
+    """Write the page; it replaces no file but an earlier page, least of all an adapter."""
+    check_outputs([target], [], "--html")
+    PAGE.check_replaceable(target, "--html")
+    make_folder(target.parent)
+    write_file(target, [render_runs(runs).encode()])

@@ -1,0 +1,137 @@
+"""How `fuse` stores the trained projections of a quantised model, so that little is lost."""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.adapters import proof
+from mlxtune.backend.adapters.attach import Adapted, load_adapted
+from mlxtune.backend.adapters.retention import MOST_LOST, Retention, try_in_order
+from mlxtune.backend.adapters.storage import AS_BASE
+from mlxtune.backend.device import memory
+from mlxtune.backend.models.loading import BaseModel, prepare, read_weights
+from mlxtune.backend.step.evaluator import Evaluator
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
+from mlxtune.commands.prepare.resuming import options_of
+from mlxtune.commands.proof import Source, load_base, prompts_for
+from mlxtune.config import FuseConfig
+from mlxtune.core.data.corpus import Corpus, CorpusRows
+from mlxtune.core.run.evaluation import sums_of
+from mlxtune.core.run.own_runs import is_own
+from mlxtune.core.run.run_folder import find_resume_point
+from mlxtune.core.steps import order
+from mlxtune.core.text import count
+from mlxtune.errors import MlxTuneError
+from mlxtune.views.console import RunConsole
+
+# Rows to measure on: more take longer, and change the share lost by little.
+_MOST_ROWS = 100
+
+# The measure of a model; lower is better.
+_Measure = Callable[[BaseModel], float]
+
+
+def choose_storage(
+    config: FuseConfig, source: Source, console: RunConsole
+) -> tuple[str, Retention | None]:
+    """Return how to store the trained projections, and what that costs.
+
+    The cost is the loss on the run's validation rows, if this user made the run and its data is
+    still there, or else the KL divergence from the trained model on the proof's prompts. Nothing is
+    measured, and None returned, if the projections are not quantised.
+
+    Raises what `load_base` and `load_adapted` do.
+    """
+    trust = config.trust_remote_code
+    options: dict[str, Any] = {"trust_remote_code": trust, "quantization": source.quantization}
+    storages = fusing.storages(source.folder, source.adapter, **options)
+    if len(storages) == 1:
+        return AS_BASE, None
+    console.say("Measuring", "what quantising again loses of what the adapter gained")
+    adapted = load_adapted(load_base(config, source), str(source.weights))
+    name, unit, base, trained, measure = _measure_of(config, source, adapted, console)
+    del adapted
+    memory.release()
+
+    def value_of(storage: str) -> float:
+        fused = fusing.fused_model(
+            source.folder, source.adapter, dequantize=False, storage=storage, **options
+        )
+        model = prepare(*fused, source.folder, config.dtype)
+        read_weights(model)
+        value = measure(model)
+        del fused, model
+        memory.release()
+        return value
+
+    chosen = storages[:1] if config.force else storages
+    retention = try_in_order(name, unit, base, trained, chosen, value_of)
+    first = retention.tried[0]
+    if first.lost > MOST_LOST:
+        loses = f"quantised again as the base, the adapter loses {first.lost:.0%} of its gain"
+        kept = retention.chosen
+        console.warn(
+            f"{loses}: it is worth more on its own, or with --dequantize"
+            if config.force
+            else f"{loses}: the trained projections are stored {kept.storage}, which loses "
+            f"{kept.lost:.0%} (--force stores them as the base)"
+        )
+    return retention.chosen.storage, retention
+
+
+def _measure_of(
+    config: FuseConfig, source: Source, adapted: Adapted, console: RunConsole
+) -> tuple[str, str, float, float, _Measure]:
+    """Return a measure's name and unit, its values without and with the adapter, and itself."""
+    if (rows := _validation_rows(source)) is not None:
+
+        def loss(base: BaseModel) -> float:
+            with closing(Evaluator(base.model, base.parameters, console.warn)) as evaluator:
+                return sums_of(rows, evaluator.losses, lambda done, total: None).loss.loss
+
+        trained = loss(adapted.base)
+        adapted.use_adapter(False)
+        without = loss(adapted.base)
+        adapted.use_adapter(True)
+        if without > trained:
+            return f"Loss on {count(len(rows), 'validation row')}", "nats", without, trained, loss
+    prompts = prompts_for(config, source)
+    reference = proof.reference_of(adapted, prompts, "float32", everywhere=False)
+    adapted.use_adapter(False)
+    without = proof.compare(adapted.model, reference).mean_kl
+
+    def divergence(base: BaseModel) -> float:
+        return proof.compare(base.model, reference).mean_kl
+
+    return f"KL on {count(len(prompts), 'prompt')}", "nats", without, 0.0, divergence
+
+
+def _validation_rows(source: Source) -> CorpusRows | None:
+    """Return rows that the adapter's run held out, or None.
+
+    A run made by somebody else is not followed: it would choose which files are read.
+    """
+    if source.run is None or not is_own(source.run):
+        return None
+    try:
+        if (found := find_resume_point(source.run)) is None:
+            return None
+        data = options_of(source.run, found.checkpoint, {}).split().data
+        dataset = load_dataset(data, Reader(data, source.folder))
+    except MlxTuneError:
+        return None
+    if dataset.validation is not None:
+        rows = Corpus.of(dataset.validation).select()
+    else:
+        corpus = dataset.corpus
+        split = order.split_rows(corpus.identities, data.val_split, data.seed, data.val_rows)
+        rows = corpus.select(split[1])
+    if source.metadata.get("validation_hash") != rows.corpus.data_hash() or not len(rows):
+        return None
+    if len(rows) <= _MOST_ROWS:
+        return rows
+    drawn = np.random.default_rng(data.seed).permutation(len(rows))[:_MOST_ROWS]
+    return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(drawn.tolist())])

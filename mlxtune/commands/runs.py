@@ -1,0 +1,40 @@
+"""`mlxtune runs`: the runs under a folder, with their results."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlxtune.config import as_path
+from mlxtune.core.run.run import find_runs, read_run
+from mlxtune.core.run.summary import SORTS, RunView
+from mlxtune.errors import OutputError
+from mlxtune.views.output import print_json, print_line
+from mlxtune.views.tables import result_console, show_runs
+
+
+def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
+    """Return summaries of the runs below folders, by default below this one.
+
+    `sort` is one of when, name, val, train, speed and steps. Raises OutputError if a folder is
+    missing.
+    """
+    found: dict[Path, RunView] = {}
+    for name in folders or ("",):
+        folder = as_path(str(name))
+        if not folder.is_dir():
+            raise OutputError(f"{folder}: no such folder: name one that holds runs")
+        for run in find_runs(folder):
+            found.setdefault(run.resolve(), RunView.of(read_run(run)))
+    return sorted(found.values(), key=SORTS[sort])
+
+
+def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
+    """Print the runs below folders: a table that fits the terminal, or JSON."""
+    found = runs(*folders, sort=sort)
+    if as_json:
+        print_json([{**each.as_dict(), "curve": list(each.curve)} for each in found])
+        return
+    if not found:
+        where = ", ".join(folders) or "this folder"
+        print_line(f"no run below {where}: start one with mlxtune train", stderr=True)
+        return
+    show_runs(found, result_console())

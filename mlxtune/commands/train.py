@@ -1,0 +1,403 @@
+"""`mlxtune train`: a run, from its options to its adapter, and of a run that is resumed."""
+
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from mlxtune.backend.adapters.attach import base_mismatch
+from mlxtune.backend.adapters.files import check_replaceable, find_adapter
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward import operations
+from mlxtune.backend.models import loading, model_folder
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.joined import Joined, joined
+from mlxtune.commands.judge import judge
+from mlxtune.commands.prepare.dataset import (
+    Dataset,
+    Reader,
+    data_files,
+    load_dataset,
+    report_findings,
+)
+from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.interrupt import stop_on_interrupt
+from mlxtune.commands.prepare.memory import (
+    choose_plan,
+    first_steps,
+    larger_limit,
+    planned_work,
+    reserve_memory,
+    save_run_speed,
+)
+from mlxtune.commands.prepare.model import build_pipeline, open_model
+from mlxtune.commands.prepare.products import settle_products
+from mlxtune.commands.prepare.resuming import check_resumed, find_run
+from mlxtune.commands.prepare.run_metadata import about_result, about_run, provenance_of
+from mlxtune.commands.prepare.surroundings import kept_awake, watched_surroundings
+from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.files.files import check_outputs, check_writable, write_json
+from mlxtune.core.files.hashing import hash_in_background
+from mlxtune.core.run import run_folder
+from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.run.evaluation import Evaluation
+from mlxtune.core.run.metrics import InstructTrainResult
+from mlxtune.core.run.profile import StepProfiler
+from mlxtune.core.run.progress import progress_of
+from mlxtune.core.run.run import Run
+from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
+from mlxtune.core.run.summary import RunView
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.training.observer import Observers, TrainingObserver
+from mlxtune.core.training.surroundings import Surroundings
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import ConfigError, OutputError
+from mlxtune.tracking import check_trackers, trackers_of
+from mlxtune.views import plan_text, run_text
+from mlxtune.views.console import RunConsole
+from mlxtune.views.pages.result_card import ResultCard
+from mlxtune.views.pages.run_page import write_page
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run gave. `adapter` is the file written; None, like `training`, after a dry run.
+
+    `ledgers` account for the rows of each data file, those of validation files last. `evaluation`
+    says whether the adapter helped on the validation rows, if there are any. A notebook shows the
+    result as a page with the curve of the loss.
+    """
+
+    training: InstructTrainResult | None
+    adapter: Path | None
+    checkpoint_dir: Path
+    ledgers: list[Ledger]
+    peak_memory_gb: float
+    evaluation: Evaluation | None = None
+    model_path: str = ""
+
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows; it shows the text where this is None."""
+        card = self._card()
+        return None if card is None else card.html()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Write what IPython shows as text."""
+        card = self._card()
+        printer.text(repr(self) if card is None else card.text())
+
+    def _card(self) -> ResultCard | None:
+        """Return what to show of these values; the run's folder may hold another run by now."""
+        if self.training is None:
+            return None
+        run = Run(
+            self.checkpoint_dir,
+            about={"config": {"model_path": self.model_path}},
+            result={"stopped_early": self.training.stopped_early, "adapter": str(self.adapter)},
+            evaluation=self.evaluation,
+            ledgers=self.ledgers,
+            progress=progress_of(self.training),
+        )
+        return ResultCard(run, run_text.python_usage(self.model_path, str(self.adapter)))
+
+
+def train(
+    config: TrainConfig,
+    *,
+    dry_run: bool = False,
+    resume: ResumePoint | None = None,
+    stop_after: int | None = None,
+) -> TrainResult:
+    """Fine-tune a model as the options say, and write the adapter.
+
+    With `dry_run`, stop before the first step and print the plan. With `resume`, which
+    `mlxtune.resume` finds, continue from that checkpoint. After step `stop_after`, stop as if
+    Ctrl-C had been pressed.
+
+    Raises a child of MlxTuneError for what options, files or the model cause, and
+    TrainingInterrupted, with the state saved, after Ctrl-C.
+    """
+    check_trackers(config.track)
+    with joined(config, _console) as joint:
+        joint.config = with_hub_data(joint.config, joint.console)
+        return _train(joint, dry_run=dry_run, resume=resume, stop_after=stop_after)
+
+
+def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
+    return RunConsole(
+        quiet=config.quiet and log is None,
+        log_every=config.log_every,
+        peak_gb=memory.peak_gb,
+        console=None if log is None else Console(file=log, highlight=False, width=100),
+    )
+
+
+def _train(
+    joint: Joined[RunConsole], *, dry_run: bool, resume: ResumePoint | None, stop_after: int | None
+) -> TrainResult:
+    console, parts = joint.console, joint.config.split()
+    run, is_first = parts.run, joint.ranks.rank == 0
+    folder = check_paths(parts.data, run)
+    result = evaluation = None
+    with ExitStack() as held:
+        if not (dry_run or run.allow_sleep) and joint.first_on_machine:
+            held.enter_context(kept_awake())
+        # A missing folder is made only once there is something to put into it.
+        if is_locked := not dry_run and run.checkpoint_path.is_dir():
+            lock_folder(run, resume, held)
+        setup = prepare(parts, folder, joint, None if dry_run else held, resume)
+        dataset = setup.dataset
+        with (
+            stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
+            watched_surroundings(run, asked) as surroundings,
+        ):
+            trainer = make_trainer(parts, setup, joint, asked, stop_after, surroundings)
+            joint.step = lambda: trainer.progress.step
+            print_plan(parts, setup, trainer, console)
+            if resume is not None:
+                check_resumed(resume, trainer, console)
+            check_ranks(joint, trainer, resume)
+            if not dry_run:
+                if not is_locked:  # another run may have made the folder meanwhile
+                    lock_folder(run, resume, held)
+                ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
+                about = about_run(
+                    parts, setup.base, setup.pipeline, setup.plan, trainer, dataset, resume
+                )
+                result = trainer.train({LEDGER: ledgers, ABOUT: about}, resume=resume)
+        peak_gb = memory.peak_gb()
+        if result is not None:
+            finish(parts, setup, trainer, result, joint)
+            peak_gb, rows = memory.peak_gb(), trainer.val_rows
+            # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
+            del setup, trainer
+            memory.release()
+            try:
+                evaluation = judge(parts, folder, rows, console, joint.ranks) if rows else None
+            finally:  # also after Ctrl-C during the evaluation
+                if is_first and (page := write_page(run.checkpoint_path, console.warn)) is not None:
+                    console.say("Report", str(page))
+            usage = run_text.usage_line(result, run, parts.data.model_path)
+            console.say("Try it", usage, copyable=True)
+    return TrainResult(
+        training=result,
+        adapter=None if dry_run else run.output_path,
+        checkpoint_dir=run.checkpoint_path,
+        ledgers=dataset.ledgers,
+        peak_memory_gb=peak_gb,
+        evaluation=evaluation,
+        model_path=parts.data.model_path,
+    )
+
+
+def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
+    """Resume the run in a folder, with its own options, to the result it would have had.
+
+    `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
+    `max_steps` may grow, and options that do not change the result may change.
+
+    Raises what `train` does; ConfigError if a change would change the result; OutputError if there
+    is no run to resume.
+    """
+    config, found = find_run(str(folder), changes)
+    return train(config, resume=found)
+
+
+def check_paths(data: DataConfig, run: RunConfig) -> Path:
+    """Check before any work that the files can be read and written; return the model's folder.
+
+    Raises ModelError, DataError or OutputError.
+    """
+    folder = model_folder.find_folder(data.model_path)
+    model_folder.read_config(folder, trust_remote_code=data.trust_remote_code)
+    output = run.output_path
+    if output.name == ADAPTER_CONFIG:
+        raise OutputError(f"{output}: is written beside the adapter: choose another --output")
+    read = [*data_files(data).all, *folder.iterdir()]
+    check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
+    check_replaceable(output)
+    check_writable(run.checkpoint_path, "--checkpoint-dir")
+    return folder
+
+
+def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> None:
+    """Lock the run's folder and its adapter for as long as `held`, or this process, lives.
+
+    Raises OutputError if another process trains there, or if it holds another unfinished run.
+    """
+    folder = run.checkpoint_path
+    if (lock := run_folder.lock_output(run.output_path)) is not None:
+        held.callback(lock.release)
+    held.callback(run_folder.lock_run(folder, new=resume is None).release)
+    if resume is None:
+        run_folder.check_own(folder)
+    if resume is None and not run.overwrite and run_folder.is_unfinished(folder):
+        raise OutputError(
+            f"{folder}: holds an unfinished run: resume it with mlxtune train --resume "
+            f"{shlex.quote(str(folder))}, or start over with --overwrite"
+        )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is made of. `plan` is `planned`, corrected to how the loaded model runs.
+
+    `larger_limit` says what a larger --memory-limit would gain here, if anything, and `products`
+    how the form of quantised products was chosen, if it was.
+    """
+
+    dataset: Dataset
+    base: BaseModel
+    pipeline: InstructPipeline
+    planned: MemoryPlan
+    plan: MemoryPlan
+    larger_limit: str
+    products: str
+
+
+def prepare(
+    parts: RunParts,
+    folder: Path,
+    joint: Joined[RunConsole],
+    held: ExitStack | None,
+    resume: ResumePoint | None,
+) -> Setup:
+    """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
+
+    Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
+    """
+    data, lora, step, console = parts.data, parts.lora, parts.step, joint.console
+    operations.load_ahead(folder)
+    # The data first: its problems show before minutes of loading.
+    with closing(console), joint.in_turn():
+        dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
+    report_findings(dataset, console)
+    if parts.training.val_steps and dataset.validation is not None and not dataset.validation:
+        raise ConfigError(
+            ["--val-steps: no rows validate: leave it out, or set --val-split above 0"]
+        )
+
+    # Then the memory: a run that does not fit ends before its weights are read.
+    base = open_model(step, folder, console, joint.ranks)
+    if lora.init_adapter is not None and resume is None:
+        weights = find_adapter(lora.init_adapter, "--init-adapter")
+        if other := base_mismatch(weights, base, trust_remote_code=step.trust_remote_code):
+            console.warn(f"--init-adapter {other}")
+    work = planned_work(lora, first_steps(parts.training, dataset), dataset)
+    planned = choose_plan(step, lora, base, work)
+    settled, products = settle_products(step, base, work, planned, resume, joint.ranks)
+    if settled is not base:
+        base, planned = settled, choose_plan(step, lora, settled, work)
+    if held is not None:
+        reserve_memory(parts.run, planned, held, console)
+
+    model_hash = hash_in_background(folder, None if data.no_cache else user_cache())
+    loading.read_weights(base)
+    console.say("Model", base.describe())
+    provenance = partial(provenance_of, base, model_hash)
+    pipeline, plan = build_pipeline(
+        step, lora, base, work, planned, console, provenance, resume, joint.ranks
+    )
+    return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work), products)
+
+
+def make_trainer(
+    parts: RunParts,
+    setup: Setup,
+    joint: Joined[RunConsole],
+    should_stop: Callable[[], bool],
+    stop_after: int | None,
+    surroundings: Callable[[TrainingObserver], Surroundings],
+) -> InstructTrainer:
+    """Make the trainer, and count the rows that it holds out in the ledgers."""
+    run, dataset, console = parts.run, setup.dataset, joint.console
+    observer = Observers([console, *trackers_of(run, parts.options, console.warn)])
+    profiler = None
+    if run.profile_interval:
+        profiler = StepProfiler(
+            run.profile_interval,
+            setup.pipeline.phases,
+            run.checkpoint_path,
+            on_record=observer.on_profile,
+            on_problem=observer.on_problem,
+        )
+    ranks, decide = joint.ranks, None
+    if ranks.size > 1:
+        # They can only stop together, after a step.
+        decide, should_stop = partial(ranks.decide, should_stop), lambda: False
+    trainer = InstructTrainer(
+        setup.pipeline,
+        dataset.corpus,
+        parts.training,
+        validation=dataset.validation,
+        run_config=parts.options,
+        observer=observer,
+        should_stop=should_stop,
+        stop_after=stop_after,
+        decide=decide,
+        profiler=profiler,
+        surroundings=surroundings(observer),
+    )
+    if dataset.validation is None:
+        dataset.hold_out(trainer.val_rows.indices)
+    return trainer
+
+
+def check_ranks(
+    joint: Joined[RunConsole], trainer: InstructTrainer, resume: ResumePoint | None
+) -> None:
+    """Raise RankError if another rank has other data, weights, options or versions."""
+    hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
+    step = {"step": resume.progress.step if resume else 0}
+    joint.check_same(
+        joint.config.split().options, {**trainer.pipeline.describe(), **hashes, **step}
+    )
+
+
+def print_plan(
+    parts: RunParts, setup: Setup, trainer: InstructTrainer, console: RunConsole
+) -> None:
+    """Print where the rows and tokens went, and what training will do with them."""
+    for ledger in setup.dataset.ledgers:
+        console.say("Data", run_text.rows_line(ledger))
+        console.say("", run_text.tokens_line(ledger))
+    console.say("Template", run_text.template_line(setup.dataset.template, parts.data))
+    console.say("Plan", run_text.plan_line(trainer))
+    console.say("", plan_text.micro_batches_line(setup.plan))
+    console.say("", plan_text.peak_line(setup.plan))
+    if setup.products:
+        console.say("", setup.products)
+    if setup.larger_limit:
+        console.say("", setup.larger_limit)
+
+
+def finish(
+    parts: RunParts,
+    setup: Setup,
+    trainer: InstructTrainer,
+    result: InstructTrainResult,
+    joint: Joined[RunConsole],
+) -> None:
+    """Write the adapter and the run's result, and print a summary. Raises OutputError."""
+    console = joint.console
+    if result.best_epoch is not None:
+        if joint.ranks.rank == 0:
+            setup.pipeline.load(trainer.best_folder)
+        setup.pipeline.take_first()
+    setup.pipeline.write(parts.run.output_path)
+    content = about_result(parts.run, trainer, result)
+    write_json(parts.run.checkpoint_path / RESULT, content)
+    save_run_speed(parts.data.cache_path, setup.planned, setup.base.dtype, result.steps)
+    about = {"plan": {"memory": {"peak": setup.plan.peak.total}}}
+    run = Run(parts.run.checkpoint_path, about, result=content, progress=progress_of(result))
+    for line in run_text.summary_lines(RunView.of(run), parts.run):
+        console.say("Done", line)
+    for line in run_text.quantized_base_lines(parts.step):
+        console.say("Base", line)

@@ -1,0 +1,129 @@
+"""`mlxtune verify`: checks a run's files and adapters, and may train it again."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.models import loading, model_folder
+from mlxtune.commands.prepare.interrupt import end_in_order
+from mlxtune.commands.prepare.products import recorded_products
+from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, options_of
+from mlxtune.commands.train import train
+from mlxtune.config import StepConfig, TrainConfig, as_path, user_cache
+from mlxtune.core.files.files import file_hash, read_own
+from mlxtune.core.files.hashing import model_hash
+from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.run.checkpoint import ADAPTER, METRICS, Checkpoint
+from mlxtune.core.run.progress import Progress, same_except_measurements
+from mlxtune.core.run.run import run_folder_at
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.verification import Verification, verify_files
+from mlxtune.errors import Interrupted, MlxTuneError, ModelError, OutputError, TrainingInterrupted
+from mlxtune.views.output import print_json, print_line
+
+
+def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
+    """Check the folder of a run: every file, its records, and its adapters against the base model.
+
+    With `replay`, train it again from its first checkpoint (from the start if it has only one) to
+    its newest, and compare both. `model_path` is where the base model is now.
+
+    Raises OutputError if there is no such folder. Problems of the run itself are not raised.
+    """
+    folder = run_folder_at(as_path(str(run)))
+    found, good = verify_files(folder)
+    if not good:
+        return found
+    try:
+        given = {"model_path": model_path} if model_path else {}
+        # Only a replay reads the data.
+        names = ["model_path", *(["data", "val_data"] if replay else [])]
+        check_asked_again(folder, good[0], given, names)
+        config = options_of(folder, good[0], given)
+        _verify_model(found, config, good)
+        if replay:
+            _replay(found, config, good)
+    except MlxTuneError as problem:
+        found.add("model", str(problem), "")
+    return found
+
+
+def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
+    """Print each check as a line, or all as JSON. Return whether all passed."""
+    found = verify(run, replay=replay, model_path=model_path)
+    if as_json:
+        print_json(found.as_dict())
+        return found.ok
+    width = max(len(check.name) for check in found.checks) + 2
+    for check in found.checks:
+        print_line(f"{'ok' if check.ok else 'BAD':<4}{check.name:<{width}}{check.detail}")
+    bad = sum(not check.ok for check in found.checks)
+    checks = f"{len(found.checks)} checks"
+    print_line(f"{found.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}")
+    return found.ok
+
+
+def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
+    """Compare every adapter with the base model's shapes; no weights are loaded."""
+    folder = model_folder.find_folder(config.model_path)
+    expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
+    changed = f"{folder}: its weights are not those that the run started from"
+    found.add("base model", None if actual == expected else changed, str(folder))
+    step = config.part(StepConfig)
+    base = loading.open_base(folder, step.dtype, **step.loading())
+    summary = apply_lora(base.model, config.lora())
+    for each in reversed(good):
+        name = f"{each.folder.name}/{ADAPTER}"
+        try:
+            count = checkpoints.check_adapter(each.folder / ADAPTER, base.model, summary)
+        except ModelError as problem:
+            found.add(name, str(problem), "")
+        else:
+            found.add(name, None, f"{count} tensors, names and shapes as the model's")
+
+
+def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
+    """Train again from the first checkpoint to the newest, in a scratch folder."""
+    newest, first = good[0], good[-1]
+    resumed = None
+    if first.step < newest.step:
+        resumed = ResumePoint(first, Progress.from_jsonl(first.metrics), [], {})
+    elif config.init_adapter is not None:
+        check_initial(config.init_adapter, newest.metadata)
+    with end_in_order(), scratch_folder("verify") as scratch:
+        own = replace(
+            config,
+            output=str(scratch / ADAPTER),
+            checkpoint_dir=str(scratch / "checkpoints"),
+            quiet=True,
+            # Timing products anew could choose the other form.
+            quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
+            # A replay is neither tracked nor measured.
+            track=(),
+            profile_interval=0,
+            samples=0,
+        )
+        try:
+            train(own, resume=resumed, stop_after=newest.step)
+        except TrainingInterrupted as stopped:
+            if stopped.by_signal or stopped.checkpoint is None:
+                # What was saved goes with the folder, and a part of the steps proves nothing.
+                interrupt = Interrupted()
+                interrupt.signal = stopped.signal
+                raise interrupt from None
+            again = stopped.checkpoint
+        else:
+            raise OutputError(f"{found.run}: training again did not reach step {newest.step}")
+        same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
+        records = list(Progress.from_jsonl(read_own(again / METRICS)))
+    before = islice(Progress.from_jsonl(newest.metrics), len(records))
+    start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
+    problem = None
+    if not same or not same_except_measurements(records, before):
+        problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
+        if not on_cpu():
+            problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
+    found.add("replay", problem, f"{start}: the same bytes")

@@ -1,1 +1,0 @@
-"""From data files to rows: read in bounded pieces, whatever they unpack to."""

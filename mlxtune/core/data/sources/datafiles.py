@@ -1,0 +1,227 @@
+"""From data files to rows: JSON lines, a JSON array, either of them gzipped, or parquet.
+
+The first bytes decide what a file is, not its name.
+"""
+
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.core.data.sources.expansion import check_gzip, check_sparse, check_values
+from mlxtune.core.data.sources.json_array import array_elements
+from mlxtune.core.data.sources.parquet import parquet_rows
+from mlxtune.core.files.reading import open_regular, open_zipped
+from mlxtune.errors import DataError, one_line
+
+# File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+_UTF8_BOM = b"\xef\xbb\xbf"
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_HEAD_BYTES = 8192
+_MAX_LINE_BYTES = 1 << 26
+# Blank lines and comments in a row; a million take a second.
+_MAX_ROWLESS = 1_000_000
+# The number of a row, and its object or the reason why it has none.
+NumberedRow = tuple[int, dict[str, Any] | BadRow]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The files to train on, and the validation files in the same folders."""
+
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...]
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """The training files, then the validation files."""
+        return (*self.train, *self.validation)
+
+
+def find_data_files(
+    paths: Sequence[Path], option: str = "--data", *, validation_files: Sequence[Path] = ()
+) -> DataFiles:
+    """Return the files that `option` names: a folder stands for its `train` and `valid` files.
+
+    `validation_files` are those that it names besides.
+
+    Raises DataError when a path is missing, when a folder has no `train` file or `option` takes no
+    folder, and when a file is named twice.
+    """
+    train: list[Path] = []
+    validation = [*validation_files]
+    for path in paths:
+        if not stat.S_ISDIR(_stat(path, option).st_mode):
+            train.append(path)
+        elif option != "--data":
+            raise DataError(f"{path}: is a folder: name a file in it")
+        elif not (files := _file_named("train", path)):
+            names = ", ".join(f"train{ending}" for ending in ENDINGS)
+            raise DataError(
+                f"{path}: has no file to train on: name a file in it, or rename one to any of "
+                f"{names}"
+            )
+        else:
+            train += files
+            validation += _file_named("valid", path)
+    seen: dict[tuple[int, int], Path] = {}
+    for path in (*train, *validation):
+        info = _stat(path, option)
+        # With links, and on disks that ignore case, one file has several names.
+        key = (info.st_dev, info.st_ino)
+        if (other := seen.get(key)) is not None:
+            same = "" if other == path else f", as {other}"
+            raise DataError(f"{path}: is given twice{same}: name each file once in {option}")
+        seen[key] = path
+    return DataFiles(tuple(train), tuple(validation))
+
+
+def held_out_file(folder: Path) -> Path:
+    """Return the folder's `test` file, or else its `valid` file. Raises DataError."""
+    files = _file_named("test", folder) or _file_named("valid", folder)
+    if not files:
+        raise DataError(
+            f"{folder}: has neither test.jsonl nor valid.jsonl: name the file to evaluate"
+        )
+    return files[0]
+
+
+def read_objects(path: Path) -> Iterator[NumberedRow]:
+    """Yield each row's number, from 1, and its object or the reason why it has none.
+
+    A row of JSON lines is a line that is neither blank nor a comment (`#` first), and its number
+    is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of a JSON
+    array or of parquet is an element, and its number is the element's.
+
+    No file is held in memory as a whole. Raises DataError when it cannot be read, or unpacks to far
+    more than its size.
+    """
+    head = _head(path)
+    if head.startswith(_PARQUET):
+        return parquet_rows(path)
+    if _is_zipped(path):
+        check_gzip(path)
+    return _array_rows(path) if _is_array(head) else _line_rows(path)
+
+
+# Paths
+
+
+@contextmanager
+def _reading(path: Path, option: str = "--data") -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file: check {option}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path}: is a damaged gzip file ({one_line(error)}): copy or compress it again"
+        ) from error
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise DataError(f"{path}: cannot be read: {reason or one_line(error)}") from error
+
+
+def _stat(path: Path, option: str) -> os.stat_result:
+    with _reading(path, option):
+        info = path.stat()
+    # A pipe could not be read twice.
+    if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
+        raise DataError(f"{path}: is not a regular file: save the data in one")
+    check_sparse(path, info)
+    return info
+
+
+def _file_named(stem: str, folder: Path) -> list[Path]:
+    with _reading(folder):
+        present = {path.name for path in folder.iterdir()}
+    matches = [name for ending in ENDINGS if (name := stem + ending) in present]
+    if len(matches) > 1:
+        raise DataError(
+            f"{folder}: holds {' and '.join(matches)}: keep one, or name the files to train on"
+        )
+    return [folder / name for name in matches]
+
+
+def _head(path: Path) -> bytes:
+    """Return the first bytes, unzipped. Raises DataError when they are not data."""
+    with _reading(path), _open(path) as file:
+        head = file.read(_HEAD_BYTES)
+    if not head:
+        raise DataError(f"{path}: is empty: it needs one JSON object per line")
+    if b"\0" in head and not head.startswith(_PARQUET):
+        raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
+    return head
+
+
+def _is_array(head: bytes) -> bool:
+    return head.removeprefix(_UTF8_BOM).lstrip().startswith(b"[")
+
+
+def _is_zipped(path: Path) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(_GZIP)) == _GZIP
+
+
+def _open(path: Path) -> IO[bytes]:
+    return open_zipped(path) if _is_zipped(path) else open_regular(path)
+
+
+# JSON
+
+
+def _line_rows(path: Path) -> Iterator[NumberedRow]:
+    number = last = 0
+    with _reading(path), _open(path) as file:
+        while line := file.readline(_MAX_LINE_BYTES):
+            number += 1
+            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise DataError(
+                    f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: write one JSON "
+                    "object per line"
+                )
+            content = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
+            if content and not content.startswith(b"#"):
+                last = number
+                yield number, _parse(content)
+            elif number - last > _MAX_ROWLESS:
+                raise DataError(
+                    f"{path}:{number}: is the last of {_MAX_ROWLESS:,} blank lines and comments in "
+                    "a row: remove them"
+                )
+
+
+def _parse(line: bytes) -> dict[str, Any] | BadRow:
+    if line == b"{":
+        advice = "write each object on one line, or all of them as one JSON array"
+        return BadRow("a JSON object over several lines", advice)
+    try:
+        check_values(line)
+        return _object(parse_json(line))
+    except BadRow as problem:
+        return problem
+
+
+def _object(content: Any) -> dict[str, Any] | BadRow:
+    return content if isinstance(content, dict) else BadRow("not a JSON object", json_type(content))
+
+
+def _array_rows(path: Path) -> Iterator[NumberedRow]:
+    with _reading(path), _open(path) as file:
+        try:
+            for number, element in enumerate(array_elements(file.read), start=1):
+                yield number, _object(element)
+        except BadRow as problem:
+            raise DataError(
+                f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
+                "skipped"
+            ) from problem

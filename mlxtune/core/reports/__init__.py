@@ -1,1 +1,0 @@
-"""Reports about runs and data, for people and programs: text, pages, charts."""

@@ -1,0 +1,1 @@
+"""A run's folder: its files, records, checkpoints, summary and verification."""

@@ -1,0 +1,224 @@
+"""Checkpoint folders: written completely or not at all, verified before use, and pruned.
+
+`core/run/run_files.py` lists their files. The manifest, with size and SHA-256 of each, is written
+last: a folder without a manifest is not a checkpoint.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
+from mlxtune.core.files.files import (
+    beside,
+    file_hash,
+    is_temporary,
+    read_json,
+    read_own,
+    write_file,
+    write_json,
+)
+from mlxtune.core.files.ours import (
+    discard,
+    is_folder,
+    move,
+    others_in,
+    remove_file,
+    remove_folder,
+)
+from mlxtune.core.files.output_folder import put_back, replaced_folder
+from mlxtune.core.files.sizes import check_stored
+from mlxtune.core.names import is_file_name
+
+# The names mlx-lm expects in an adapter folder.
+ADAPTER = "adapters.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+METADATA = "metadata.json"
+METRICS = "metrics.jsonl"
+MANIFEST = "manifest.json"
+BEST = "best"
+# The version of the layout above; others are rejected.
+FORMAT = 1
+_NUMBERED = re.compile("(epoch|step)-[0-9]+")
+_ALWAYS = {ADAPTER, METADATA, METRICS, MANIFEST}
+_FILES = _ALWAYS | {ADAPTER_CONFIG, "optimizer.safetensors", "parameters.safetensors"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files match its manifest."""
+
+    folder: Path
+    metadata: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken."""
+        return int(self.metadata["step"])
+
+    def seconds(self, name: str) -> float:
+        """Return a duration that the metadata has in milliseconds; 0 if it is missing."""
+        value = self.metadata.get(name)
+        return value / 1000 if isinstance(value, int | float) else 0.0
+
+    @cached_property
+    def metrics(self) -> bytes:
+        """The content of metrics.jsonl. Raises OSError or ValueError."""
+        return read_own(self.folder / METRICS)
+
+
+def write_checkpoint(
+    target: Path,
+    save: Callable[[Path], None],
+    metadata: Mapping[str, Any],
+    metrics: Iterable[bytes] = (),
+) -> None:
+    """Write a checkpoint folder: the files of `save`, then metrics, metadata and manifest.
+
+    An existing checkpoint of that name is replaced only once the new one is complete.
+
+    Raises OutputError, also if a folder of that name is something else.
+    """
+    aside = target.with_name(f".{target.name}.old")
+    with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:
+        save(folder)
+        write_file(folder / METRICS, metrics)
+        write_json(folder / METADATA, metadata)
+        write_json(folder / MANIFEST, _manifest(folder))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": file_hash(path)}
+        for path in sorted(folder.iterdir())
+    }
+    return {"format": FORMAT, "files": files}
+
+
+def _read_checkpoint(folder: Path) -> Checkpoint:
+    """Return a checkpoint after comparing each file with the manifest.
+
+    Raises ValueError, TypeError or OSError with the reason.
+    """
+    if folder.is_symlink():
+        raise ValueError("it is a link to another folder")
+    manifest = read_json(folder / MANIFEST, MANIFEST_LIMITS)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"its format is {manifest.get('format')!r:.40}, not {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files.keys() >= {METADATA, METRICS, ADAPTER}:
+        raise ValueError(f"its {MANIFEST} does not name its files")
+    for name, expected in files.items():
+        _check_file(folder, name, expected)
+    metadata = read_json(folder / METADATA)
+    if type(metadata.get("step")) is not int or metadata["step"] < 0:
+        raise ValueError(f"its {METADATA} names no step")
+    return Checkpoint(folder, metadata)
+
+
+def _check_file(folder: Path, name: str, expected: Any) -> None:
+    if not isinstance(expected, dict) or not is_file_name(name):
+        raise ValueError(f"its {MANIFEST} does not name its files")
+    path = folder / name
+    try:
+        actual = path.lstat()
+    except FileNotFoundError:
+        raise ValueError(f"{name} is missing") from None
+    if not stat.S_ISREG(actual.st_mode):
+        raise ValueError(f"{name} is not a regular file")
+    if actual.st_size != expected.get("size"):
+        raise ValueError(f"{name} has {actual.st_size} bytes, not {expected.get('size')!r:.40}")
+    check_stored(path)
+    if file_hash(path) != expected.get("sha256"):
+        raise ValueError(f"{name} has changed: its SHA-256 differs from the manifest")
+
+
+def is_named_checkpoint(path: Path) -> bool:
+    """Return whether a path has the name of a checkpoint, whatever it is."""
+    return path.name == BEST or _NUMBERED.fullmatch(path.name) is not None
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of ours, valid or not.
+
+    It has our manifest, which may be damaged, and no other files than a checkpoint's.
+    """
+    try:
+        if not is_folder(folder):
+            return False
+        try:
+            files = read_json(folder / MANIFEST, MANIFEST_LIMITS).get("files")
+        except ValueError:
+            files = dict.fromkeys(_ALWAYS, "whatever its manifest had")
+            if not all(os.path.lexists(folder / name) for name in _ALWAYS):
+                return False
+        if not isinstance(files, dict) or ADAPTER not in files:
+            return False
+        return not others_in(folder, lambda name: name in _FILES or _is_listed(folder, files, name))
+    except OSError:
+        return False
+
+
+def _is_listed(folder: Path, files: Mapping[str, Any], name: str) -> bool:
+    """Return whether a file that is not of every checkpoint is the one that its manifest lists."""
+    expected = files.get(name)
+    return isinstance(expected, dict) and file_hash(folder / name) == expected.get("sha256")
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Return the folders of a run that have a manifest, valid or not."""
+    if not run.is_dir():
+        return []
+    folders = filter(is_named_checkpoint, run.iterdir())
+    return sorted(path for path in folders if os.path.lexists(path / MANIFEST))
+
+
+def recover(run: Path) -> None:
+    """Put `best/` back if a process was killed while replacing it. Raises OSError."""
+    put_back(run / f".{BEST}.old", run / BEST, is_checkpoint)
+
+
+def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
+    """Return the valid checkpoints of a run, the newest first, and why others are invalid.
+
+    After the same step, `epoch-N` comes before `best` and `step-N`.
+    """
+    good, bad = [], {}
+    for folder in checkpoint_folders(run):
+        try:
+            good.append(_read_checkpoint(folder))
+        except (OSError, ValueError, TypeError) as problem:
+            bad[folder] = str(problem)
+    order = {"epoch": 2, BEST: 1, "step": 0}
+    good.sort(key=lambda each: (each.step, order[each.folder.name.split("-")[0]]), reverse=True)
+    return good, bad
+
+
+def prune(run: Path, keep: set[Path]) -> None:
+    """Remove a run's other numbered checkpoints, and leftovers of killed processes."""
+    for path in run.iterdir():
+        numbered = _NUMBERED.fullmatch(path.name) and path not in keep
+        # A backup is removed only if its replacement is there.
+        backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
+        if is_temporary(path):
+            _remove_temporary(path)
+        elif (numbered or backup) and is_checkpoint(path):
+            with suppress(OSError):
+                # If the process is killed, what is left is not a checkpoint.
+                aside = beside(path)
+                move(path, aside)
+                discard(aside)
+
+
+def _remove_temporary(path: Path) -> None:
+    with suppress(OSError):
+        if is_folder(path):
+            remove_folder(path, lambda name: name in _FILES or is_temporary(Path(name)))
+        else:
+            remove_file(path)

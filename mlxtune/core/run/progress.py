@@ -1,0 +1,326 @@
+"""The record of a run, in the order of metrics.jsonl, and what can be derived from it.
+
+The copy of metrics.jsonl in a checkpoint is all a trainer needs to know where to resume.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import takewhile
+from operator import attrgetter
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
+from mlxtune.core.files.files import as_output_error, make_folder, open_to_append, write_file
+from mlxtune.core.run.checkpoint import METRICS
+from mlxtune.core.run.metrics import (
+    InstructEpochMetrics,
+    InstructTrainResult,
+    SkippedStep,
+    StepHistory,
+    StepRecord,
+    TrainingMetrics,
+    ValidationRecord,
+    perplexity,
+)
+from mlxtune.errors import OutputError
+
+Record = StepRecord | SkippedStep | ValidationRecord | InstructEpochMetrics
+_KINDS: dict[str, type] = {
+    "step": StepRecord,
+    "skipped": SkippedStep,
+    "validation": ValidationRecord,
+    "epoch": InstructEpochMetrics,
+}
+# Nearly all lines, which there are a million of. No such line takes memory to speak of.
+_SHORT_LINE = 4096
+_KIND_OF = {kind: name for name, kind in _KINDS.items()}
+
+
+class Progress:
+    """How far a run has come: its records in their order, with those of steps stored compactly."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.steps = StepHistory()
+        # A step is the index of its record in `steps`.
+        self._entries: list[int | SkippedStep | ValidationRecord | InstructEpochMetrics] = []
+        for record in records:
+            self.append(record)
+
+    def append(self, record: Record) -> None:
+        """Add a record."""
+        if isinstance(record, StepRecord):
+            self.steps.append(record)
+            self._entries.append(len(self.steps) - 1)
+        else:
+            self._entries.append(record)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> Record:
+        entry = self._entries[index]
+        return self.steps[entry] if isinstance(entry, int) else entry
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self.__getitem__, range(len(self)))
+
+    @property
+    def step(self) -> int:
+        """The last step that was taken or skipped, 0 before the first."""
+        steps = (r.step for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
+        return next(steps, 0)
+
+    @property
+    def epochs(self) -> list[InstructEpochMetrics]:
+        """The completed epochs."""
+        return [entry for entry in self._entries if isinstance(entry, InstructEpochMetrics)]
+
+    @property
+    def best(self) -> ValidationRecord | None:
+        """The first validation with the lowest loss, but for that before the first step."""
+        after = (each for each in self.validations if each.step)
+        return min(after, key=attrgetter("val_loss"), default=None)
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch of the best validation."""
+        best = self.best
+        steps = (r for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
+        return next((each.epoch for each in steps if best and each.step <= best.step), None)
+
+    @property
+    def best_place(self) -> str:
+        """The best validation's `epoch 2`, or `step 40 (epoch 2)` within it; empty without one."""
+        best, epoch = self.best, self.best_epoch
+        if best is None or epoch is None:
+            return ""
+        at_end = any((each.epoch, each.val_loss) == (epoch, best.val_loss) for each in self.epochs)
+        return f"epoch {epoch}" if at_end else f"step {best.step:,} (epoch {epoch})"
+
+    @property
+    def validations_since_best(self) -> int:
+        """How many validations came after the best one."""
+        best = self.best
+        return sum(best is not None and each.step > best.step for each in self.validations)
+
+    @property
+    def validations(self) -> list[ValidationRecord]:
+        """The validations so far."""
+        return [entry for entry in self._entries if isinstance(entry, ValidationRecord)]
+
+    @property
+    def skipped(self) -> list[SkippedStep]:
+        """The skipped steps."""
+        return [entry for entry in self._entries if isinstance(entry, SkippedStep)]
+
+    @property
+    def initial_val_loss(self) -> float | None:
+        """The validation loss before the first step."""
+        return next((each.val_loss for each in self.validations if each.step == 0), None)
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """How many steps were skipped since the last one taken."""
+        recent = takewhile(lambda record: not isinstance(record, StepRecord), reversed(self))
+        return sum(isinstance(record, SkippedStep) for record in recent)
+
+    def lines(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield lines of metrics.jsonl one by one, to keep memory small."""
+        for i in range(start, end):
+            yield (json.dumps(record_values(self[i]), allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_jsonl(cls, content: bytes) -> Progress:
+        """Parse metrics.jsonl.
+
+        Raises ValueError, with the line, for an invalid record or a gap between steps.
+        """
+        progress = cls()
+        step = 0
+        for number, record in enumerate(parse_records(content), start=1):
+            if isinstance(record, ValueError):
+                raise ValueError(f"line {number} {record}") from record
+            if isinstance(record, StepRecord | SkippedStep):
+                step += 1
+                if record.step != step:
+                    raise ValueError(f"line {number} is step {record.step}, not {step}")
+            progress.append(record)
+        return progress
+
+    def epoch_metrics(
+        self, epoch: int, val_loss: float | None, learning_rate: float, time_ms: int
+    ) -> InstructEpochMetrics:
+        """Return the metrics of an epoch, or of its steps so far."""
+        steps = [record for record in self.steps if record.epoch == epoch]
+        train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
+        seconds = sum(record.seconds for record in steps)
+        return InstructEpochMetrics(
+            epoch=epoch,
+            train_loss=train_loss,
+            train_perplexity=perplexity(train_loss),
+            val_loss=val_loss,
+            val_perplexity=None if val_loss is None else perplexity(val_loss),
+            learning_rate=learning_rate,
+            epoch_time_ms=time_ms,
+            samples_per_sec=sum(record.rows for record in steps) / max(seconds, 1e-9),
+        )
+
+    def result(self, stopped_early: bool, time_ms: int) -> InstructTrainResult:
+        """Return the run as a whole, once it has ended."""
+        best = self.best
+        return InstructTrainResult(
+            epoch_metrics=self.epochs,
+            best_epoch=self.best_epoch,
+            best_step=best.step if best else None,
+            best_val_loss=best.val_loss if best else None,
+            stopped_early=stopped_early,
+            total_time_ms=time_ms,
+            initial_val_loss=self.initial_val_loss,
+            steps=list(self.steps),
+            validations=self.validations,
+        )
+
+    def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
+        """Drop the end of an epoch that was cut short, if more steps may follow.
+
+        Its validation stays if a run that goes on has it too (`validated`), or if it was better
+        than an earlier one, whose adapter in `best/` it has replaced.
+        """
+        if self.step < total_steps and self.step % steps_per_epoch:
+            earlier = any(0 < each.step < self.step for each in self.validations)
+            replaced = earlier and self.best is not None and self.best.step == self.step
+            kept = (int, SkippedStep, *[ValidationRecord] * (validated or replaced))
+            while not isinstance(self._entries[-1], kept):
+                self._entries.pop()
+
+
+def progress_of(result: InstructTrainResult) -> Progress:
+    """Return the record of a run from its result, which lacks skipped steps."""
+    progress = Progress(result.steps)
+    records: list[Record] = [*result.validations, *result.epoch_metrics]
+    for record in records:
+        progress.append(record)
+    return progress
+
+
+def record_values(record: Record) -> dict[str, Any]:
+    """Return what a line of metrics.jsonl holds."""
+    return {"kind": _KIND_OF[type(record)], **asdict(record)}
+
+
+def parse_records(content: bytes) -> Iterator[Record | ValueError]:
+    """Yield the record of each line of metrics.jsonl, or the problem with it.
+
+    Raises TooLarge for more lines than a run has, of those that are no numbers of steps.
+    """
+    others = 0
+    for line in io.BytesIO(content):
+        record: Record | ValueError
+        try:
+            record = parse_record(line)
+        except ValueError as error:
+            record = error
+        if not isinstance(record, StepRecord):
+            others += 1 + (len(record.rows) if isinstance(record, SkippedStep) else 0)
+            if others > OTHER_RECORDS:
+                raise TooLarge(f"{METRICS} has more than {OTHER_RECORDS:,} lines besides steps")
+        yield record
+
+
+def parse_record(line: bytes) -> Record:
+    """Parse a line of metrics.jsonl. Raises ValueError; its message follows the line's name."""
+    text = line.decode()
+    try:
+        short = len(line) < _SHORT_LINE
+        values = json.loads(text) if short else parse_json(line, RECORD, "the line")
+        kind = _KINDS[values.pop("kind")]
+        record: Record = kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("is not a record of a run") from error
+    for name, annotation in _FIELDS[kind]:
+        value = getattr(record, name)
+        if not _fits(value, annotation):
+            raise ValueError(f"is not a record of a run: its {name} is {value!r:.40}")
+    return record
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    if annotation is str:
+        return isinstance(value, str)
+    if annotation == list[str]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if type(value) is int:
+        return 0 <= value < _LARGEST_INT
+    # Rejects NaN and infinity too.
+    is_number = type(value) is float and abs(value) < _LARGEST_FLOAT
+    return annotation is not int and (
+        is_number or (value is None and NoneType in get_args(annotation))
+    )
+
+
+# The names and types of the fields of each kind.
+_FIELDS = {kind: list(get_type_hints(kind).items()) for kind in _KINDS.values()}
+# What the columns of StepHistory hold, and more than float32 arithmetic yields.
+_LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
+
+# Fields that depend on the machine and its memory, not on what was learned.
+MEASURED = (
+    *("seconds", "epoch_time_ms", "samples_per_sec"),
+    *("memory", "micro_batches", "run_tokens", "padding"),
+)
+
+
+def same_except_measurements(some: Iterable[Record], others: Iterable[Record]) -> bool:
+    """Return whether records are equal, apart from the time and memory each took."""
+    return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
+
+
+def _without_measurements(record: Record) -> dict[str, Any]:
+    return {name: value for name, value in asdict(record).items() if name not in MEASURED}
+
+
+class MetricsFile:
+    """Writes the record of a run to metrics.jsonl.
+
+    When the disk fails, it warns once; the next write that succeeds completes the file.
+    """
+
+    def __init__(self, folder: Path, on_problem: Callable[[str], None]) -> None:
+        self._path = folder / METRICS
+        self._on_problem = on_problem
+        self._failing = False
+        # The records and bytes in the file; None if the file has to be replaced.
+        self._written = 0
+        self._size: int | None = None
+
+    def write(self, progress: Progress) -> None:
+        """Append the records that are not in the file yet."""
+        try:
+            with as_output_error(self._path):
+                self._write(progress)
+        except OutputError as error:
+            if not self._failing:
+                self._on_problem(f"{error}; training continues and will try again")
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _write(self, progress: Progress) -> None:
+        count, size, self._size = len(progress), self._size, None
+        if size is None or not self._path.exists() or self._path.stat().st_size != size:
+            content = b"".join(progress.lines(0, count))
+            make_folder(self._path.parent)  # it may have been removed
+            write_file(self._path, [content])
+            size = len(content)
+        else:
+            content = b"".join(progress.lines(self._written, count))
+            with open_to_append(self._path) as file:
+                file.write(content)
+            size += len(content)
+        self._written, self._size = count, size

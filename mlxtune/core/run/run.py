@@ -1,0 +1,235 @@
+"""A run as its folder describes it: finished or not, perhaps damaged.
+
+No file is trusted: a missing or invalid value counts as absent.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlxtune.config.limits import OWN_JSON, TooLarge, parse_json
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.files.files import read_json, read_own
+from mlxtune.core.files.lock import holder_of
+from mlxtune.core.run.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
+from mlxtune.core.run.evaluation import Evaluation, parse_evaluation
+from mlxtune.core.run.metrics import SkippedStep, StepRecord
+from mlxtune.core.run.progress import Progress, Record, parse_records
+from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PREVIOUS, RESULT
+from mlxtune.errors import OutputError
+
+CHECKPOINTS = "checkpoints"
+# The files that tell a folder of a run from others.
+_OWN = {METRICS, ABOUT}
+# Large folders that never hold runs.
+_SKIPPED = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
+# Every number of a run's JSON files is smaller.
+_LARGEST = 2**63
+
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """A run as its folder describes it; `problems` are sentences on what could not be read.
+
+    `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the
+    process that is training it now.
+    """
+
+    folder: Path
+    about: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    ledgers: list[Ledger] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    checkpoints: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    holder: Mapping[str, Any] | None = None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The options of the run; empty if they could not be read."""
+        return mapping(self.about, "config")
+
+    def column(self, name: str) -> Sequence[float]:
+        """Return a value of every step, by its name in StepRecord."""
+        return self.progress.steps.column(name)
+
+    @property
+    def name(self) -> str:
+        """The folder as a user would name it, usually the folder of the adapter."""
+        folder, suffix = self.folder, ""
+        if folder.name == PREVIOUS:
+            folder, suffix = folder.parent, " (previous)"
+        if folder.name == CHECKPOINTS:
+            folder = folder.parent
+        shown = str(folder)
+        return (Path.cwd().name if shown == "." else shown) + suffix
+
+
+def run_folder_at(path: Path) -> Path:
+    """Return the run's folder for a path to it, its parent, its adapter or one of its checkpoints.
+
+    Raises OutputError if there is no run.
+    """
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir():
+        raise OutputError(f"{path}: no such folder: name the folder of a run")
+    if (folder / MANIFEST).exists():
+        folder = folder.parent
+    for place in (folder, folder / CHECKPOINTS):
+        if any((place / name).is_file() for name in _OWN) or checkpoint_folders(place):
+            return place
+    raise OutputError(f"{path}: holds no run: name the folder of a run, or of its adapter")
+
+
+def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
+    """Yield the folders of runs at or some levels below a folder, sorted by name."""
+    try:
+        with os.scandir(folder) as entries:
+            is_folder = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
+    except OSError:
+        return
+    if is_folder.keys() & {MANIFEST, "pyvenv.cfg"}:
+        return
+    if is_folder.keys() & _OWN:
+        yield folder
+        # Inside a run, only the run that it replaced.
+        is_folder = {PREVIOUS: is_folder.get(PREVIOUS, False)}
+    for name in sorted(is_folder):
+        if depth and is_folder[name] and name not in _SKIPPED and not name.startswith("."):
+            yield from find_runs(folder / name, depth - 1)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder. Whatever cannot be read is listed in `problems`."""
+    run = Run(folder, holder=holder_of(folder / LOCK))
+    run.about = _read(run, ABOUT, read_json, {})
+    run.result = _read(run, RESULT, read_json, {})
+    run.evaluation = _read(run, EVALUATION, read_evaluation, None)
+    run.ledgers = _read(run, LEDGER, read_ledgers, [])
+    run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
+    # Their files are not checked.
+    every: list[dict[str, Any]] = [
+        _read(run, f"{name}/{METADATA}", read_json, {}) for name in run.checkpoints
+    ]
+    run.metadata = max(every, key=lambda each: number(each, "step") or 0, default={})
+    _read_metrics(run)
+    return run
+
+
+def _read(run: Run, name: str, read: Callable[[Path], T], missing: T) -> T:
+    path = run.folder / name
+    try:
+        return read(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        run.problems.append(f"{name} cannot be read: {error.strerror}")
+    except ValueError as error:
+        # It names the file, but not its folder.
+        run.problems.append(f"{name.removesuffix(path.name)}{error}")
+    return missing
+
+
+def read_evaluation(path: Path) -> Evaluation | None:
+    """Read evaluation.json. Raises OSError, or ValueError if the file is invalid."""
+    values = read_json(path)
+    try:
+        return parse_evaluation(values)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not an evaluation") from error
+
+
+def read_ledgers(path: Path) -> list[Ledger]:
+    """Read ledger.json. Raises OSError, or ValueError if the file is invalid."""
+    try:
+        values = parse_json(read_own(path, OWN_JSON), OWN_JSON, path.name)
+        return [_ledger(**each) for each in values]
+    except TooLarge:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path.name} is not a list of ledgers") from error
+
+
+def _ledger(**values: Any) -> Ledger:
+    counters = {name: Counter(**values[name]) for name in ("rows_skipped", "notes")}
+    ledger = Ledger(**values | counters)
+    counts = [value for name, value in values.items() if name not in ("path", *counters)]
+    counts += [count for counter in counters.values() for count in counter.values()]
+    if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+        raise ValueError("a count is not a whole number")
+    if not isinstance(ledger.path, str):
+        raise TypeError("the path is not a string")
+    return ledger
+
+
+def _read_metrics(run: Run) -> None:
+    content = _read(run, METRICS, read_own, b"")
+    if not (run.folder / METRICS).exists() and (run.result or run.checkpoints):
+        run.problems.append(f"{METRICS} is missing, so there are no curves")
+    progress = run.progress
+    first, bad, lines = 0, 0, 0
+    try:
+        for lines, record in enumerate(parse_records(content), start=1):
+            if not _add_record(progress, record):
+                first, bad = first or lines, bad + 1
+    except TooLarge as error:
+        run.problems.append(str(error))
+    if bad == 1 and first == lines and not content.endswith(b"\n"):
+        run.problems.append(f"{METRICS}: its last line is incomplete")
+    elif bad:
+        more = f", and {bad - 1:,} more" if bad > 1 else ""
+        run.problems.append(f"{METRICS}: line {first} is not the next record of the run{more}")
+    if progress.step != len(progress.steps) + len(progress.skipped):
+        run.problems.append(f"{METRICS}: steps are missing")
+
+
+def _add_record(progress: Progress, record: Record | ValueError) -> bool:
+    """Add a line's record; return False if it is not one, or not of a later step."""
+    if isinstance(record, ValueError):
+        return False
+    if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:
+        return False
+    progress.append(record)
+    return True
+
+
+# Values of untrusted JSON
+
+
+def number(values: Mapping[str, Any], *names: str) -> float | None:
+    """Return the finite number under a path of names; None if there is none."""
+    value = _at(values, names)
+    # Rejects NaN and infinity too.
+    return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
+
+
+def whole(values: Mapping[str, Any], *names: str) -> int | None:
+    """Return the number under a path of names without its fraction; None if there is none."""
+    value = number(values, *names)
+    return None if value is None else int(value)
+
+
+def text(values: Mapping[str, Any], *names: str) -> str:
+    """Return the text under a path of names, or an empty one."""
+    value = _at(values, names)
+    return value if isinstance(value, str) else ""
+
+
+def mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object under a name, or an empty one."""
+    value = values.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _at(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+    value: Any = values
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,254 @@
+"""The folder of a run: where to resume, and how a new run replaces it.
+
+`core/run/run_files.py` lists its files. The process that trains there holds `.mlxtune.lock`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxtune.core.files.files import as_output_error, make_folder, write_file
+from mlxtune.core.files.lock import Held, Lock, NoLocks, holder_of
+from mlxtune.core.files.ours import (
+    discard,
+    entries,
+    is_empty,
+    is_folder,
+    is_ours,
+    is_shallow,
+    move,
+    remove_file,
+)
+from mlxtune.core.run.checkpoint import (
+    BEST,
+    METRICS,
+    Checkpoint,
+    checkpoint_folders,
+    find_checkpoints,
+    is_checkpoint,
+    is_named_checkpoint,
+    recover,
+)
+from mlxtune.core.run.own_runs import MARK, is_own, mark
+from mlxtune.core.run.profile import PROFILE
+from mlxtune.core.run.progress import Progress
+from mlxtune.core.text import join_few
+from mlxtune.errors import OutputError
+
+ABOUT = "run.json"
+LEDGER = "ledger.json"
+RESULT = "result.json"
+EVALUATION = "evaluation.json"
+REPORT = "report.html"
+PREVIOUS = "previous"
+_MOVING = ".previous.moving"
+LOCK = ".mlxtune.lock"
+# The run's identity with each tracker, and the files of trackers that keep them here.
+TRACKING = "tracking.json"
+TENSORBOARD = "tensorboard"
+_OF_A_RUN = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT, PROFILE)
+# TRACKING shows that folders of these names belong to the run, so it is moved last.
+_TRACKERS = (TENSORBOARD, "wandb")
+_FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK}
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to resume from.
+
+    `kept` are the numbered checkpoints up to this one, the oldest first; `skipped` says why newer
+    ones are unusable.
+    """
+
+    checkpoint: Checkpoint
+    progress: Progress
+    kept: Sequence[Path]
+    skipped: Mapping[Path, str]
+
+
+def find_resume_point(run: Path) -> ResumePoint | None:
+    """Return the newest checkpoint to resume from; None if the folder has none.
+
+    It must be valid, and so must `best/` if an earlier validation was the best so far.
+
+    Raises OutputError when there are checkpoints but none is usable.
+    """
+    if is_checkpoint(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
+        # Where another process trains, it is about to come back by itself.
+        with suppress(OutputError):
+            lock_run(run).release()
+    good, skipped = find_checkpoints(run)
+    for checkpoint in good:
+        try:
+            progress = Progress.from_jsonl(checkpoint.metrics)
+            if progress.step != checkpoint.step:
+                raise ValueError(f"its metrics end at step {progress.step}, not {checkpoint.step}")
+            if not _has_best(progress, good):
+                raise ValueError(f"{BEST}/, of an earlier step, is missing or damaged")
+        except (OSError, ValueError) as problem:
+            skipped[checkpoint.folder] = str(problem)
+        else:
+            numbered = [each for each in reversed(good) if each.folder.name != BEST]
+            kept = [each.folder for each in numbered if each.step <= checkpoint.step]
+            return ResumePoint(checkpoint, progress, kept, skipped)
+    if skipped:
+        why = "; ".join(f"{folder.name}: {reason}" for folder, reason in sorted(skipped.items()))
+        raise OutputError(
+            f"{run}: none of its checkpoints can be used: {why}: "
+            "start over with mlxtune train --overwrite"
+        )
+    return None
+
+
+def _has_best(progress: Progress, good: list[Checkpoint]) -> bool:
+    best = progress.best
+    if best is None or best.step == progress.step:
+        return True
+    saved = (each.metadata for each in good if each.folder.name == BEST)
+    return any((each["step"], each.get("val_loss")) == (best.step, best.val_loss) for each in saved)
+
+
+def is_unfinished(run: Path) -> bool:
+    """Return whether a folder holds a run that has checkpoints but did not end."""
+    return bool(checkpoint_folders(run)) and not (run / RESULT).exists()
+
+
+def reopen(run: Path) -> None:
+    """Remove the files of a run's end before it resumes. Raises OutputError."""
+    for name in (RESULT, EVALUATION):
+        with as_output_error(run / name):
+            remove_file(run / name)
+    # A stale report does no harm.
+    with suppress(OSError):
+        remove_file(run / REPORT)
+
+
+def lock_run(run: Path, *, new: bool = False) -> Lock:
+    """Lock a run's folder, created if missing, for the lifetime of this process.
+
+    It is first known to be ours, and as the place of a `new` run to hold nothing in its way.
+
+    Raises OutputError when another process trains there, or the folder cannot be written.
+    """
+    with as_output_error(run, "--checkpoint-dir"):
+        try:
+            if (holder := holder_of(run / LOCK)) is not None:
+                raise Held(holder)
+            check_own(run, new=new)
+            make_folder(run, "--checkpoint-dir")
+            lock = Lock(run / LOCK)
+        except Held as held:
+            raise OutputError(
+                f"{run}: process {held.holder.get('pid', 'of another user')} is training here: "
+                "wait until it ends, or choose another --checkpoint-dir"
+            ) from held
+        except NoLocks as error:
+            raise OutputError(
+                f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
+                "--checkpoint-dir on a local disk"
+            ) from error
+        recover(run)
+        return lock
+
+
+def lock_output(adapter: Path) -> Lock | None:
+    """Lock a run's adapter for the lifetime of this process; None where there are no locks.
+
+    Raises OutputError when another run is to write it, or its folder cannot be written.
+    """
+    with as_output_error(adapter, "--output"):
+        make_folder(adapter.parent, "--output")
+        try:
+            return Lock(adapter.with_name(f".{adapter.name}{LOCK}"))
+        except Held as held:
+            raise OutputError(
+                f"{adapter}: process {held.holder.get('pid', 'of another user')} is training here: "
+                "wait until it ends, or choose another --output"
+            ) from held
+        except NoLocks:
+            return None
+
+
+def check_own(run: Path, *, new: bool = True) -> None:
+    """Raise OutputError if a run would change what something else wrote there.
+
+    A `new` run moves or replaces all of an earlier one, a resumed run only single files.
+    """
+    if not run.is_dir():
+        return
+    with as_output_error(run, "--checkpoint-dir"):
+        paths = entries(run)
+        files = [path for path in paths if path.name in _FILES]
+        others = [path for path in files if not is_ours(path)]
+        if new:
+            if not is_ours(run / MARK):
+                others += [path for path in files if path.name not in (MARK, LOCK)]
+            others += [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
+            moved = (run / name for name in (PREVIOUS, _MOVING))
+            others += [path for path in moved if os.path.lexists(path) and not _is_run(path)]
+    if others:
+        names = join_few(sorted({path.name for path in others}))
+        raise OutputError(
+            f"{run}: holds {names}, not written by mlxtune: move it away, or choose another "
+            "--checkpoint-dir"
+        )
+
+
+def _is_strange(folder: Path) -> bool:
+    return not is_checkpoint(folder) and not is_empty(folder)
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder holds the files of an earlier run alone, or none."""
+    if not is_folder(folder):
+        return False
+    paths = entries(folder)
+    return not paths or (is_ours(folder / MARK) and all(map(_is_of_a_run, paths)))
+
+
+def _is_of_a_run(path: Path) -> bool:
+    if is_named_checkpoint(path):
+        return not _is_strange(path)
+    if path.name in _TRACKERS:
+        # Trackers choose the names of their files.
+        return is_folder(path) and is_shallow(path)
+    return path.name in _FILES and is_ours(path)
+
+
+def archive_previous_run(run: Path) -> Path | None:
+    """Move an earlier run's files into `previous/`, replacing its content; mark the folder.
+
+    If interrupted, the next call completes the move.
+
+    Returns `previous/`, or None when the folder holds no run. Raises OutputError, also where other
+    files are in the way.
+    """
+    check_own(run)
+    previous, moving = run / PREVIOUS, run / _MOVING
+    make_folder(run)
+    with as_output_error(previous):
+        earlier = [path for path in sorted(run.iterdir()) if is_named_checkpoint(path)]
+        earlier += [run / name for name in _OF_A_RUN if os.path.lexists(run / name)]
+        if os.path.lexists(run / TRACKING):
+            names = (*_TRACKERS, TRACKING)
+            earlier += [run / name for name in names if os.path.lexists(run / name)]
+        if not earlier and not is_folder(moving):
+            mark(run)
+            return None
+        make_folder(moving)
+        if is_own(run):
+            mark(moving)
+        else:
+            write_file(moving / MARK, [])
+        for path in earlier:
+            # A run that was resumed after a move that was interrupted has made some again.
+            if path.name in _FILES:
+                remove_file(moving / path.name)
+            move(path, moving / path.name)
+        if previous.exists():
+            discard(previous)
+        move(moving, previous)
+        mark(run)
+    return previous

@@ -1,0 +1,94 @@
+"""What a run is expected to take: memory, steps and time."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxtune.core.run.speed import Speed
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.scaling import Scaling
+
+
+@dataclass(frozen=True)
+class LongestFit:
+    """Tokens of the longest example that fits, with activations kept and recomputed.
+
+    No more than `context`, the tokens that the model was made for.
+    """
+
+    kept: int
+    recomputed: int
+    context: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is expected to take; without data, only the memory of the longest example.
+
+    `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
+    larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the
+    training rows, `all_tokens` those of all steps. With `scaling`, memory is that of a rank.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    max_seq_len: int
+    memory: MemoryPlan
+    lora: str = ""
+    trainable_parameters: int = 0
+    expert_matrices: int = 0
+    larger_limit: str = ""
+    rows: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    all_tokens: int = 0
+    speed: Speed | None = None
+    scaling: Scaling | None = None
+    longest: LongestFit | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long all steps will take; None without a known speed or without data."""
+        if not self.speed or not self.steps:
+            return None
+        gain = self.scaling.speedup if self.scaling else None
+        return self.all_tokens / self.speed.tokens_per_s / (gain or 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as docs/plan.md describes it."""
+        plan, execution, peak = self.memory, self.memory.execution, self.memory.peak
+        return {
+            "model": self.model,
+            "lora": {
+                "description": self.lora,
+                "trainable_parameters": self.trainable_parameters,
+                "expert_matrices": self.expert_matrices,
+            },
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_seq_len": self.max_seq_len,
+            "micro_batch_tokens": execution.micro_batch_tokens,
+            "grad_checkpoint": execution.recompute,
+            "loss_chunk": execution.loss_chunk,
+            "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
+            "larger_limit": self.larger_limit or None,
+            "longest": None if self.longest is None else asdict(self.longest),
+            "data": self._data() if self.steps else None,
+            "ranks": None if self.scaling is None else self.scaling.as_dict(),
+            "speed": None if self.speed is None else asdict(self.speed),
+            "seconds": self.seconds,
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised,
+            "steps_per_epoch": self.steps_per_epoch,
+            "steps": self.steps,
+            "micro_batches_per_step": round(self.memory.micro_batches_per_step, 3),
+            "padding_share": round(self.memory.padding_share, 4),
+            "run_share": round(self.memory.run_share, 4),
+        }

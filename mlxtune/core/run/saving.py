@@ -1,0 +1,127 @@
+"""When a run writes checkpoints, which ones it keeps, and how it handles a failing disk."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxtune.core.run import checkpoint
+from mlxtune.errors import OutputError
+
+# After a failed save, the next attempt is at the next regular save or after this many seconds.
+_RETRY_SECONDS = 60.0
+
+# The state of a pipeline at one moment, which writes itself into a folder, then or later.
+Snapshot = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint holds. `metrics` returns the lines of metrics.jsonl at that moment."""
+
+    snapshot: Snapshot
+    metadata: Mapping[str, Any]
+    metrics: Callable[[], Iterable[bytes]]
+
+
+def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
+    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a shorter run."""
+    return epochs <= save_every or epoch % save_every == 0
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of a run.
+
+    A checkpoint within an epoch is due every `every_steps` or `every_minutes`, whichever comes
+    first. The last `keep` remain, in addition to `best/`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every_steps: int | None,
+        every_minutes: float,
+        keep: int,
+        on_saved: Callable[[Path], None],
+        on_problem: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.latest: Path | None = None
+        self._every_steps = every_steps
+        self._every_seconds = every_minutes * 60
+        self._keep = keep
+        self._on_saved = on_saved
+        self._on_problem = on_problem
+        self._clock = clock
+        self._kept: list[Path] = []
+        self._failing = False
+        self._saved_at, self._saved_step = clock(), 0
+        # The best snapshot, until it can be written.
+        self._pending_best: CheckpointContent | None = None
+
+    def resume(self, kept: Sequence[Path], step: int) -> None:
+        """Continue after `step` steps, with the checkpoints kept so far, the oldest first."""
+        self._kept, self._saved_step = list(kept), step
+        self.latest = kept[-1] if kept else None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to write a checkpoint after this step."""
+        elapsed = self._clock() - self._saved_at
+        if self._failing and elapsed >= _RETRY_SECONDS:
+            return True
+        return self.is_due_by_steps(step) or 0 < self._every_seconds <= elapsed
+
+    def is_due_by_steps(self, step: int) -> bool:
+        """Return whether it is due whatever the clock says."""
+        return self._every_steps is not None and step - self._saved_step >= self._every_steps
+
+    def try_save(self, name: str, content: CheckpointContent) -> None:
+        """Write a checkpoint and remove older ones; if that fails, warn and let training continue.
+
+        Progress is lost only if the run ends before the disk works again.
+        """
+        self._try(lambda: self.save(name, content))
+
+    def save(self, name: str, content: CheckpointContent) -> Path:
+        """Write a checkpoint and remove older ones. Raises OutputError."""
+        self._saved_step, self._saved_at = content.metadata["step"], self._clock()
+        # A checkpoint after the best one cannot be resumed without `best/`.
+        self._save_pending_best()
+        target = self._write(name, content)
+        self._kept = [*(path for path in self._kept if path != target), target][-self._keep :]
+        checkpoint.prune(self.folder, set(self._kept))
+        return target
+
+    def save_best(self, content: CheckpointContent) -> None:
+        """Write `best/`, or leave it to the next save if it cannot be written now."""
+        self._pending_best = content
+        self._try(self._save_pending_best)
+
+    def finish(self) -> None:
+        """Write `best/` if it is still pending, and remove old checkpoints. Raises OutputError."""
+        self._save_pending_best()
+        if self._kept:
+            checkpoint.prune(self.folder, set(self._kept[-self._keep :]))
+
+    def _save_pending_best(self) -> None:
+        if self._pending_best is not None:
+            self._write(checkpoint.BEST, self._pending_best)
+            self._pending_best = None
+
+    def _write(self, name: str, content: CheckpointContent) -> Path:
+        target = self.folder / name
+        checkpoint.write_checkpoint(target, content.snapshot, content.metadata, content.metrics())
+        self.latest, self._failing = target, False
+        self._on_saved(target)
+        return target
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OutputError as error:
+            if not self._failing:
+                self._on_problem(f"{error}; training continues and will try again")
+            self._failing = True

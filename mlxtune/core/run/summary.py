@@ -1,0 +1,384 @@
+"""A run described once, for every text, page, card and table; and its options compared."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import operator
+import os
+import shlex
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Any
+
+from mlxtune.config import TrainConfig
+from mlxtune.config.fields import Affects, flag
+from mlxtune.config.options import OPTIONS
+from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
+from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
+from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
+
+_CURVE_POINTS = 12
+NOT_BETTER = (
+    "no epoch was better than the base model on the validation rows: lower --lr, or add data"
+)
+_STYLES = {HELPED: ("", "✓"), HURT: ("error", "✕"), CANNOT_TELL: ("warning", "!")}
+# The fields that the JSON of a run leaves out.
+_NOT_IN_JSON = ("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A sentence on a run, its style on the page, and a command or path that belongs to it."""
+
+    style: str
+    text: str
+    code: str = ""
+
+    @property
+    def line(self) -> str:
+        """The sentence and what belongs to it."""
+        return f"{self.text} {self.code}".strip()
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run in a few numbers and sentences; None, or empty, for what it did not record.
+
+    `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
+    in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
+    `train_loss` is the mean of the last epoch, or of the steps before a first one ends. `curve` is
+    the validation loss or, with fewer than three, the training loss in a few means. `judged` is the
+    verdict of the evaluation, `best_place` the epoch or step of the best validation.
+    """
+
+    name: str
+    folder: str
+    status: str
+    started: str
+    model: str
+    data: tuple[str, ...]
+    step: int
+    total_steps: int | None
+    epoch: int
+    epochs: int | None
+    train_loss: float | None
+    initial_val_loss: float | None
+    best_val_loss: float | None
+    best_epoch: int | None
+    best_step: int | None
+    tokens_per_second: float | None
+    peak_memory: int | None
+    predicted_memory: int | None
+    seconds: float | None
+    adapter: str
+    sha256: str
+    resume: str
+    problems: tuple[str, ...]
+    curve: tuple[float, ...]
+    rows_per_second: float | None
+    last_val_loss: float | None
+    best_place: str
+    judged: Verdict | None
+
+    @classmethod
+    def of(cls, run: Run) -> RunView:
+        """Describe a run."""
+        progress, best, status = run.progress, run.progress.best, _status(run)
+        seconds = math.fsum(run.column("seconds"))
+        losses = [each.val_loss for each in progress.validations]
+        peak = max([whole(run.result, "peak_memory") or 0, *map(int, run.column("memory"))])
+        return cls(
+            name=run.name,
+            folder=str(run.folder),
+            status=status,
+            started=_started(run),
+            model=PurePath(text(run.config, "model_path")).name,
+            data=data_names(run),
+            step=progress.step,
+            total_steps=whole(run.about, "plan", "steps"),
+            epoch=len(progress.epochs),
+            epochs=whole(run.config, "epochs"),
+            train_loss=_train_loss(run),
+            initial_val_loss=progress.initial_val_loss,
+            best_val_loss=best.val_loss if best else None,
+            best_epoch=progress.best_epoch,
+            best_step=best.step if best else None,
+            tokens_per_second=_speed(run, "tokens", seconds),
+            peak_memory=peak or None,
+            predicted_memory=whole(run.about, "plan", "memory", "peak"),
+            seconds=_seconds(run) or seconds or None,
+            adapter=_adapter(run),
+            sha256=text(run.result, "sha256"),
+            resume=_resume(run) if status == "unfinished" else "",
+            problems=tuple(run.problems),
+            curve=tuple(
+                bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
+            ),
+            rows_per_second=_speed(run, "rows", seconds),
+            last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
+            best_place=progress.best_place,
+            judged=_judged(run.evaluation),
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether training is complete, by its last epoch or by early stopping."""
+        return self.status in ("finished", "stopped early")
+
+    @property
+    def steps(self) -> str:
+        """The steps taken, in words."""
+        if self.finished:
+            epochs = f" in {count(self.epoch, 'epoch')}" if self.epoch else ""
+            return f"{self.step:,}{epochs}{', early' * (self.status == 'stopped early')}"
+        total = f"/{self.total_steps:,}" if self.total_steps else ""
+        return f"{self.step:,}{total} {self.status}"
+
+    @property
+    def course(self) -> str:
+        """The number of steps, and the time that they took."""
+        took = f" in {duration(self.seconds)}" if self.seconds else ""
+        return f"{count(self.step, 'step')}{took}"
+
+    @property
+    def speed(self) -> str:
+        """The speed in tokens of examples, with its unit."""
+        speed = self.tokens_per_second
+        return f"{speed:,.0f} tokens/s" if speed else ""
+
+    @property
+    def improved(self) -> bool:
+        """Whether a validation was better than the one before training, as far as is known."""
+        before, best = self.initial_val_loss, self.best_val_loss
+        return before is None or best is None or best < before
+
+    @property
+    def verdict(self) -> Verdict:
+        """What became of the run, in a sentence."""
+        if self.status == "running":
+            return Verdict("warning", "! The run is still training: these are its results so far.")
+        if not self.finished:
+            resume = " Resume it with" if self.resume else ""
+            return Verdict("warning", f"! The run is unfinished.{resume}", self.resume)
+        if self.judged is not None:
+            return self.judged
+        ended = "stopped early" if self.status == "stopped early" else "finished"
+        if not self.improved:
+            return Verdict("warning", f"! The run {ended}. {sentence(NOT_BETTER)}")
+        chosen = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
+        adapter = " Its adapter:" if self.adapter else ""
+        return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", self.adapter)
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The numbers of the run, each by its meaning."""
+        figures = {}
+        if self.best_val_loss is not None:
+            before = self.initial_val_loss
+            improved = f", from {loss_text(before)} before training" if before is not None else ""
+            figures[f"best validation loss{improved}"] = loss_text(self.best_val_loss)
+        if self.train_loss is not None:
+            period = "the last epoch" if self.epoch else "the steps so far"
+            figures[f"training loss in {period}"] = loss_text(self.train_loss)
+        if self.seconds is not None:
+            speed = f", {self.speed}" if self.speed else ""
+            figures[f"for {count(self.step, 'step')}{speed}"] = duration(self.seconds)
+        if self.peak_memory is not None:
+            predicted = self.predicted_memory
+            prediction = f", {byte_size(predicted)} predicted" if predicted else ""
+            figures[f"peak memory{prediction}"] = byte_size(self.peak_memory)
+        return figures
+
+    @property
+    def headline(self) -> str:
+        """What the run achieved, in one sentence."""
+        model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"
+        if len(self.data) > 2:
+            data = f"{self.data[0]} and {len(self.data) - 1} more files"
+        before, best = self.initial_val_loss, self.best_val_loss
+        validated = before is not None and best is not None
+        if not self.finished:
+            total = f" of {self.total_steps:,}" if self.total_steps else ""
+            verb = "is at" if self.status == "running" else "stopped at"
+            losses = f"; validation loss {loss_text(before)} before, {loss_text(best)} at best"
+            return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
+        trained = count(self.epoch, "epoch") if self.epoch else count(self.step, "step")
+        if before is not None and best is not None:
+            if not self.improved:
+                losses = f"{loss_text(before)} before, {loss_text(best)} at best"
+                return f"{trained} on {data} did not improve {model}: validation loss {losses}"
+            losses = f"from {loss_text(before)} to {loss_text(best)}"
+            return f"{trained} on {data} took {model}’s validation loss {losses}"
+        if self.train_loss is not None:
+            loss = loss_text(self.train_loss)
+            return f"{trained} on {data} brought {model} to a training loss of {loss}"
+        return f"{model} on {data}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON of a run in `mlxtune runs` and `mlxtune report`, without the curve."""
+        values = asdict(self) | {"data": list(self.data)}
+        for name in _NOT_IN_JSON:
+            del values[name]
+        return values | {"headline": self.headline, "problems": list(self.problems)}
+
+
+def _judged(evaluation: Evaluation | None) -> Verdict | None:
+    if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
+        return None
+    style, sign = _STYLES[evaluation.verdict]
+    return Verdict(style, f"{sign} {sentence(verdict_line(evaluation))}")
+
+
+def hub_data(run: Run) -> list[Mapping[str, Any]]:
+    """Return what a run recorded about each data set of the hub."""
+    recorded = run.about.get("hub")
+    found = recorded if isinstance(recorded, list) else []
+    return [each for each in found if isinstance(each, Mapping)]
+
+
+def data_names(run: Run) -> tuple[str, ...]:
+    """Return the names of a run's data files."""
+    return tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers))
+
+
+def data_name(run: Run, path: str) -> str:
+    """Return the name of a ledger's file, or of its split on the hub."""
+    for data in hub_data(run):
+        for title in map(str, mapping(data, "titles").values()):
+            if path == title or path.startswith(f"{title}/"):
+                return title
+    return PurePath(path).name
+
+
+def bucket_means(values: Sequence[float], most: int) -> list[float]:
+    """Return the means of `most` buckets of values, or the values if there are fewer."""
+    parts = min(most, len(values))
+    bounds = [len(values) * i // parts for i in range(parts + 1)] if parts else [0]
+    return [statistics.fmean(values[a:b]) for a, b in pairwise(bounds)]
+
+
+def _started(run: Run) -> str:
+    try:
+        started = datetime.datetime.fromisoformat(text(run.about, "started_at"))
+        started.astimezone().timestamp()  # the first and the last year may have none
+    except (ValueError, OverflowError, OSError):
+        return ""
+    return started.isoformat(timespec="seconds")
+
+
+def _status(run: Run) -> str:
+    if run.result:
+        return "stopped early" if run.result.get("stopped_early") is True else "finished"
+    return "running" if run.holder is not None else "unfinished"
+
+
+def _train_loss(run: Run) -> float | None:
+    if run.progress.epochs:
+        return run.progress.epochs[-1].train_loss
+    tokens = run.column("supervised_tokens")
+    losses = math.fsum(map(operator.mul, run.column("loss"), tokens))
+    return losses / sum(tokens) if any(tokens) else None
+
+
+def _seconds(run: Run) -> float | None:
+    for source in (run.result, run.metadata):
+        if (milliseconds := number(source, "total_time_ms")) is not None:
+            return milliseconds / 1000
+    return None
+
+
+def _speed(run: Run, name: str, seconds: float) -> float | None:
+    # Within the smallest float's time, even one token is infinitely fast.
+    speed = sum(run.column(name)) / seconds if seconds > 0 else math.inf
+    return speed if math.isfinite(speed) else None
+
+
+def _adapter(run: Run) -> str:
+    adapter = text(run.result, "adapter")
+    return os.path.normpath(run.folder / adapter) if adapter else ""
+
+
+def _resume(run: Run) -> str:
+    if not run.checkpoints:
+        return ""
+    folder = run.folder
+    if folder.name == CHECKPOINTS and str(folder.parent) != ".":
+        folder = folder.parent
+    return f"mlxtune train --resume {shlex.quote(str(folder))}"
+
+
+def _lowest_first(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _newest_first(run: RunView) -> float:
+    return -datetime.datetime.fromisoformat(run.started).timestamp() if run.started else 0.0
+
+
+# The keys that sort runs: the newest, the lowest loss, the fastest or the longest first.
+SORTS: dict[str, Callable[[RunView], Any]] = {
+    "when": _newest_first,
+    "name": lambda run: run.name,
+    "val": lambda run: _lowest_first(run.best_val_loss),
+    "train": lambda run: _lowest_first(run.train_loss),
+    "speed": lambda run: -(run.tokens_per_second or 0.0),
+    "steps": lambda run: -run.step,
+}
+
+
+# Options
+
+
+def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
+    """Return each option's value, its default, and whether they differ, by its flag.
+
+    Those that differ come first.
+    """
+    defaults = {each.name: option_text(each.default) for each in fields(TrainConfig)}
+    options = {}
+    for name, value in run.config.items():
+        own, default = option_text(value), defaults.get(name)
+        options[flag(str(name))] = (own, default or "–", own != default)
+    return dict(sorted(options.items(), key=lambda item: not item[1][2]))
+
+
+def option_text(value: Any) -> str:
+    """Return an option's value as a user would type it."""
+    if value is None or value == "" or value == () or value == []:
+        return "–"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return the options whose values differ between runs, with the value in each run."""
+    places = {name for name, option in OPTIONS.items() if option.affects is Affects.PLACES}
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in places)
+    values = {name: [option_text(run.config.get(name)) for run in runs] for name in names}
+    return {flag(name): each for name, each in values.items() if len(set(each)) > 1}
+
+
+def planned_shares(run: Run) -> dict[str, float | None]:
+    """Return the micro-batches, and the shares of padding and of tokens run, that were planned."""
+    names = ("micro_batches_per_step", "padding_share", "run_share")
+    return {name: number(run.about, "plan", name) for name in names} | {
+        "micro_batch_tokens": whole(run.about, "plan", "micro_batch_tokens")
+    }
+
+
+def measured_shares(run: Run) -> dict[str, float | None]:
+    """Return the measured values, without `micro_batch_tokens`; None for those not measured."""
+    micro_batches = [number for number in run.column("micro_batches") if number]
+    tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
+    return {
+        "micro_batches_per_step": statistics.fmean(micro_batches) if micro_batches else None,
+        "padding_share": sum(run.column("padding")) / tokens_run if tokens_run else None,
+        "run_share": tokens_run / tokens if tokens_run and tokens else None,
+    }

@@ -1,1 +1,0 @@
-"""Reading a run's folder: records, summaries, verification, certificates."""

@@ -1,0 +1,76 @@
+"""`mlxtune doctor`: whether training works here, and how well."""
+
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlxtune.backend.workers.environment import launched_several
+from mlxtune.config import StepConfig, user_cache
+from mlxtune.core.machine import facts
+from mlxtune.core.machine.blas import load_blas
+from mlxtune.core.machine.checks import Diagnosis, check_lines, diagnose
+from mlxtune.core.machine.children import probe_device
+from mlxtune.core.machine.conditions import Sensors
+from mlxtune.core.machine.reservation import reservations
+from mlxtune.diagnosis import requirements
+from mlxtune.views.output import print_json, print_line
+
+
+def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
+    """Look at this machine and its packages, and judge whether training works here.
+
+    Under mlx.launch, look at all machines, the network between them, and whether all have the same
+    model and data. Raises RankError when they cannot be reached; else problems are among the
+    checks.
+    """
+    device, problem = probe_device()
+    sensors = Sensors()
+    diagnosis = diagnose(
+        facts.Machine(
+            system=platform.system(),
+            **facts.read_system(),
+            power=sensors.power(),
+            thermal=sensors.thermal(),
+            processor=platform.machine(),
+            python=platform.python_version(),
+            packages=requirements.packages(),
+            libraries=requirements.mlx_libraries(),
+            mlx_first=_mlx_first(device),
+            device=device,
+            device_problem=problem,
+            has_nvidia=facts.has_nvidia(),
+            default_limit=int(StepConfig.memory_limit * 10**9),
+            reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
+            folders=facts.folders(),
+            offline=facts.offline(),
+        )
+    )
+    if not launched_several() or device is None:
+        return diagnosis
+    # MLX, which may crash where it is imported.
+    from mlxtune.backend.workers.launch import check_ranks, join
+
+    ranks = join()
+    joint = check_ranks(ranks, diagnosis.checks, model_path, data)
+    return replace(diagnosis, checks=(*diagnosis.checks, *joint), rank=ranks.rank)
+
+
+def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
+    """Print the checks as lines or JSON; return whether training is possible."""
+    diagnosis = doctor(model_path, data)
+    if diagnosis.rank:
+        # Rank 0 prints them.
+        return diagnosis.can_train
+    if as_json:
+        print_json(diagnosis.as_dict())
+    else:
+        for line in (*check_lines(diagnosis.checks), diagnosis.summary()):
+            print_line(line)
+    return diagnosis.can_train
+
+
+def _mlx_first(device: facts.Device | None) -> bool:
+    """Return whether mlx was imported here before mlxtune, too early for the BLAS of `device`."""
+    has_blas = device is not None and device.blas is not None
+    return "mlx.core" in sys.modules and load_blas().name is None and has_blas

@@ -1,0 +1,139 @@
+"""What `mlxtune doctor --prove` works with: small models, rows, and processes that use them."""
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config.demo import DATA, demo_file
+from mlxtune.core.files.files import file_hash, read_json, write_file
+from mlxtune.core.files.reading import read_bytes, read_text
+from mlxtune.core.files.scratch import lasting_folder
+from mlxtune.core.machine.children import ChildError, Children, describe_end
+
+QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
+# Made here, each by a job of the worker.
+BASE, DENSE = "4-bit base", "16-bit base"
+_MADE = {BASE: "base", DENSE: "dense"}
+# Threads slow down products as small as these. By default the newest GPUs round the factors of
+# float32 products to 19 bits.
+_QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_EXACT = {"MLX_ENABLE_TF32": "0", **_QUICK}
+_ROWS = 32
+# With dropout, only turns of a row share a beginning: two, which keeps bytes equal on Metal.
+_TRAINING = (
+    *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
+    *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3", "--no-cache", "--quiet"),
+)
+# Of the 8 that the rows make.
+_BASE_STEPS = ("--max-steps", "3")
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """Keeps everything in the folder `scratch`."""
+
+    scratch: Path
+
+    @property
+    def children(self) -> Children:
+        """Starts processes whose temporary files are in the folder too."""
+        return Children(self.scratch)
+
+    def model(self, name: str) -> Path:
+        """Return a model's folder; the bases are made when first asked for."""
+        if name not in _MADE:
+            return demo_file(name)
+        folder = self.scratch / _MADE[name]
+        if not folder.exists():
+            list(self.measure(_MADE[name], demo_file(QWEN), folder))
+        return folder
+
+    @cached_property
+    def rows(self) -> Path:
+        """Rows to train on: the first of the demo's."""
+        lines = read_text(demo_file(DATA)).splitlines()
+        return self._write("rows.jsonl", lines[:_ROWS])
+
+    @cached_property
+    def step(self) -> Path:
+        """Rows whose examples share beginnings: one with each set of roles, and one twice."""
+        kinds: dict[tuple[str, ...], str] = {}
+        for line in read_text(self.rows).splitlines():
+            kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
+        lines = list(kinds.values())
+        return self._write("step.jsonl", [*lines, lines[-1]])
+
+    def measure(self, job: str, *paths: Path, exact: bool = True) -> Iterator[dict[str, Any]]:
+        """Yield the records of a job of the worker, and raise ChildError if it then fails.
+
+        Unless `exact`, float32 products are the device's own.
+        """
+        folder = lasting_folder("job", self.scratch)
+        records = folder / "records"
+        status = self.children.run(
+            ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)],
+            folder,
+            variables=_EXACT if exact else _QUICK,
+        )
+        if records.exists():
+            yield from map(json.loads, read_text(records).splitlines())
+        _expect(status, 0, folder)
+
+    def bench(self, name: str, *timed: str) -> dict[str, Any]:
+        """Return what `mlxtune bench --against mlx-lm` measures, with these options, on a model."""
+        folder = self.scratch / "bench"
+        data = ("--model-path", str(self.model(name)), "--data", str(self.rows), "--no-cache")
+        output = ("--quiet", "--json", str(folder / "bench.json"))
+        options = (*data, "--against", "mlx-lm", "--repeats", "1", *timed, *output)
+        status = self.children.run(["-m", "mlxtune", "bench", *options], folder)
+        _expect(status, 0, folder)
+        return read_json(folder / "bench.json")
+
+    def trained(self, name: str, run: str = "straight") -> str:
+        """Return the hash of the adapter that a run writes; a run is made once."""
+        folder = self.scratch / f"{name}-{run}"
+        adapter = folder / "adapters.safetensors"
+        if not adapter.exists():
+            _expect(self._train(name, folder), 0, folder)
+        return file_hash(adapter)
+
+    def resumed(self, name: str, stop: signal.Signals) -> tuple[str, int]:
+        """Return the hash of the adapter of a run that a signal stopped, and after which step."""
+        folder = self.scratch / f"{name}-{stop.name}"
+        run = folder / "checkpoints"
+        metrics = run / "metrics.jsonl"
+
+        def has_begun() -> bool:
+            # A killed run resumes from its last checkpoint, an interrupted one saves another.
+            return any(run.glob("step-*")) if stop == signal.SIGKILL else metrics.exists()
+
+        status = self._train(name, folder, until=has_begun, stop=stop)
+        if status == 0:
+            raise ChildError("the run ended before it was stopped")
+        _expect(status, -9 if stop == signal.SIGKILL else _INTERRUPTED, folder)
+        step = read_bytes(metrics).count(b"\n")
+        resume = ["-m", "mlxtune", "train", "--resume", "--quiet"]
+        _expect(self.children.run(resume, folder), 0, folder)
+        return file_hash(folder / "adapters.safetensors"), step
+
+    def _train(self, name: str, folder: Path, **options: Any) -> int:
+        data = ("--model-path", str(self.model(name)), "--data", str(self.rows))
+        steps = _BASE_STEPS if name == BASE else ()
+        return self.children.run(
+            ["-m", "mlxtune", "train", *data, *_TRAINING, *steps], folder, **options
+        )
+
+    def _write(self, name: str, lines: Sequence[str]) -> Path:
+        path = self.scratch / name
+        write_file(path, [f"{line}\n".encode() for line in lines])
+        return path
+
+
+def _expect(status: int, expected: int, folder: Path) -> None:
+    if status != expected:
+        raise ChildError(describe_end(status, folder))

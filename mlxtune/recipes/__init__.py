@@ -1,1 +1,0 @@
-"""One file a command or public function, each read from top to bottom."""

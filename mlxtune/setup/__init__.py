@@ -1,1 +1,0 @@
-"""What several recipes do alike, from the dataset to the verdict."""

@@ -1,1 +1,0 @@
-"""Output for people on a terminal."""

@@ -1,0 +1,240 @@
+"""A run's messages: with rich on a terminal, as plain lines when piped, and in a notebook.
+
+They go to stderr, in a notebook to stdout, as it shows stderr like an error.
+"""
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+from rich.table import Column, Table
+from rich.text import Text
+
+from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
+from mlxtune.core.run.profile import StepProfile
+from mlxtune.core.text import count
+from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.errors import printable
+from mlxtune.views import profile_text, run_text
+from mlxtune.views.notebook import LiveLine, in_notebook
+
+_STAGE_WIDTH = 12
+# The number of steps in the mean loss that is shown.
+_AVERAGED = 10
+
+
+class BestEffortStream:
+    """A stream that ignores failed writes: a run continues when its terminal is closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text if possible."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream if possible."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class RunConsole(TrainingObserver):
+    """Prints each stage of a run in a line, and shows a live bar while it trains.
+
+    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        log_every: int = 10,
+        peak_gb: Callable[[], float] = lambda: 0.0,
+        console: Console | None = None,
+    ) -> None:
+        self._notebook = console is None and in_notebook()
+        stream = cast(TextIO, BestEffortStream(sys.stdout if self._notebook else sys.stderr))
+        self._console = console or Console(file=stream, highlight=False, force_jupyter=False)
+        terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        # The stream of a kernel calls itself a terminal.
+        self._live = terminal and not self._notebook
+        self._quiet = quiet
+        self._log_every = log_every
+        self._peak_gb = peak_gb
+        self._progress: Progress | None = None
+        self._status: Status | None = None
+        # In a notebook, what a status and a progress bar are on a terminal.
+        self._activity: LiveLine | None = None
+        self._bar: LiveLine | None = None
+        self._total_steps = 0
+        self._epochs = self._steps_per_epoch = 0
+        self._best = math.inf
+        self._losses: deque[float] = deque(maxlen=_AVERAGED)
+        self._thermal = ""
+        self._profile = profile_text.ProfileSummary()
+
+    @property
+    def stopping(self) -> str:
+        """What to print after a first interrupt."""
+        again = "interrupt the kernel again" if self._notebook else "press Ctrl-C again"
+        return f"stopping after this step; {again} to stop at once"
+
+    def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
+        """Print a line of a stage, in which nothing is read as markup.
+
+        On a terminal a long line wraps at words, indented, unless people copy it.
+        """
+        if self._quiet:
+            return
+        self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
+
+    def warn(self, message: str) -> None:
+        """Print a warning, even when quiet."""
+        self._line(Text("warning: ", "yellow"), message, wrap=True)
+
+    def on_encoding(self, path: Path, rows: int) -> None:
+        """Show on a terminal the number of rows encoded so far."""
+        self.show(f"encoding {path}: {count(rows, 'row')}")
+
+    def show(self, text: str) -> None:
+        """Show the current activity on a terminal, until the next line is printed."""
+        if self._notebook and not self._quiet:
+            self._activity = self._activity or LiveLine()
+            self._activity.update(printable(text))
+        if self._quiet or not self._live:
+            return
+        if self._status is None:
+            self._status = self._console.status("")
+            self._status.start()
+        self._status.update(Text(printable(text)))
+
+    def close(self) -> None:
+        """Remove the live status."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        if self._activity is not None:
+            self._activity.close()
+            self._activity = None
+
+    def _line(self, name: Text, message: str, *, wrap: bool) -> None:
+        self.close()
+        message = printable(message)
+        if not (self._live and wrap):
+            self._console.print(Text.assemble(name, message), soft_wrap=True)
+            return
+        line = Table.grid()
+        line.add_row(name, Text(message))
+        self._console.print(line)
+
+    def on_start(self, run: RunStart, previous: Path | None) -> None:
+        """Open the bar on a terminal."""
+        if previous is not None:
+            self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
+        self._total_steps, self._epochs = run.total_steps, run.epochs
+        self._steps_per_epoch = run.steps_per_epoch
+        self._best = best.val_loss if (best := run.progress.best) else math.inf
+        self._losses.extend(run.progress.steps.column("loss"))
+        if self._notebook and not self._quiet:
+            self._bar = LiveLine()
+        if self._quiet or not self._live:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            transient=True,
+            expand=True,
+        )
+        taken = run.progress.step
+        self._progress.add_task("starting", total=self._total_steps, completed=taken, state="")
+        self._progress.start()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Move the bar, or print every `log_every` steps when piped."""
+        self._losses.append(record.loss)
+        average = fmean(self._losses)
+        place = f"epoch {record.epoch}/{self._epochs} step {record.step}/{self._total_steps}"
+        state = run_text.step_state(record, average, self._peak_gb(), self._thermal)
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=record.step,
+                refresh=record.step == 1,
+                description=place,
+                state=state,
+            )
+        elif self._bar is not None:
+            self._bar.update(f"{place}  {state}", record.step / self._total_steps)
+        elif record.step % self._log_every == 0 or record.step == self._total_steps:
+            line = run_text.step_line(
+                record, self._total_steps, average, self._peak_gb(), self._thermal
+            )
+            self.say("Training", line)
+
+    def on_evaluated(self, done: int, total: int) -> None:
+        """Show the progress of a validation."""
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], description=f"validating {done}/{total}", state=""
+            )
+        elif self._bar is not None:
+            self._bar.update(f"validating {done}/{total}")
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Print the loss before the first step or within an epoch; its last is in its line."""
+        if step == 0:
+            self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
+            return
+        is_best, self._best = loss < self._best, min(loss, self._best)
+        if step % self._steps_per_epoch and step < self._total_steps:
+            epochs = step / self._steps_per_epoch
+            self.say("Validation", run_text.validation_line(step, epochs, loss, is_best))
+
+    def on_profile(self, profile: StepProfile) -> None:
+        """Print the times of a profiled step, and keep them for the table at the end."""
+        self._profile.add(profile)
+        self.say("Profile", profile_text.step_line(profile), copyable=True)
+
+    def on_problem(self, message: str) -> None:
+        """Print a warning."""
+        self.warn(message)
+
+    def on_note(self, topic: str, message: str) -> None:
+        """Print a line."""
+        self.say(topic, message)
+
+    def on_thermal(self, state: str) -> None:
+        """Show with the next steps what heat does."""
+        self._thermal = state
+
+    def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
+        """Print the epoch's result."""
+        self.say("Training", run_text.epoch_line(metrics, best))
+
+    def on_end(self) -> None:
+        """Close the bar, and print the table of a profile."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        for number, line in enumerate(profile_text.table(self._profile)):
+            self.say("" if number else "Profile", line, copyable=True)

@@ -1,0 +1,1 @@
+"""Pages, charts and cards of a run."""

@@ -1,0 +1,146 @@
+"""Charts as inline SVG that fits any width, needs no script, and describes itself in words.
+
+Positions are shares of the plot, so lines stretch with it while text and strokes do not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mlxtune.views.pages.axis import Axis, linear_axis, log_axis, spans_much, tick_label
+from mlxtune.views.pages.page import render
+
+# The units that a plot's width and height are divided into for its lines.
+_WIDE, _HIGH = 1000, 500
+# At most this many points of a curve are drawn.
+_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve: its points, and whether it is drawn as a `line`, `faint` or with `points`.
+
+    `style` is a CSS class, `run` the number of its run in a comparison.
+    """
+
+    name: str
+    style: str
+    x: Sequence[float]
+    y: Sequence[float]
+    draw: str = "line"
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw. `description` is the chart in words.
+
+    `levels` are values to compare with, by their names; `verticals` are steps to mark, `skipped`
+    those that were not applied. The scale is linear if it starts `from_zero`, and logarithmic
+    otherwise if values are far apart.
+    """
+
+    title: str
+    unit: str
+    series: Sequence[Series]
+    description: str
+    from_zero: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
+    verticals: Sequence[float] = ()
+    skipped: Sequence[float] = ()
+    large: bool = False
+
+
+def draw(chart: Chart, number: int) -> tuple[str, dict[str, Any]]:
+    """Return a chart as a figure, and its values for a script that shows them on request.
+
+    `number` is its place among the charts of the page.
+    """
+    series = [each for each in map(_thinned, chart.series) if len(each.y)]
+    x_axis = Axis(0.0, max((x for each in series for x in each.x), default=0.0) or 1.0)
+    y_axis = _y_axis(chart, series)
+    if y_axis.log:
+        series = [_positive(each) for each in series]
+    html = render(
+        "chart.html",
+        chart=chart,
+        number=number,
+        curves=[(each, _path(each, x_axis, y_axis)) for each in series],
+        legend=len(series) > 1 or chart.levels or (chart.large and (series or chart.skipped)),
+        across=lambda x: _percent(x_axis.place(x)),
+        down=lambda y: _percent(1 - y_axis.place(y)),
+        x_ticks=[(x, tick_label(x)) for x in x_axis.ticks(6) if x == int(x)],
+        y_ticks=[(y, tick_label(y)) for y in y_axis.ticks()],
+    )
+    data = {
+        "high": x_axis.high,
+        "y": [y_axis.low, y_axis.high],
+        "log": y_axis.log,
+        "series": [_data(each) for each in series],
+    }
+    return html, data
+
+
+def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
+    values = [y for each in series for y in each.y] + list(chart.levels.values())
+    main = [y for each in series if each.draw != "faint" for y in each.y]
+    if not chart.from_zero and spans_much(main):
+        return log_axis(values)
+    return linear_axis(values, from_zero=chart.from_zero)
+
+
+def _thinned(series: Series) -> Series:
+    return _points_at(series, decimate(series.y))
+
+
+def _positive(series: Series) -> Series:
+    return _points_at(series, [i for i, y in enumerate(series.y) if y > 0])
+
+
+def _points_at(series: Series, shown: Sequence[int]) -> Series:
+    return replace(series, x=[series.x[i] for i in shown], y=[series.y[i] for i in shown])
+
+
+def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
+    """Return the indices of at most `points` finite values that draw the same picture.
+
+    They are the first, the last, and the lowest and highest of each stretch: no peak is lost.
+    """
+    every = np.asarray(values, dtype=np.float64)
+    finite = np.flatnonzero(np.isfinite(every))
+    if len(finite) <= points:
+        return list(map(int, finite))
+    chosen = {int(finite[0]), int(finite[-1])}
+    for part in np.array_split(finite, max(1, (points - 2) // 2)):
+        chosen.add(int(part[every[part].argmin()]))
+        chosen.add(int(part[every[part].argmax()]))
+    return sorted(chosen)
+
+
+def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
+    points = [
+        f"{_WIDE * x_axis.place(x):.1f} {_HIGH * (1 - y_axis.place(y)):.1f}"
+        for x, y in zip(series.x, series.y, strict=True)
+    ]
+    if len(points) == 1:
+        # A line of no length has round ends.
+        points *= 2
+    return "M" + "L".join(points)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def _data(series: Series) -> dict[str, Any]:
+    shown = {name: getattr(series, name) for name in ("name", "style", "draw", "run")}
+    return {**shown, "x": list(map(_short, series.x)), "y": list(map(_short, series.y))}
+
+
+def _short(value: float) -> float | int:
+    """Return a number in six digits, one more than shown."""
+    if value == int(value) and abs(value) < 1e9:
+        return int(value)
+    return float(f"{value:.6g}")

@@ -1,0 +1,130 @@
+"""What all pages share: one HTML file that loads nothing, in which data is never code.
+
+Templates are in `templates/`. All values are escaped, and invisible characters made visible; only
+markup rendered by this package is inserted unchanged.
+"""
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from mlxtune.core.files.files import as_output_error
+from mlxtune.core.files.reading import open_regular
+from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
+from mlxtune.errors import OutputError
+from mlxtune.views import visible
+
+# A page names its generator within this many characters.
+_START = 4096
+
+
+@dataclass(frozen=True)
+class PageType:
+    """The pages of one command.
+
+    `styles` and `script` are files of `templates/`, added to those of all pages.
+    """
+
+    command: str
+    script: str
+    styles: tuple[str, ...] = ()
+
+    def render(self, template: str, **context: Any) -> str:
+        """Return a page made from a template that extends page.html.
+
+        Its content security policy allows its own script and style alone, by their hashes.
+        """
+        style = "".join(map(asset, ("page.css", *self.styles)))
+        script = asset("page.js") + asset(self.script)
+        page = render(
+            template,
+            page=self,
+            style=Markup(style),
+            style_hash=_hash(style),
+            script=Markup(script),
+            script_hash=_hash(script),
+            **context,
+        )
+        return str(page)
+
+    def check_replaceable(self, target: Path, option: str) -> None:
+        """Raise OutputError if the page named by `option` would replace another kind of file."""
+        with as_output_error(target, option):
+            if target.exists() and not self._is_own(target):
+                raise OutputError(
+                    f"{target}: is not a page of mlxtune {self.command}: choose another file "
+                    f"with {option}"
+                )
+
+    def _is_own(self, target: Path) -> bool:
+        """Return whether a file is a page of this type, or empty."""
+        with open_regular(target) as file:
+            start = file.read(_START).decode(errors="replace")
+        return not start or f'<meta name="generator" content="mlxtune {self.command}">' in start
+
+
+def render(template: str, **context: Any) -> Markup:
+    """Return a template of `templates/` filled in."""
+    return Markup(_environment().get_template(template).render(context))
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "bytes": lambda size: None if size is None else byte_size(size),
+        "count": count,
+        "duration": lambda seconds: None if seconds is None else duration(seconds),
+        "loss": loss_text,
+        "multiline": _multiline,
+        "number": number_text,
+        "percent": percent,
+        "signed": signed_loss,
+    }
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as text without invisible characters; markup stays, and None is a dash."""
+    if isinstance(value, Markup):
+        return value
+    return "–" if value is None else visible.escape(str(value))
+
+
+def _multiline(text: str) -> Markup:
+    """Return a text as markup with its line ends."""
+    return Markup("\n").join(map(visible.escape, text.split("\n")))
+
+
+def number_text(value: float | None, spec: str = ",") -> str | None:
+    """Return a number formatted by `spec`; None stays None."""
+    return None if value is None else format(value, spec)
+
+
+def percent(part: float, whole: float) -> str:
+    """Return a share in whole percent."""
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def asset(name: str) -> str:
+    """Return a style or script of `templates/`."""
+    return resources.files(__package__).joinpath("templates", name).read_text("utf-8")
+
+
+def _hash(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

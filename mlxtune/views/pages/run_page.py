@@ -1,0 +1,222 @@
+"""A run, or several compared, as one HTML page that needs no network."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from markupsafe import Markup
+
+from mlxtune.core.files.files import write_file
+from mlxtune.core.run.evaluation import Evaluation
+from mlxtune.core.run.run import Run, mapping, number, read_run, text, whole
+from mlxtune.core.run.run_folder import REPORT
+from mlxtune.core.run.summary import (
+    RunView,
+    differing_options,
+    measured_shares,
+    option_text,
+    options_of,
+    planned_shares,
+)
+from mlxtune.core.text import count, join_few, loss_text, minute_of, signed_loss
+from mlxtune.views.pages.charts import Chart, draw
+from mlxtune.views.pages.page import PageType
+from mlxtune.views.pages.run_charts import charts_of, comparison_charts, style_of
+
+PAGE = PageType(
+    command="report",
+    styles=("chart.css", "run_page.css"),
+    script="run_page.js",
+)
+# Answers on a page, and how many of them are not folded.
+_MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
+# A longer text is cut.
+_MOST_TEXT = 4000
+# Skipped steps, the rows of each, and epochs that are shown at most.
+_MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
+
+
+def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """Write the page of a run into its folder and return its path; on an error, warn instead."""
+    target = folder / REPORT
+    try:
+        write_file(target, [render_runs([read_run(folder)]).encode()])
+    # The adapter is already written: no error in its page may fail the run.
+    except Exception as problem:  # noqa: BLE001
+        warn(f"{target}: the report could not be written: {type(problem).__name__}: {problem}")
+        return None
+    return target
+
+
+def render_runs(runs: Sequence[Run]) -> str:
+    """Return the page of one run, or of several compared."""
+    views = [RunView.of(run) for run in runs]
+    problems = [
+        f"{view.name}: {problem}" if len(runs) > 1 else problem
+        for view in views
+        for problem in view.problems
+    ]
+    if len(runs) == 1:
+        context = _run_context(runs[0], views[0])
+        return PAGE.render("run_page.html", problems=problems, **context)
+    context = _comparison_context(runs, views)
+    return PAGE.render("comparison_page.html", problems=problems, **context)
+
+
+def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
+    drawings = [draw(chart, number) for number, chart in enumerate(charts)]
+    data = json.dumps([data for _, data in drawings], separators=(",", ":"), allow_nan=False)
+    # Only `<` can end a script element.
+    escaped = Markup(data.replace("<", "\\u003c"))
+    return {"charts": [html for html, _ in drawings], "chart_data": escaped}
+
+
+# One run
+
+
+def _run_context(run: Run, view: RunView) -> dict[str, Any]:
+    plan, options = mapping(run.about, "plan"), options_of(run)
+    parts = ("weights", "optimizer", "activations", "head")
+    return {
+        "run": run,
+        "view": view,
+        "header": _settings(run, view),
+        "epochs": run.progress.epochs[-_MOST_EPOCHS:],
+        "skipped": [
+            (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
+            for each in run.progress.skipped[:_MOST_SKIPPED]
+        ],
+        "planned": planned_shares(run),
+        "measured": measured_shares(run),
+        "memory_limit": number(plan, "memory", "limit"),
+        "recompute": plan.get("grad_checkpoint") is True,
+        "memory_parts": [
+            (max(number(plan, "memory", name) or 0.0, 0.0), name, f"p{place}")
+            for place, name in enumerate(parts)
+        ],
+        "lengths": _lengths(run),
+        "changed": [
+            (flag, own, default) for flag, (own, default, differ) in options.items() if differ
+        ],
+        "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
+        "origin": _origin(run, view),
+        **_chart_context(charts_of(run, view)),
+        **_evaluation_context(run),
+    }
+
+
+def _settings(run: Run, view: RunView) -> dict[str, str]:
+    config, lora = run.config, ""
+    if (rank := config.get("rank")) is not None:
+        lora = f"rank {option_text(rank)}, alpha {option_text(config.get('alpha'))}"
+        lora += f" on {option_text(config.get('targets', ''))}"
+    return {
+        "Run": view.name,
+        "Model": text(config, "model_path"),
+        "Data": ", ".join(view.data),
+        "LoRA": lora,
+        "Learning rate": option_text(config["lr"]) if "lr" in config else "",
+        "Device": text(run.about, "device"),
+        "Started": minute_of(view.started),
+    }
+
+
+def _evaluation_context(run: Run) -> dict[str, Any]:
+    """Return the variables of evaluation.html."""
+    model = text(run.config, "model_path") or "MODEL"
+    return {
+        "evaluation": run.evaluation,
+        "evaluation_figures": _figures(run.evaluation) if run.evaluation else {},
+        "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE "
+        "--generate",
+        "most_samples": _MOST_SAMPLES,
+        "open_samples": _OPEN_SAMPLES,
+        "most_text": _MOST_TEXT,
+    }
+
+
+def _figures(evaluation: Evaluation) -> dict[str, str]:
+    adapted, change = evaluation.adapted, evaluation.difference
+    figures = {"loss of the base model": loss_text(evaluation.base.loss)}
+    if adapted is not None and change is not None:
+        interval = f"{signed_loss(change.low)} to {signed_loss(change.high)}"
+        figures["loss with the adapter"] = loss_text(adapted.loss)
+        figures[f"change, {change.confidence:.0%} interval {interval}"] = signed_loss(change.loss)
+    if generated := evaluation.generated:
+        answers, match = count(generated.rows, "answer"), generated.exact_match
+        figures[f"of {answers} exact before"] = f"{match.base:,}"
+        if match.adapted is not None:
+            figures[f"of {answers} exact after"] = f"{match.adapted:,}"
+    return figures
+
+
+def _lengths(run: Run) -> dict[str, Any] | None:
+    """Return the distributions of the tokens of an example; None if the run recorded none."""
+    recorded = mapping(run.about, "lengths")
+    lengths = {
+        name: {key: number(recorded, name, key) for key in ("p50", "p95", "max", "mean", "total")}
+        for name in ("tokens", "supervised")
+    }
+    return lengths if recorded else None
+
+
+def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
+    """Return what the result depends on in addition to the options, and its files."""
+    pairs = [
+        ("run", str(run.folder)),
+        ("adapter", view.adapter),
+        ("adapter's SHA-256", view.sha256),
+        ("base model", text(run.about, "model", "description")),
+        ("base model's hash", text(run.metadata, "base_hash")),
+        ("data's hash", text(run.about, "data_hash")),
+        ("LoRA", text(run.about, "lora", "description")),
+        ("template", text(run.about, "template")),
+        ("device", text(run.about, "device")),
+        ("checkpoints", ", ".join(run.checkpoints)),
+    ]
+    pairs += [(name, str(version)) for name, version in mapping(run.about, "versions").items()]
+    return [(name, value) for name, value in pairs if value]
+
+
+# Several runs
+
+
+def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[str, Any]:
+    losses = [each.best_val_loss for each in views if each.best_val_loss is not None]
+    styles = [style_of(place) for place in range(len(runs))]
+    return {
+        "views": views,
+        "styles": styles,
+        "results": list(zip(views, styles, strict=True)),
+        "sentence": comparison_headline(views),
+        "comparable": _comparable(runs),
+        "best": min(losses, default=None),
+        "differing": differing_options(runs),
+        "short_names": [PurePath(view.name).name for view in views],
+        **_chart_context(comparison_charts(runs, views)),
+    }
+
+
+def comparison_headline(views: Sequence[RunView]) -> str:
+    """Return in one sentence which of several runs did best."""
+    validated = [each for each in views if each.best_val_loss is not None]
+    runs = count(len(views), "run")
+    if not validated:
+        return f"{runs} side by side"
+    best = min(validated, key=lambda each: each.best_val_loss or 0.0)
+    return f"Of {runs}, {best.name} has the lowest validation loss, {loss_text(best.best_val_loss)}"
+
+
+def _comparable(runs: Sequence[Run]) -> bool:
+    """Return whether all runs that validated did so on the same rows."""
+    validated_on = {
+        (
+            text(run.about, "validation_hash"),
+            number(run.config, "val_split"),
+            *(whole(run.config, name) for name in ("seed", "val_rows")),
+        )
+        for run in runs
+        if run.progress.validations
+    }
+    return len(validated_on) < 2

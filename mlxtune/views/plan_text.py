@@ -1,0 +1,99 @@
+"""A plan as lines of text. Nothing here prints."""
+
+import math
+from collections.abc import Iterator
+
+from mlxtune.core.run.run_plan import LongestFit, RunPlan
+from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan
+from mlxtune.core.steps.scaling import Scaling
+from mlxtune.core.text import byte_size, count, duration, short_duration
+
+
+def micro_batches_line(plan: MemoryPlan) -> str:
+    """Return how each step will be split, and whether activations are kept or recomputed."""
+    tokens = plan.execution.micro_batch_tokens
+    line = f"micro-batches of {'one example' if tokens == 1 else f'up to {tokens:,} tokens'}"
+    if plan.micro_batches_per_step:
+        line += f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_share:.1%} padding"
+    kept = "recomputed in the backward pass" if plan.execution.recompute else "kept"
+    return f"{line}; activations {kept}"
+
+
+def peak_line(plan: MemoryPlan) -> str:
+    """Return the predicted peak memory and its limit."""
+    return f"predicted peak memory {byte_size(plan.peak.total)} of {byte_size(plan.limit)}"
+
+
+def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
+    """Return what the larger limit of another plan gains, empty if nothing; `most` GB are there."""
+    now, then, gains = plan.execution, larger.execution, ""
+    if then.micro_batch_tokens > now.micro_batch_tokens:
+        gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"
+    if now.recompute and not then.recompute:
+        gains += "" if gains else " run"
+        gains += " without recomputing activations, which takes 25 to 33% of a step"
+    # The plan leaves its margin where it can.
+    needed = min(math.ceil(larger.peak.total * (1 + MARGIN) / 1e9), most)
+    return gains and f"the device has {most} GB: --memory-limit {needed} would{gains}"
+
+
+def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a plan, each with its heading; a line without one continues the last."""
+    plan, peak = run.memory, run.memory.peak
+    yield "Model", run.model
+    yield "LoRA", run.lora
+    yield "Device", run.device
+    yield "Memory", peak_line(plan)
+    for name in ("weights", "optimizer", "activations", "head"):
+        yield "", f"{name:<12}{byte_size(getattr(peak, name)):>9}"
+    yield "Plan", micro_batches_line(plan)
+    if run.larger_limit:
+        yield "", run.larger_limit
+    if run.longest:
+        yield "Longest", _longest_line(run.longest)
+    if not run.steps:
+        example = f"one example of {count(run.max_seq_len, 'token')}"
+        yield "", f"for {example}: add --data to plan the steps and their time"
+        return
+    yield (
+        "Data",
+        f"{count(run.rows, 'training row')}: {count(run.tokens, 'token')}, {run.supervised:,} of "
+        f"them supervised; the model reads {plan.run_share:.0%} of them, padding included",
+    )
+    yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
+    if run.scaling:
+        yield "Ranks", _ranks_line(run.scaling)
+    yield "Time", _time(run)
+
+
+def _longest_line(longest: LongestFit) -> str:
+    if not longest.recomputed:
+        return "not even one token fits: raise --memory-limit, or use --quantize 4"
+    whole = f", all that the model was made for: --max-seq-len {longest.context}"
+    if longest.kept == longest.context:
+        return f"{longest.kept:,} tokens with activations kept{whole}"
+    recomputed = f"{longest.recomputed:,} with --grad-checkpoint on"
+    kept = f"{longest.kept:,} tokens with activations kept" if longest.kept else "no example"
+    return f"{kept}; {recomputed}{whole if longest.recomputed == longest.context else ''}"
+
+
+def _ranks_line(scaling: Scaling) -> str:
+    what = "gradients" if scaling.exchanges == 1 else "hidden states and gradients"
+    exchange = (
+        f"adding {byte_size(scaling.exchanged)} of {what} takes "
+        f"{short_duration(scaling.exchange_s)} at {scaling.gbps:g} Gbit/s"
+    )
+    share = f"one computes up to {scaling.dearest:.0%} of a step"
+    if scaling.speedup is None or scaling.step_s is None:
+        return f"{scaling.ranks}: {share}; {exchange}"
+    gain = f"at most {scaling.speedup:.1f} times as fast as one"
+    if scaling.speedup < 1:
+        gain = f"slower than one: only steps of over {short_duration(scaling.least_step_s)} gain"
+    return f"{scaling.ranks}, {gain}: {share} of {short_duration(scaling.step_s)}; {exchange}"
+
+
+def _time(run: RunPlan) -> str:
+    if run.speed is None or run.seconds is None:
+        return "unknown until a first run of at least 3 steps"
+    rate = f"{run.speed.tokens_per_s:,.0f} tokens/s measured on {run.speed.measured}"
+    return f"about {duration(run.seconds)} at {rate}, without validation"

@@ -1,0 +1,231 @@
+"""The output of `train` and `eval` as lines of text. Nothing here prints."""
+
+import json
+import shlex
+from collections.abc import Iterator
+
+from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
+from mlxtune.core.data.findings import Finding
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.evaluation import Sample
+from mlxtune.core.run.metrics import (
+    InstructEpochMetrics,
+    InstructTrainResult,
+    StepRecord,
+    perplexity,
+)
+from mlxtune.core.run.summary import NOT_BETTER, RunView
+from mlxtune.core.text import byte_size, count, duration
+from mlxtune.core.training.trainer import InstructTrainer
+
+
+def loss_and_perplexity(value: float) -> str:
+    """Return `1.2817 (perplexity 3.603)`."""
+    return f"{value:.4f} (perplexity {perplexity(value):.4g})"
+
+
+def rows_line(ledger: Ledger) -> str:
+    """Return where the rows of a file went."""
+    parts = [f"{count(ledger.rows_read, 'row')} read"]
+    if ledger.rows_train:
+        parts.append(f"{ledger.rows_train:,} train")
+    if ledger.rows_validation:
+        parts.append(f"{ledger.rows_validation:,} validate")
+    if skipped := ledger.rows_skipped.total():
+        kinds = ", ".join(f"{kind}: {number:,}" for kind, number in ledger.rows_skipped.items())
+        parts.append(f"{skipped:,} skipped ({kinds})")
+    return f"{ledger.path}: " + ", ".join(parts)
+
+
+def evaluated_line(ledger: Ledger) -> str:
+    """Return the rows and supervised tokens of a file that `eval` uses."""
+    cut = f", {ledger.rows_truncated:,} truncated" if ledger.rows_truncated else ""
+    skipped = f", {total:,} skipped" if (total := ledger.rows_skipped.total()) else ""
+    return (
+        f"{ledger.path}: {count(ledger.rows_read, 'row')} read{skipped}{cut}; "
+        f"{count(ledger.tokens_supervised, 'supervised token')}"
+    )
+
+
+def tokens_line(ledger: Ledger) -> str:
+    """Return where the tokens of a file went."""
+    cut = f" from {count(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
+    several = f" in {ledger.examples:,} examples" if ledger.examples > ledger.rows_kept else ""
+    return (
+        f"{count(ledger.tokens, 'token')}{several} = {ledger.tokens_supervised:,} supervised + "
+        f"{ledger.tokens_context:,} context + {ledger.tokens_truncated:,} truncated{cut}"
+    )
+
+
+def template_line(template: str, config: DataConfig) -> str:
+    """Return the chat template and the options that turn rows into examples."""
+    turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
+    thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
+    return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens"
+
+
+def finding_line(finding: Finding) -> str:
+    """Return a finding with its first row, if it is about rows."""
+    if not finding.places:
+        return f"{finding.kind}: {finding.advice}"
+    first = finding.places[0]
+    detail = f" ({first.detail})" if first.detail else ""
+    more = f", and {finding.rows - 1:,} more" if finding.rows > 1 else ""
+    return f"{first.path}:{first.row}: {finding.kind}{detail}{more}: {finding.advice}"
+
+
+def step_line(
+    record: StepRecord, total_steps: int, average: float, peak_gb: float, thermal: str = ""
+) -> str:
+    """Return a step as one line, with how heat slows the machine."""
+    return (
+        f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
+        f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
+        f"{tokens_per_second(record):,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
+        f"{_heat(thermal)}"
+    )
+
+
+def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
+    """Return what a live bar shows of a step, and of heat that slows the machine."""
+    speed = tokens_per_second(record)
+    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}{_heat(thermal)}"
+
+
+def _heat(thermal: str) -> str:
+    return f"  thermal: {thermal}" if thermal else ""
+
+
+def tokens_per_second(record: StepRecord) -> float:
+    """Return the speed of a step in tokens of its examples."""
+    return record.tokens / max(record.seconds, 1e-9)
+
+
+def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
+    """Return one epoch's result."""
+    validation = ""
+    if metrics.val_loss is not None:
+        validation = f", validation {loss_and_perplexity(metrics.val_loss)}"
+        validation += ", best so far" if best else ""
+    return (
+        f"epoch {metrics.epoch}: train {metrics.train_loss:.4f}{validation}; "
+        f"{metrics.samples_per_sec:.1f} rows/s, {duration(metrics.epoch_time_ms / 1000)}"
+    )
+
+
+def validation_line(step: int, epochs: float, loss: float, best: bool) -> str:
+    """Return a validation within an epoch; `epochs` may have a fraction."""
+    so_far = ", best so far" if best else ""
+    return f"step {step} (epoch {epochs:.2f}): {loss_and_perplexity(loss)}{so_far}"
+
+
+def plan_line(trainer: InstructTrainer) -> str:
+    """Return the steps, epochs, rows, learning rate and seed of a run."""
+    config = trainer.config
+    validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
+    if trainer.val_rows and config.val_steps:
+        validation += f" every {count(config.val_steps, 'step')}"
+    return (
+        f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
+        f"{count(config.epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
+        f"learning rate {trainer.learning_rate:g}, {config.schedule}; "
+        f"seed {config.seed}"
+    )
+
+
+def summary_lines(view: RunView, run: RunConfig) -> Iterator[str]:
+    """Yield the last lines of a run: speed, memory, losses, and the files written."""
+    rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.rows_per_second else ""
+    predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
+    yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
+    if view.train_loss is not None:
+        yield f"training loss {loss_and_perplexity(view.train_loss)} in the last epoch"
+    before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
+    if before is not None and last is not None and best is not None:
+        yield (
+            f"validation loss {loss_and_perplexity(before)} before, {loss_and_perplexity(last)} at "
+            f"the end, {loss_and_perplexity(best)} at best, after {view.best_place}"
+        )
+    if not view.improved:
+        yield NOT_BETTER
+    if view.status == "stopped early":
+        yield f"stopped early after step {view.step}"
+    chosen = f"{view.best_place}, the best" if view.best_place else "the last epoch"
+    yield f"adapter of {chosen}: {run.output_path}"
+    yield f"checkpoints, metrics and ledger: {run.checkpoint_path}"
+
+
+def quantized_base_lines(step: StepConfig) -> Iterator[str]:
+    """Yield how to load the base model of an adapter if it was quantised while loading."""
+    if step.quantize is None:
+        return
+    yield (
+        f"trained on {step.model_path} quantised to {step.quantize} while loading; mlx-lm "
+        "would apply the adapter to the model in full precision, on which it was not trained"
+    )
+    same = f"--quantize {step.quantize}{' --double-quant' if step.double_quant else ''}"
+    if step.quantize in _CONVERT_OPTIONS:
+        model = shlex.quote(step.model_path)
+        options = _CONVERT_OPTIONS[step.quantize]
+        yield f"the same base for mlx-lm: mlx_lm.convert --hf-path {model} -q {options}"
+    else:
+        yield f"mlx-lm has no {step.quantize}: {same} loads the same base in mlxtune"
+
+
+# The options of mlx_lm.convert that quantise as --quantize does.
+_CONVERT_OPTIONS = {
+    "4": "--q-bits 4",
+    "8": "--q-bits 8",
+    "mxfp4": "--q-mode mxfp4",
+    "nvfp4": "--q-mode nvfp4",
+    "mxfp8": "--q-mode mxfp8",
+}
+
+
+def usage_line(result: InstructTrainResult, run: RunConfig, model_path: str) -> str:
+    """Return the command that runs the adapter with mlx-lm."""
+    folder = run.output_path.parent
+    if run.output_path.name != ADAPTER:
+        if result.best_epoch is None:
+            return f"mlx-lm loads the adapter once it is named {ADAPTER}"
+        folder = run.checkpoint_path / "best"
+    model, adapter = shlex.quote(model_path), shlex.quote(str(folder))
+    return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
+
+
+def python_usage(model_path: str, adapter: str) -> str:
+    """Return the code that asks a trained adapter something."""
+    return (
+        "from mlxtune import GenerateConfig, generate\n"
+        f"generate(GenerateConfig(model_path={model_path!r}, adapter={adapter!r}, prompt='…')).text"
+    )
+
+
+def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
+    """Yield the last message of a row of chat data and both models' answers, with their stages."""
+    asked = [each["content"] for each in json.loads(row)["messages"] if each["role"] == "user"]
+    for stage, text in (
+        ("Question", asked[-1]),
+        ("Before", sample.base),
+        ("After", sample.adapted or ""),
+    ):
+        yield stage, " ".join(text.split())
+
+
+def next_lines(run: TrainConfig) -> Iterator[str]:
+    """Yield what to type after the demo, for its model and for the user's own model and data."""
+    model, adapter = shlex.quote(run.model_path), shlex.quote(str(run.output_path))
+    yield (
+        f"ask it: mlxtune generate --model-path {model} --adapter {adapter} "
+        "--prompt 'Ella Hartwell here. Friday, half past seven, party of four.'"
+    )
+    yield (
+        "your own model and data: mlxtune train --model-path mlx-community/Qwen3-0.6B-4bit "
+        "--data chat.jsonl --output out/adapters.safetensors"
+    )
+    yield (
+        'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '
+        '{"role": "assistant", "content": "4"}]}'
+    )
+    yield "started by uvx or pipx run? pip install mlxtune, or type it before mlxtune here too"

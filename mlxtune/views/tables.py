@@ -1,0 +1,101 @@
+"""Tables on a terminal, and the table of runs."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from mlxtune.core.run.summary import RunView
+from mlxtune.core.text import loss_text, minute_of
+from mlxtune.errors import printable
+from mlxtune.views.pages.axis import spans_much
+from mlxtune.views.visible import escape
+
+# In a pipe, lines stay whole.
+_PIPE_WIDTH = 10_000
+_BLOCKS = "▁▂▃▄▅▆▇█"
+# A narrow terminal does without these columns, the first of them first.
+_DISPENSABLE = ("train", "tok/s", "model", "data", "started", "steps", "curve", "val loss")
+_MOST_NAME = 32
+
+
+def result_console(*, stderr: bool = False) -> Console:
+    """Return a console for results, which wraps lines on a terminal only."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return a text for a terminal, with escapes for control characters."""
+    return Text(printable(text), style)
+
+
+def plain_table(headings: Sequence[str]) -> Table:
+    """Return a table without lines, aligned to the right but for its first column."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(headings):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table
+
+
+def show_runs(runs: Sequence[RunView], console: Console) -> None:
+    """Print a table of runs, with as many columns as a terminal has room for.
+
+    Below it are the adapters, the commands that resume unfinished runs, and damaged folders.
+    """
+    rows = [_cells(each) for each in runs]
+    columns = list(rows[0])
+    unlimited = console.options.update(width=_PIPE_WIDTH)
+    for name in ("", *_DISPENSABLE):
+        columns = [each for each in columns if each != name]
+        table = plain_table(columns)
+        for row in rows:
+            table.add_row(*(shown(row[each]) for each in columns))
+        if console.is_terminal:
+            table.columns[0].max_width = _MOST_NAME
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
+            break
+    console.print(table)
+    lists = {
+        "adapters": [run.adapter for run in runs if run.adapter],
+        "to resume": [run.resume for run in runs if run.resume],
+        "damaged": [f"{run.folder}: {run.problems[0]}" for run in runs if run.problems],
+    }
+    for title, lines in lists.items():
+        if lines:
+            console.print(f"\n{title}:")
+            for line in lines:
+                console.print(shown(f"  {escape(line)}"), soft_wrap=True)
+
+
+def _cells(run: RunView) -> dict[str, str]:
+    before, best = run.initial_val_loss, run.best_val_loss
+    validated = before is not None or best is not None
+    more = f" +{len(run.data) - 1}" if len(run.data) > 1 else ""
+    speed = run.tokens_per_second
+    return {
+        "run": escape(run.name),
+        "started": minute_of(run.started) or "–",
+        "model": escape(run.model) or "–",
+        "data": escape(run.data[0]) + more if run.data else "–",
+        "steps": run.steps,
+        "train": loss_text(run.train_loss),
+        "val loss": f"{loss_text(before)} → {loss_text(best)}" if validated else "–",
+        "curve": sparkline(run.curve),
+        "tok/s": "–" if speed is None else f"{speed:,.0f}",
+    }
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return values as blocks of eight heights, on the scale that a chart would choose."""
+    if spans_much(values):
+        values = [math.log(value) for value in values]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if high == low:
+        return _BLOCKS[0] * len(values)
+    return "".join(_BLOCKS[min(7, int(8 * (value - low) / (high - low)))] for value in values)

@@ -1,0 +1,96 @@
+"""What a certificate says and lets pass."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxtune.backend.adapters.certificate import Certificate, Comparison, WeightCheck, check
+from mlxtune.core.files.output_folder import hashes
+from mlxtune.errors import OutputError
+
+
+def certificate(
+    comparison: Comparison, tolerance: float | None = 1e-3, weights: WeightCheck | None = None
+) -> Certificate:
+    return Certificate("peft", "float32", tolerance, 2.0, comparison, {}, {}, weights)
+
+
+def compared(difference: float) -> Comparison:
+    trained = np.random.default_rng(0).standard_normal((6, 11)).astype(np.float32)
+    written = trained.copy()
+    written[4, 7] += difference
+    comparison = Comparison()
+    comparison.add(trained, written, 3)
+    return comparison
+
+
+def test_difference_and_divergence_are_those_of_the_formula() -> None:
+    rng = np.random.default_rng(1)
+    trained, written = rng.standard_normal((2, 5, 9)).astype(np.float32)
+    found = Comparison()
+    found.add(trained, written, 2)
+    found.add(written, written, 2)
+    p, q = (np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in (trained, written))
+    assert found.largest_difference == np.abs(trained - written).max()
+    assert found.mean_kl == pytest.approx((p * np.log(p / q)).sum() / 10, rel=1e-5)
+    same = (trained[3:].argmax(-1) == written[3:].argmax(-1)).sum()
+    assert (found.prompts, found.tokens, found.same, found.generated) == (2, 10, same + 2, 4)
+
+
+def test_what_rounding_explains_passes_and_more_does_not() -> None:
+    assert not certificate(compared(0.9e-3)).problems
+    failed = certificate(compared(1.2e-3))
+    assert failed.problems
+    with pytest.raises(
+        OutputError, match=r"out: differs from what was trained.* rounding explains 0.001"
+    ):
+        check(failed, Path("out"))
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, None])
+def test_logits_that_are_no_numbers_never_pass(tolerance: float | None) -> None:
+    found = compared(math.nan)
+    assert certificate(found, tolerance).problems
+
+
+@pytest.mark.parametrize(("effect", "tolerance"), [(math.inf, 1e-3), (2.0, math.inf)])
+def test_adapter_that_gives_no_numbers_itself_is_not_certified(
+    effect: float, tolerance: float
+) -> None:
+    found = Certificate("peft", "float32", tolerance, effect, compared(0.0), {}, {})
+    assert found.problems == ["the logits of the trained model itself are not finite"]
+
+
+def test_weights_that_are_off_do_not_pass_whatever_the_logits() -> None:
+    bad = WeightCheck(3, 2, 0.5, ("q_proj.weight is off", "k_proj.weight is off"))
+    failed = certificate(compared(0.0), None, bad)
+    assert not failed.as_dict()["passed"]
+    with pytest.raises(OutputError, match=r"q_proj\.weight is off; and 1 more"):
+        check(failed, Path("out"))
+
+
+def test_quantised_weights_are_judged_by_themselves_alone() -> None:
+    assert not certificate(compared(0.5), None, WeightCheck(3, 2, 0.1)).problems
+
+
+def test_json_has_what_the_documentation_says() -> None:
+    said = certificate(compared(1e-4), weights=WeightCheck(3, 2, 0.1)).as_dict()
+    assert said.keys() == {
+        *("passed", "format", "dtype", "tolerance", "prompts", "tokens", "largest_difference"),
+        *("adapter_effect", "mean_kl", "greedy_match", "weights", "files", "versions"),
+    }
+    assert said["greedy_match"].keys() == {"same", "of"}
+
+
+def test_every_file_is_hashed_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "sub" / "b").write_bytes(b"abc")
+    assert hashes(tmp_path) == {
+        "a": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "sub/b": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }

@@ -1,0 +1,204 @@
+"""Memory limits and the relief of pressure, with the device's answers put in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.models.probe import device_facts
+from mlxtune.core.machine.reservation import Reservation
+
+SIZE = 50_000_000
+
+
+@pytest.fixture(autouse=True)
+def restore_limits() -> Iterator[None]:
+    limit = mx.get_memory_limit()
+    cache = mx.set_cache_limit(0)
+    yield
+    mx.set_memory_limit(limit)
+    mx.set_cache_limit(cache)
+
+
+def test_limit_is_what_was_asked_for_in_decimal_gb() -> None:
+    limits = memory.set_limits(2.5)
+    assert limits.memory == mx.get_memory_limit() == 2_500_000_000
+    assert mx.set_cache_limit(0) == limits.cache
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_cache_is_for_devices_whose_allocator_keeps_none(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "on_cpu", lambda: cpu)
+    limits = memory.find_limits(4)
+    assert limits.cache == (0 if cpu else 500_000_000)
+    assert ("cache 0.5 GB" in limits.describe()) == (not cpu)
+    assert ("no Metal" in limits.describe()) == cpu
+
+
+def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"max_recommended_working_set_size": 17_000_000_000, "device_name": "Apple M3"}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    limits = memory.set_limits(24)
+    assert limits.memory == mx.get_memory_limit() == 17_000_000_000
+    assert "limit 17.0 GB" in limits.describe()
+    assert "Apple M3" in limits.describe()
+    assert memory.set_limits(8).memory == 8_000_000_000
+
+
+METAL = {"max_recommended_working_set_size": 48_000_000_000, "memory_size": 64_000_000_000}
+CUDA = {"total_memory": 16_000_000_000, "free_memory": 15_500_000_000}
+CPU = {"device_name": "AMD EPYC", "architecture": "x86_64"}
+
+
+@pytest.mark.parametrize(
+    ("info", "recommended", "shared"),
+    [(METAL, 48_000_000_000, 48_000_000_000), (CUDA, 14_400_000_000, 14_400_000_000)],
+    ids=["Metal", "CUDA"],
+)
+def test_device_gives_less_than_it_has(
+    monkeypatch: pytest.MonkeyPatch, info: dict[str, int], recommended: int, shared: int
+) -> None:
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    assert memory.find_limits(24).memory == min(24_000_000_000, recommended)
+    assert memory.find_limits(24).recommended == recommended
+    assert memory.find_limits(1000).memory == recommended
+    assert memory.capacity() == shared
+    facts = device_facts()
+    assert (facts.recommended, facts.limit, facts.capacity) == (
+        recommended,
+        min(24_000_000_000, recommended),
+        shared,
+    )
+
+
+def test_cpu_caps_no_limit_and_shares_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.mx, "device_info", lambda: CPU)
+    limits = memory.find_limits(24)
+    assert (limits.memory, limits.recommended) == (24_000_000_000, None)
+    assert memory.capacity() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_memory_that_other_programs_hold_is_not_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = CUDA | {"free_memory": 5_000_000_000}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 2_000_000_000)
+    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 1_000_000_000)
+    assert memory.find_limits(24).memory == 8_000_000_000
+    # Runs of ours give theirs back: a reservation makes this run wait or refuses it.
+    ours = Reservation(os.getpid(), 9_000_000_000, "this run")
+    other = Reservation(1, 3_000_000_000, "another run")
+    monkeypatch.setattr(memory, "reservations", lambda folder: [ours, other])
+    assert memory.find_limits(24).memory == 11_000_000_000
+    assert memory.capacity() == 14_400_000_000
+
+
+def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[int] = []
+    monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(memory.mx.metal, "is_available", lambda: False)
+    memory.set_limits(4)
+    monkeypatch.setattr(memory.mx.metal, "is_available", lambda: True)
+    mac = {"device_name": "Apple M1", "max_recommended_working_set_size": 5_000_000_000}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: mac)
+    for limit in (4, 24):
+        memory.set_limits(limit)
+    assert wired == [4_000_000_000, 4_500_000_000], "a tenth is left to other programs"
+
+
+@pytest.mark.parametrize(
+    ("active", "cached", "cleared"), [(80, 20, 1), (80, 5, 0), (95, 0, 0), (10, 85, 1)]
+)
+def test_cache_is_cleared_under_pressure_only(
+    monkeypatch: pytest.MonkeyPatch, active: int, cached: int, cleared: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(memory.mx, "get_memory_limit", lambda: 100)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: active)
+    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: cached)
+    monkeypatch.setattr(memory.mx, "clear_cache", lambda: calls.append(None))
+    memory.relieve_pressure()
+    assert len(calls) == cleared
+
+
+def test_peak_stays_the_highest_when_it_is_judged_anew() -> None:
+    memory.set_limits(2)
+    mx.eval(mx.zeros(3_000_000))
+    highest = memory.peak_bytes()
+    memory.start_peak()
+    mx.eval(mx.zeros(1_000_000))
+    assert memory.last_peak_bytes() < highest - 4_000_000
+    assert memory.peak_bytes() == highest
+
+
+def test_only_what_was_used_since_the_start_is_judged() -> None:
+    memory.set_limits((mx.get_active_memory() + 10_000_000) / memory.GB)
+    mx.eval(mx.zeros(3_000_000))
+    assert memory.last_peak_bytes() > mx.get_memory_limit()
+    memory.start_peak()
+    assert memory.last_peak_bytes() <= mx.get_memory_limit()
+
+
+# Peaks
+
+
+def use() -> None:
+    mx.eval(mx.ones(SIZE // 4) + 1)
+
+
+def test_peak_is_that_since_the_reset() -> None:
+    use()
+    memory.forget_peak()
+    before = memory.peak_bytes()
+    use()
+    assert before + SIZE <= memory.peak_bytes() < before + 3 * SIZE
+    memory.forget_peak()
+    assert memory.peak_bytes() < before + SIZE
+
+
+def test_peak_is_kept_when_a_step_has_it_judged_anew() -> None:
+    memory.forget_peak()
+    use()
+    peak = memory.peak_bytes()
+    memory.start_peak()
+    assert memory.peak_bytes() == peak
+
+
+def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
+    held = mx.ones(SIZE // 4)
+    mx.eval(held)
+    memory.forget_peak()
+    assert memory.peak_bytes() >= SIZE
+    del held
+
+
+def test_peak_of_the_process_counts_what_mlx_does_not() -> None:
+    # In a separate process: this one has already used more memory.
+    code = (
+        "import numpy as np\n"
+        "from mlxtune.backend.device import memory\n"
+        "before = memory.peak_rss()\n"
+        "held = np.ones(2 * before // 8)\n"
+        "assert memory.peak_rss() >= before + held.nbytes // 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_peak_of_the_process_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = memory.peak_rss()
+    monkeypatch.setattr(memory, "read_kernel_file", missing)
+    assert 0.5 < memory.peak_rss() / ours < 2
+
+
+def missing(path: Path) -> str:
+    raise FileNotFoundError(path)

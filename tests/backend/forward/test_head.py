@@ -1,0 +1,264 @@
+"""A model in two halves, and the loss of the second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.forward import head
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.loss import head_loss_sum
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.models.layers import DEQUANTIZED, PackedRows
+from mlxtune.backend.models.loading import load_base
+from mlxtune.core.steps.execution import Execution
+from tests.backend.cpu.compared import assert_close, assert_same_function, random
+from tests.backend.step.executions import (
+    assert_same,
+    computed,
+    fixed_step,
+    fresh,
+    model_folder,
+    pipeline,
+    plain_step,
+)
+
+TOKENS = mx.array([[5, 9, 200, 33], [1, 2, 3, 4]])
+
+
+def model_of(
+    architecture: str, quantize: int | None = None, overrides: tuple[tuple[str, Any], ...] = ()
+) -> nn.Module:
+    return load_base(model_folder(architecture, quantize, "float32", overrides), "float32").model
+
+
+@pytest.mark.parametrize("quantize", [None, 4])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "gemma3_text"])
+def test_head_after_trunk_is_the_model(architecture: str, quantize: int | None) -> None:
+    model = model_of(architecture, quantize)
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    split = SplitModel(model)
+    assert split.splits
+    hidden = split.hidden(TOKENS)
+    assert hidden.shape == (2, 4, 64)
+    logits = split.logits(hidden.reshape(8, 64)[mx.array([6, 1])])
+    assert_close(logits, model(TOKENS).reshape(8, -1)[mx.array([6, 1])], 1e-6)
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+@pytest.mark.parametrize(
+    "architecture, overrides, plain_product",
+    [
+        ("qwen3", (), True),
+        ("qwen3", (("tie_word_embeddings", False),), True),
+        ("llama", (), True),
+        ("gemma3_text", (), True),
+        ("gemma2", (), False),  # its logits are soft-capped
+        ("cohere", (("logit_scale", 0.0625), ("layer_norm_bias", False)), False),
+        ("phi", (("layer_norm_eps", 1e-5), ("partial_rotary_factor", 0.5)), False),  # has a bias
+    ],
+)
+def test_head_that_is_one_product_is_known(
+    architecture: str, overrides: tuple[tuple[str, Any], ...], plain_product: bool
+) -> None:
+    model = model_of(architecture, None, overrides)
+    split = SplitModel(model)
+    assert split.splits
+    assert (split.weight is not None) == plain_product
+    if split.weight is not None:
+        hidden = split.hidden(TOKENS)
+        assert_close(hidden @ split.weight.T, model(TOKENS), 1e-5)
+
+
+def test_quantised_head_is_no_plain_product() -> None:
+    folder = model_folder("llama", 4)
+    native = load_base(folder, "float32", quantized_compute="quantized").model
+    assert SplitModel(native).weight is None
+
+
+def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
+    for architecture in ("llama", "qwen3"):  # a head of its own, and tied
+        folder = model_folder(architecture, 4)
+        model = load_base(folder, "float32", quantized_compute=DEQUANTIZED).model
+        split = SplitModel(model)
+        assert isinstance(split.weight, PackedRows)
+        assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)
+
+
+def test_soft_cap_that_small_logits_hide_is_seen() -> None:
+    """Of the logits of these weights, tanh takes less than the tolerance of the comparison."""
+    model = model_of("gemma2")
+    model.final_logit_softcapping = 3000.0
+    assert SplitModel(model).weight is None
+
+
+class Renamed(nn.Module):  # type: ignore[misc]
+    """A model that calls its trunk otherwise."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.backbone = inner.model
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden = self.backbone(inputs, cache)
+        logits: mx.array = self.backbone.embed_tokens.as_linear(hidden)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.backbone.layers)
+
+
+def test_trunk_is_found_by_its_layers() -> None:
+    model = Renamed(model_of("qwen3"))
+    split = SplitModel(model)
+    assert split.splits
+    assert split.weight is not None
+    assert_close(split.logits(split.hidden(TOKENS)[0]), model(TOKENS)[0], 1e-6)
+
+
+class Wrapped(nn.Module):  # type: ignore[misc]
+    """A model whose trunk gives more than hidden states."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.model = _Pair(inner.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden, _ = self.model(inputs, cache)
+        logits: mx.array = self.model.inner.embed_tokens.as_linear(hidden)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.model.inner.layers)
+
+
+class _Pair(nn.Module):  # type: ignore[misc]
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, None]:
+        return self.inner(inputs, cache), None
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("how", [Execution(MLX), Execution(CPU)], ids=["mlx", "cpu"])
+def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whole(
+    how: Execution, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not norm:
+        monkeypatch.setattr(head, "_stack", lambda trunk: None)
+
+    class Loaded:
+        def __init__(self, folder: Path, dtype: str) -> None:
+            self.model = Wrapped(load_base(folder, dtype).model)
+
+    monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
+    odd = fresh(model_folder("qwen3"), how, 10_000)
+    assert odd.forward.execution.split_head is norm
+    assert norm or not odd.forward.execution.packs
+    assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
+
+
+def test_head_is_run_on_supervised_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = pipeline("gemma2", Execution(MLX, loss_chunk=5), tokens=10_000)
+    counts: list[int] = []
+    plain = SplitModel.logits
+
+    def counted(self: SplitModel, hidden: mx.array) -> mx.array:
+        counts.append(len(hidden))
+        return plain(self, hidden)
+
+    monkeypatch.setattr(SplitModel, "logits", counted)
+    found = computed(fast, fixed_step())
+    assert sum(counts) == found.tokens
+    assert max(counts) == 5
+    assert_same(found, plain_step("gemma2"))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
+    weight, targets = random(50, 8), mx.array([3, 0, 49, 3, 7, 12, 1])
+
+    def whole(hidden: mx.array) -> mx.array:
+        losses: mx.array = nn.losses.cross_entropy(mx.tanh(hidden @ weight.T), targets)
+        return losses.sum()
+
+    def in_chunks(hidden: mx.array) -> mx.array:
+        def logits(rows: mx.array) -> mx.array:
+            assert len(rows) <= chunk
+            return mx.tanh(rows @ weight.T)
+
+        return head_loss_sum(logits, hidden, targets, chunk, mx.fast.cross_entropy)
+
+    assert_same_function(in_chunks, whole, random(7, 8))
+
+
+def test_loss_scales_with_what_it_is_part_of() -> None:
+    weight, targets, hidden = random(50, 8), mx.array([3, 0]), random(2, 8)
+
+    def loss(hidden: mx.array, factor: float) -> mx.array:
+        total = head_loss_sum(lambda x: x @ weight.T, hidden, targets, 1, mx.fast.cross_entropy)
+        return total * factor
+
+    one, half = (mx.grad(lambda x, f=f: loss(x, f))(hidden) for f in (1.0, 0.5))
+    assert np.abs(np.array(one)).max() > 0.1
+    assert_close(half, one * 0.5, 1e-6)
+
+
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have attention of few queries round otherwise, as Metal's vector kernel does."""
+    real = mx.fast.scaled_dot_product_attention
+
+    def either(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        output = real(q, k, v, **options)
+        few = q.shape[2] * (q.shape[1] // k.shape[1]) <= 32
+        return output * mx.array(1 + 2**-7, output.dtype) if few else output
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", either)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_model_packs_whichever_kernels_short_texts_run(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = (("num_attention_heads", 14), ("num_key_value_heads", 2), ("head_dim", 8))
+    folder = model_folder("qwen2", None, dtype, heads)
+    two_kernels(monkeypatch)
+    model = load_base(folder, dtype).model
+    forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
+    assert forward.execution.packs
+    assert forward.packing_problem == ""
+
+
+def test_refused_packing_has_a_reason() -> None:
+    class Positions(nn.Module):  # type: ignore[misc]
+        """Adds the position in the line, as GPT-2 does."""
+
+        def __init__(self, embed: nn.Module) -> None:
+            super().__init__()
+            self.embed = embed
+
+        def __call__(self, tokens: mx.array) -> mx.array:
+            positions = mx.arange(tokens.shape[1], dtype=mx.float32)[:, None]
+            return self.embed(tokens) + 0.1 * mx.sin(positions)
+
+        def as_linear(self, x: mx.array) -> mx.array:
+            return self.embed.as_linear(x)
+
+    model = model_of("qwen3")
+    model.model.embed_tokens = Positions(model.model.embed_tokens)
+    forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
+    assert not forward.execution.packs
+    assert "hidden states differ by" in forward.packing_problem

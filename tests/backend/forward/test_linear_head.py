@@ -1,0 +1,94 @@
+"""The cross-entropy of a head that is one product, by MLX's operations and the CPU's."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlxtune.backend.forward import linear_head
+from tests.backend.cpu.compared import assert_same_function, random
+from tests.backend.kernels import kernel_module
+
+products = kernel_module("products")
+
+STORED = [mx.float32, mx.bfloat16, mx.float16]
+
+
+@pytest.fixture(params=[linear_head, products], ids=["mlx", "cpu"])
+def head(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def cross_entropy(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
+    logits = hidden @ weight.astype(mx.float32).T
+    losses: mx.array = nn.losses.cross_entropy(logits, targets, reduction="sum")
+    return losses
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("size", [11, 4096, 4097, 9000])
+def test_head_loss_and_gradient(head: Any, size: int, dtype: mx.Dtype) -> None:
+    weight = random(size, 16).astype(dtype)
+    targets = mx.array([0, size - 1, size // 2, 3, 3])
+    assert_same_function(
+        lambda hidden: head.head_loss_sum(weight, hidden, targets),
+        lambda hidden: cross_entropy(weight, hidden, targets),
+        random(5, 16),
+        tolerance=5e-6,
+    )
+
+
+def test_head_loss_of_one_position(head: Any) -> None:
+    weight, targets = random(50, 8), mx.array([7])
+    assert_same_function(
+        lambda hidden: head.head_loss_sum(weight, hidden, targets),
+        lambda hidden: cross_entropy(weight, hidden, targets),
+        random(1, 8),
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_logits_of_ten_thousand(head: Any, order: int) -> None:
+    """The highest logit in the first block, or in the last: sums are scaled as it is met."""
+    weight, hidden = random(9000, 16), 2500 * random(4, 16)
+    weight = weight[np.argsort(np.array(hidden @ weight.T)[0])[::-order].tolist()]
+    assert mx.abs(hidden @ weight.T).max() > 1e4
+    targets = mx.array([0, 8999, 4500, 17])
+    assert_same_function(
+        lambda hidden: head.head_loss_sum(weight, hidden, targets),
+        lambda hidden: cross_entropy(weight, hidden, targets),
+        hidden,
+        tolerance=1e-5,
+    )
+
+
+def test_certain_prediction_costs_nothing(head: Any) -> None:
+    weight = mx.eye(8) * 1e4
+    loss = head.head_loss_sum(weight, mx.eye(8), mx.arange(8))
+    assert loss.item() == 0
+    losses = head.head_losses(weight, mx.eye(8), mx.arange(8))
+    assert losses.max().item() == 0
+
+
+def test_head_gives_each_position_its_own_loss(head: Any) -> None:
+    rng = np.random.default_rng(0)
+    # More than the rows of a vocabulary that are worked on at once.
+    weight, hidden = rng.standard_normal((5000, 8)), rng.standard_normal((7, 8))
+    targets = rng.integers(0, 5000, 7)
+    logits = hidden @ weight.T
+    wanted = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(7), targets]
+    arrays = mx.array(weight.astype(np.float32)), mx.array(hidden.astype(np.float32))
+    found = np.array(head.head_losses(*arrays, mx.array(targets)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_head_holds_a_few_blocks_of_logits(head: Any) -> None:
+    weight, hidden = random(40_000, 32).astype(mx.bfloat16), random(300, 32)
+    targets = mx.arange(300)
+    mx.eval(weight, hidden, targets)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(lambda each: head.head_loss_sum(weight, each, targets))(hidden))
+    assert mx.get_peak_memory() - before < 4 * 300 * 40_000

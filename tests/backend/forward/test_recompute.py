@@ -1,0 +1,307 @@
+"""The backward pass layer by layer."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlxtune.backend.cpu.layers import KernelLayers, Reads
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.forward.intercept import Intercepted
+from mlxtune.backend.forward.operations import MLX, LayerPasses, Recompute
+from mlxtune.backend.forward.recompute import Layerwise
+from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.models.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
+from tests.backend.cpu.compared import assert_close, random
+from tests.backend.step.executions import (
+    SPLIT,
+    assert_same,
+    computed,
+    fixed_step,
+    fresh,
+    model_folder,
+)
+from tests.models import write_model
+
+PASSES: dict[str, Callable[[], LayerPasses]] = {
+    "recompute": Recompute,
+    "kernels with recompute": lambda: KernelLayers(keep_products=False),
+    "kernels": lambda: KernelLayers(keep_products=True),
+}
+
+
+class Gain(nn.Module):  # type: ignore[misc]
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.gain = random(4, seed=seed)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.gain
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    """Counts its calls; the gain may be trained."""
+
+    def __init__(self, seed: int, trained: bool = True) -> None:
+        super().__init__()
+        self.weight = random(4, 4, seed=seed)
+        self.out = Gain(seed + 50)
+        self.freeze()
+        if trained:
+            self.out.unfreeze()
+        self.calls: list[int] = []
+
+    def __call__(self, x: mx.array, mask: Any = None) -> mx.array:
+        self.calls.append(1)
+        return x + self.out(mx.tanh(x @ self.weight))
+
+
+class Stack(nn.Module):  # type: ignore[misc]
+    def __init__(self, *trained: bool) -> None:
+        super().__init__()
+        self.layers = [Layer(i, kind) for i, kind in enumerate(trained)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in self.layers:
+            x = layer(x, None)
+        return x
+
+
+def gradients(stack: Stack, running: Any) -> tuple[mx.array, dict[str, mx.array]]:
+    def loss(parameters: dict[str, Any]) -> mx.array:
+        stack.update(parameters)
+        with running():
+            return stack(random(2, 3, 4, seed=99)).square().sum()
+
+    parameters = stack.trainable_parameters()
+    value, found = mx.value_and_grad(loss)(parameters)
+    stack.update(parameters)
+    flat = {k: v for k, v in tree_flatten(found) if isinstance(v, mx.array)}
+    mx.eval(value, flat)
+    return value, flat
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("trained", [(True, True, True), (False, True, False, True), (True,)])
+def test_gradients_stay_the_same(trained: tuple[bool, ...], passes: str) -> None:
+    expected_value, expected = gradients(Stack(*trained), plainly)
+    stack = Stack(*trained)
+    layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
+    value, found = gradients(stack, layerwise.running)
+    assert_close(value, expected_value, 1e-6)
+    assert found.keys() == expected.keys() != set()
+    for name in expected:
+        assert_close(found[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize("passes", PASSES)
+def test_each_layer_is_run_again_but_those_below_the_first_trained(passes: str) -> None:
+    stack = Stack(False, False, True, False)
+    layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
+    gradients(stack, layerwise.running)
+    assert [len(layer.calls) for layer in stack.layers] == [1, 1, 2, 2]
+
+
+def test_outside_of_running_nothing_differs() -> None:
+    stack = Stack(True, True)
+    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
+    gradients(stack, plainly)
+    assert [len(layer.calls) for layer in stack.layers] == [1, 1]
+    gradients(stack, layerwise.running)
+    gradients(stack, plainly)
+    assert [len(layer.calls) for layer in stack.layers] == [4, 4]
+
+
+def test_only_these_instances_change() -> None:
+    stack, other = Stack(True, True), Stack(True, True)
+    call = Layer.__call__
+    Layerwise(stack, DropoutKeys(), Recompute())
+    assert Layer.__call__ is call
+    assert all(type(layer) is Layer for layer in other.layers)
+    assert all(isinstance(layer, Intercepted) for layer in stack.layers)
+    assert all(isinstance(layer, Layer) for layer in stack.layers)
+    names = [name for name, _ in tree_flatten(other.parameters())]
+    assert [name for name, _ in tree_flatten(stack.parameters())] == names
+    trained = [name for name, _ in tree_flatten(other.trainable_parameters())]
+    assert [name for name, _ in tree_flatten(stack.trainable_parameters())] == trained
+
+
+def test_layers_keep_the_parameters_they_were_given() -> None:
+    """What stands in their place while a layer runs as a function does not stay there."""
+    stack = Stack(True, True)
+    layerwise = Layerwise(stack, DropoutKeys(), Recompute())
+
+    def loss(parameters: dict[str, Any]) -> mx.array:
+        stack.update(parameters)
+        given = dict(tree_flatten(stack.trainable_parameters()))
+        with layerwise.running():
+            total = stack(random(2, 3, 4)).sum()
+        for name, value in tree_flatten(stack.trainable_parameters()):
+            assert value is given[name]
+        return total
+
+    mx.grad(loss)(stack.trainable_parameters())
+
+
+def test_error_ends_the_running() -> None:
+    stack = Stack(True)
+    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
+    with pytest.raises(RuntimeError, match="stop"), layerwise.running():
+        raise RuntimeError("stop")
+    gradients(stack, plainly)
+    assert len(stack.layers[0].calls) == 1
+
+
+class _Several(Layer):
+    """A layer that gives and takes more than hidden states, as those of Gemma 4 and Hunyuan."""
+
+    def __call__(self, x: mx.array, mask: Any = None, shared: Any = None) -> Any:
+        mixed = self.out(mx.tanh(x @ self.weight))
+        keys = mixed if shared is None else shared[0]
+        return x + mixed + keys, (keys, 7)
+
+
+class _Sharing(Stack):
+    def __init__(self, *trained: bool) -> None:
+        super().__init__(*trained)
+        self.layers = [_Several(i, kind) for i, kind in enumerate(trained)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        shared = None
+        for layer in self.layers:
+            x, shared = layer(x, None, shared)  # type: ignore[call-arg]
+        assert shared is not None
+        assert shared[1] == 7
+        return x
+
+
+@pytest.mark.parametrize("passes", ["recompute", "kernels with recompute"])
+def test_layers_that_hand_on_more_than_hidden_states(passes: str) -> None:
+    _, expected = gradients(_Sharing(True, True, True), plainly)
+    stack = _Sharing(True, True, True)
+    layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
+    _, found = gradients(stack, layerwise.running)
+    for name in expected:
+        assert_close(found[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "expected"),
+    [
+        ("qwen3", ("q_proj", "v_proj"), Reads(inputs=False, last=False)),
+        ("qwen3", ("all",), Reads(inputs=True, last=False)),
+        # A norm behind it reads the last product.
+        ("gemma3_text", ("q_proj", "v_proj"), Reads(inputs=False, last=True)),
+    ],
+)
+def test_what_a_layer_reads_is_found_out(
+    architecture: str, targets: tuple[str, ...], expected: Reads
+) -> None:
+    how = replace(SPLIT, operations=CPU)
+    pipeline = fresh(model_folder(architecture), how, tokens=10_000, targets=targets)
+    plain = fresh(model_folder(architecture), tokens=1, targets=targets)
+    for _ in range(2):
+        assert_same(computed(pipeline, fixed_step()), computed(plain, fixed_step()))
+    layerwise = pipeline.forward.layerwise
+    assert layerwise is not None
+    assert isinstance(layerwise.passes, KernelLayers)
+    assert set(layerwise.passes.reads.values()) == {expected}
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_of_what_layers_keep() -> None:
+    how = replace(SPLIT, operations=CPU)
+    pipeline = fresh(model_folder("qwen3"), how, tokens=10_000, targets=("q_proj",))
+    parameters = pipeline.model.trainable_parameters()
+    pipeline.model.update(tree_map(lambda value: value * mx.array(math.nan), parameters))
+    loss = pipeline.loss_and_gradients(fixed_step()).loss
+    assert math.isnan(loss)
+    assert pipeline.forward.layerwise is not None
+    assert isinstance(pipeline.forward.layerwise.passes, KernelLayers)
+    assert not pipeline.forward.layerwise.passes.reads
+
+
+def products(recompute: bool, tmp_path: Path) -> int:
+    """Return how many matrix products the graph of a step's gradients has."""
+    how = Execution(MLX, recompute=recompute)
+    made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
+    made.model.train()
+    batch = next(batch for _, batch in made.micro_batches(fixed_step()))
+    given = (made.model.trainable_parameters(), made.arrays(batch, 1), mx.array(1.0))
+    mx.eval(given)
+    gradients = made.forward.gradients(*given)[1]
+    mx.export_to_dot(str(tmp_path / "graph"), *(value for _, value in tree_flatten(gradients)))
+    made.model.update(given[0])
+    return (tmp_path / "graph").read_text().count('"Matmul"')
+
+
+def test_layers_run_again_in_the_backward_pass(tmp_path: Path) -> None:
+    once, twice = (products(recompute, tmp_path) for recompute in (False, True))
+    layers = 2
+    # Of each layer at least seven projections, with two products of LoRA each, and attention.
+    assert twice - once >= layers * 7 * 3
+
+
+def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    config = InstructConfig(lora_rank=4, targets=("all",))
+    mask = np.ones(257, dtype=np.uint8)
+    step = [Example(i, np.arange(i, i + 257, dtype=np.int32), mask) for i in range(2)]
+    held = []
+    for layers in (2, 8):
+        folder = write_model(tmp_path / str(layers), "qwen3", num_hidden_layers=layers, **sizes)
+        base = load_base(folder, "float32")
+        pipeline = InstructPipeline(base.model, config, execution=Execution(MLX, recompute=True))
+        parameters = [value for _, value in tree_flatten(base.model.trainable_parameters())]
+        mx.eval(parameters)
+        # What other tests left must not be freed in between.
+        gc.collect()
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        pipeline.train_batch(step)
+        # Two moments, the gradients and the new parameters.
+        held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
+    assert (held[1] - held[0]) / 6 < 1.5 * 4 * 512 * 128
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_mlps_in_slices_give_the_plain_gradients(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxtune.backend.cpu.layers.SLICE", 7)
+    sliced, run = [], KernelLayers.run_in_slices
+
+    def counted(self: KernelLayers, *args: Any) -> list[mx.array]:
+        sliced.append(args)
+        return run(self, *args)
+
+    monkeypatch.setattr(KernelLayers, "run_in_slices", counted)
+    folder, how = model_folder(model_type), replace(SPLIT, operations=CPU, recompute=True)
+    found = computed(fresh(folder, how, 64), fixed_step())
+    assert sliced
+    assert_same(found, computed(fresh(folder), fixed_step()))
+    # A token's dropout is keyed by its place among all.
+    sliced.clear()
+    found = computed(fresh(folder, how, 64, dropout=0.3), fixed_step())
+    assert not sliced
+    assert_same(found, computed(fresh(folder, dropout=0.3), fixed_step()))

@@ -1,0 +1,249 @@
+"""Products with quantised matrices: the same numbers however they are computed."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.models import layers
+from mlxtune.backend.models.layers import (
+    DequantizedLinear,
+    PackedRows,
+    StoredExperts,
+    StoredLinear,
+    frozen_product,
+)
+from mlxtune.backend.models.loading import load_base, slow_products
+from mlxtune.backend.models.quantize import FORMATS
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
+from tests.backend.conftest import fill_lora_b
+from tests.backend.step.executions import PLAIN, model_folder
+from tests.experts import EXPERTS
+from tests.models import write_model
+
+WAYS = {
+    "plain": PLAIN,
+    "recompute": Execution(MLX, recompute=True),
+    "cpu kernels": Execution(CPU),
+}
+
+
+def examples() -> list[Example]:
+    rng = np.random.default_rng(3)
+    mask = np.array([0] * 5 + [1] * 8, dtype=np.uint8)
+    return [Example(i, rng.integers(0, 300, 13).astype("i4"), mask) for i in range(3)]
+
+
+def on_plain_weights(model: nn.Module) -> None:
+    """Put layers with the weights as they are dequantised, in float32, in the place of all."""
+    made = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "unpacked"):
+            continue
+        weight = module.unpacked(mx.float32)
+        embeds = isinstance(module, nn.QuantizedEmbedding)
+        plain = (nn.Embedding if embeds else nn.Linear)(*(weight.shape if embeds else (1, 1)))
+        if not embeds:
+            plain.pop("bias")
+        plain.weight = weight
+        made.append((name, plain))
+    model.update_modules(tree_unflatten(made))
+
+
+def step(model: nn.Module, how: Execution) -> tuple[float, dict[str, np.ndarray]]:
+    config = InstructConfig(lora_rank=4, lora_alpha=8.0, targets=("all",))
+    pipeline = InstructPipeline(model, config, execution=replace(how, micro_batch_tokens=100))
+    fill_lora_b(pipeline)
+    result = pipeline.loss_and_gradients(examples(), 1)
+    loss, gradients = result.loss, result.gradients
+    return loss, {name: np.array(value) for name, value in tree_flatten(gradients)}
+
+
+def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    largest = max(np.abs(value).max() for value in other.values())
+    differences = [np.abs(one[name] - value).max() for name, value in other.items()]
+    return bool(max(differences) <= 1e-4 * largest)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [*(("llama", name) for name in FORMATS), ("qwen3", "4"), ("gemma3_text", "nf4")],
+)
+def test_lora_learns_what_it_learns_on_the_dequantised_weights(
+    architecture: str, name: str
+) -> None:
+    folder = model_folder(architecture)
+
+    def loaded(compute: str = "dequantized") -> nn.Module:
+        options = {"quantize": name, "quantized_compute": compute}
+        return load_base(folder, "float32", **options).model  # type: ignore[arg-type]
+
+    plain = loaded()
+    on_plain_weights(plain)
+    loss, gradients = step(plain, PLAIN)
+    runs = {way: (loaded(), how) for way, how in WAYS.items()}
+    if name != "nf4":
+        runs["native"] = (loaded("quantized"), PLAIN)
+        runs["native, cpu kernels"] = (loaded("quantized"), WAYS["cpu kernels"])
+    for way, (model, how) in runs.items():
+        found, theirs = step(model, how)
+        assert found == pytest.approx(loss, rel=1e-5), way
+        assert close(theirs, gradients), way
+
+
+@pytest.mark.parametrize("compute", ["quantized", "dequantized"])
+def test_embeddings_are_given_in_the_compute_dtype(tmp_path: Path, compute: str) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    for dtype in ("float32", "float16"):
+        base = load_base(folder, dtype, quantize="mxfp4", quantized_compute=compute)
+        assert base.model(mx.array([[1, 2]])).dtype == getattr(mx, dtype)
+        assert base.quantized_compute == compute
+
+
+def test_auto_is_dequantised_on_the_cpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    assert load_base(folder, "auto", quantize="4").quantized_compute == "dequantized"
+    assert load_base(folder, "auto").quantized_compute is None
+    monkeypatch.setattr(layers, "on_cpu", lambda: False)
+    assert load_base(folder, "auto", quantize="4").quantized_compute == "quantized"
+    # MLX has no products of it.
+    assert load_base(folder, "auto", quantize="nf4").quantized_compute == "dequantized"
+
+
+def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", quantize=4)
+    assert slow_products(load_base(folder, "auto")) is None
+    slow = slow_products(load_base(folder, "auto", quantized_compute="quantized"))
+    assert slow is not None
+    assert "--quantized-compute dequantized" in slow
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
+def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
+    layer = DequantizedLinear(nn.QuantizedLinear(128, 96, bias=False, mode=mode))
+    packed = PackedRows(layer)
+    whole = layer.unpacked(mx.float32)
+    assert (packed.shape, packed.size) == (whole.shape, whole.size)
+    assert mx.array_equal(packed[:], whole)
+    assert mx.array_equal(packed[10:200], whole[10:])
+    assert mx.array_equal(packed[mx.array([5, 3])], whole[mx.array([5, 3])])
+
+
+def half(size: int) -> nn.Linear:
+    linear = nn.Linear(size, size, bias=False)
+    linear.weight = linear.weight.astype(mx.bfloat16)
+    return linear
+
+
+@pytest.mark.parametrize("kind", [DequantizedLinear, StoredLinear])
+def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
+    size, layers = 256, 64
+    quantized = kind is DequantizedLinear
+    plain = [
+        nn.QuantizedLinear(size, size, bias=False) if quantized else half(size)
+        for _ in range(layers)
+    ]
+    stack = [kind(layer) for layer in plain]
+    x = mx.ones((4, size))
+    mx.eval([layer.parameters() for layer in stack], x)
+
+    def run(x: mx.array) -> mx.array:
+        for layer in stack:
+            x = layer(x)
+        return x.sum()
+
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(run)(x))
+    # Of 64 matrices, few at a time.
+    assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
+
+
+def test_replaced_layers_keep_their_parameters_and_are_still_shared() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.QuantizedEmbedding(64, 64)
+            self.first = nn.QuantizedLinear(64, 64)
+            self.parts = [self.first, nn.QuantizedLinear(64, 64, mode="mxfp4", bias=False)]
+
+    model = Tied()
+    before = dict(tree_flatten(model.parameters()))
+
+    assert layers.compute_quantized(model, mx.float32, "dequantized") == "dequantized"
+
+    after = dict(tree_flatten(model.parameters()))
+    assert list(after) == list(before)
+    assert all(mx.array_equal(after[name], value) for name, value in before.items())
+    assert type(model.first) is DequantizedLinear
+    assert model.first is model.parts[0]
+    assert not model.trainable_parameters()["embed"]
+
+
+def test_stored_embedding_gives_float32_of_what_mlx_gives() -> None:
+    plain = nn.Embedding(10, 4)
+    plain.weight = plain.weight.astype(mx.bfloat16)
+    tokens = mx.array([[1, 7, 3]])
+    found = layers.StoredEmbedding(plain)(tokens)
+    assert found.dtype == mx.float32
+    assert mx.array_equal(found, plain(tokens).astype(mx.float32))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_stored_linear_multiplies_by_its_weight_in_float32(bias: bool) -> None:
+    linear = nn.Linear(48, 32, bias=bias)
+    linear.weight = linear.weight.astype(mx.bfloat16)
+    stored = StoredLinear(linear)
+    x = mx.random.normal((2, 3, 48), key=mx.random.key(0))
+
+    def plain(x: mx.array) -> mx.array:
+        y = x @ linear.weight.astype(mx.float32).T
+        return y + linear.bias if bias else y
+
+    assert mx.allclose(stored(x), plain(x), rtol=1e-5, atol=1e-6)
+    assert mx.allclose(frozen_product(stored, x), plain(x) - plain(0 * x), rtol=1e-5, atol=1e-6)
+    ours = mx.grad(lambda x: (stored(x) ** 2).sum())(x)
+    theirs = mx.grad(lambda x: (plain(x) ** 2).sum())(x)
+    assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_stored_experts_multiply_by_their_weights_in_float32(bias: bool) -> None:
+    experts = SwitchLinear(48, 32, 5, bias=bias)
+    if bias:
+        experts.bias = mx.random.normal((5, 32), key=mx.random.key(1))
+    wide = experts.weight = experts.weight.astype(mx.bfloat16)
+    stored = StoredExperts(experts)
+    assert stored.weight.dtype == mx.bfloat16
+    experts.weight = wide.astype(mx.float32)
+    x = mx.random.normal((2, 7, 1, 1, 48), key=mx.random.key(0))
+    chosen = mx.random.randint(0, 5, (2, 7, 3), key=mx.random.key(2)).astype(mx.uint32)
+    assert mx.allclose(stored(x, chosen), experts(x, chosen), rtol=1e-5, atol=1e-6)
+    ours = mx.grad(lambda x: (stored(x, chosen) ** 2).sum())(x)
+    theirs = mx.grad(lambda x: (experts(x, chosen) ** 2).sum())(x)
+    assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_stay_in_16_bits_where_the_cpu_computes_in_float32(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "qwen3_moe", dtype="bfloat16", **EXPERTS["qwen3_moe"])
+    model = load_base(folder, "float32").model
+    kinds = {type(each) for each in model.modules() if isinstance(each, SwitchLinear)}
+    assert kinds == {StoredExperts}
+    assert model(mx.array([[1, 2, 3]])).dtype == mx.float32

@@ -1,0 +1,146 @@
+"""What is computed of examples in one line, against mlx's own functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+
+from mlxtune.backend.models.packed import CannotPackError, Layout, LineCache, laid_out, layout
+from mlxtune.core.steps.pack import Segment
+from tests.backend.cpu.compared import assert_close, assert_same_function, random
+from tests.backend.kernels import kernel_module
+
+attention, elementwise, model = map(kernel_module, ("attention", "elementwise", "model"))
+
+# Two texts that go on from one, which goes on from another, and one by itself.
+FOREST = Layout(
+    [
+        Segment(0, 5, 0, -1),
+        Segment(5, 8, 5, 0),
+        Segment(8, 15, 8, 1),
+        Segment(15, 16, 8, 1),
+        Segment(16, 20, 5, 0),
+        Segment(20, 27, 0, -1),
+    ]
+)
+TOKENS = 27
+
+
+def seen() -> np.ndarray[Any, Any]:
+    """Return which keys (T, T) each token sees, one by one."""
+    mask = np.zeros((TOKENS, TOKENS), dtype=bool)
+    for segment in FOREST.segments:
+        for place in range(segment.start, segment.end):
+            mask[place, segment.start : place + 1] = True
+            above = segment
+            while above.parent >= 0:
+                above = FOREST.segments[above.parent]
+                mask[place, above.start : above.end] = True
+    return mask
+
+
+@pytest.mark.parametrize("queries_at_once", [2, 128])
+@pytest.mark.parametrize("scores_at_once", [1, 1 << 20])
+def test_attention_sees_what_a_segment_continues(
+    queries_at_once: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_QUERIES", queries_at_once)
+    monkeypatch.setattr(attention, "_SCORES", scores_at_once)
+    q, k, v = random(1, 4, TOKENS, 8), random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=3)
+    mask = mx.array(seen())
+
+    def in_line(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        with laid_out(FOREST):
+            return attention.attention(q, k, v, 0.3, "causal")
+
+    assert_same_function(
+        in_line,
+        lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask),
+        q,
+        k,
+        v,
+        tolerance=5e-6,
+    )
+
+
+def test_positions_are_those_in_the_examples() -> None:
+    x = random(1, 3, TOKENS, 8)
+    how = {"traditional": False, "base": 1e4, "scale": 1.0}
+
+    def in_line(x: mx.array) -> mx.array:
+        with laid_out(FOREST):
+            return elementwise.rope(x, 8, offset=0, **how)
+
+    def each(x: mx.array) -> mx.array:
+        turned = [
+            mx.fast.rope(x[:, :, one.start : one.end], 8, offset=one.position, **how)
+            for one in FOREST.segments
+        ]
+        return mx.concatenate(turned, axis=2)
+
+    assert FOREST.longest == 15
+    assert_same_function(in_line, each, x, tolerance=5e-6)
+
+
+def test_what_knows_of_no_segments_is_refused() -> None:
+    x = random(1, 2, TOKENS, 8)
+    with laid_out(FOREST):
+        with pytest.raises(CannotPackError):
+            attention.attention(x, x, x, 0.3, None)
+        with pytest.raises(CannotPackError):
+            model._attention(x, x, x, None, 0.3, mx.zeros((TOKENS, TOKENS)))
+        with pytest.raises(CannotPackError):
+            elementwise.rope(x, 8, traditional=True, base=1e4, scale=1.0, offset=0)
+    assert layout() is None
+
+
+def test_a_cache_of_a_line_keeps_nothing() -> None:
+    cache, x = LineCache(), random(1, 2, 4, 8)
+    assert cache.update_and_fetch(x, x) == (x, x)
+    assert cache.offset == 0
+    cache[0] = x
+    assert cache[0] is None
+    assert cache.lengths is None
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize("window", [None, 4, 15, 100])
+def test_mask_of_a_line_is_the_one_of_its_examples_side_by_side(
+    as_array: bool, window: int | None
+) -> None:
+    expected = create_attention_mask(mx.zeros((4, FOREST.longest, 8)), None, window, as_array)
+    with laid_out(FOREST):
+        found = create_attention_mask(mx.zeros((1, TOKENS, 8)), LineCache(), window, as_array)
+        assert create_ssm_mask(mx.zeros((1, TOKENS, 8)), LineCache()) is None
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert mx.array_equal(found, expected)
+
+
+def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
+    rows, places = np.array(FOREST.rows), np.array(FOREST.places)
+    assert rows.shape == (4, FOREST.longest)
+    assert rows.reshape(-1)[places].tolist() == list(range(TOKENS))
+    for token, place in enumerate(places.tolist()):
+        row, column = divmod(place, FOREST.longest)
+        assert sorted(rows[row, : column + 1]) == np.flatnonzero(seen()[token]).tolist()
+        assert column == FOREST.positions[token]
+
+
+def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
+    """Another line, run between a forward pass and its backward pass, changes nothing."""
+    q, d = random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=9)
+
+    def in_line(q: mx.array) -> mx.array:
+        with laid_out(FOREST):
+            return attention.attention(q, q, q, 0.3, "causal")
+
+    _, (expected,) = mx.vjp(in_line, [q], [d])
+    with laid_out(Layout([Segment(0, TOKENS, 0, -1)])):
+        _, (found,) = mx.vjp(in_line, [q], [d])
+    assert_close(found, expected, 0)

@@ -1,0 +1,67 @@
+"""Weights that MLX would crash on, or cannot hold, are named by their headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxtune.backend.models.model_folder import weight_names
+from mlxtune.backend.models.weight_headers import weight_problems
+from mlxtune.core.files.tensor_files import TensorInfo
+from mlxtune.errors import ModelError
+
+CONFIG: dict[str, Any] = {"quantization": {"group_size": 64, "bits": 4}}
+
+
+def packed(weight: Any = (8, 16), scales: Any = (8, 2), biases: Any = (8, 2)) -> dict[str, Any]:
+    return {
+        "q.weight": TensorInfo("U32", weight),
+        "q.scales": TensorInfo("F16", scales),
+        "q.biases": TensorInfo("F16", biases),
+    }
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_quantised_weights_are_sound(bits: int) -> None:
+    arrays = mx.quantize(mx.ones((3, 8, 128)), group_size=32, bits=bits)
+    found = packed(*(each.shape for each in arrays))
+    assert list(weight_problems(found, CONFIG)) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        (packed(scales=(1, 2)), "q.scales is (1, 2), which does not fit"),
+        (packed(scales=(2,)), "q.scales is (2,), which does not fit"),
+        (packed(scales=(8, 3)), "q.scales is (8, 3): no group size fits"),
+        (packed(scales=(8, 0)), "q.scales is (8, 0): no group size fits"),
+        (packed(biases=(1, 2)), "q.biases is (1, 2), but its scales are"),
+        ({"a.weight": TensorInfo("F8_E4M3", (2, 2))}, "a.weight is F8_E4M3, not"),
+        ({"a.bias": TensorInfo("I64", (2,))}, "a.bias is I64, not"),
+        ({"a.weight": TensorInfo("C64", (2,))}, "a.weight is C64, not"),
+        ({"a.scales": TensorInfo("U16", (2,))}, "a.scales is U16, not"),
+    ],
+)
+def test_broken_weight_is_named(tensors: dict[str, TensorInfo], problem: str) -> None:
+    assert [each[: len(problem)] for each in weight_problems(tensors, CONFIG)] == [problem]
+
+
+def test_buffers_and_weights_that_mlx_lm_converts_are_sound() -> None:
+    tensors = {
+        "a.weight": TensorInfo("F8_E4M3", (128, 128)),
+        "a.weight_scale_inv": TensorInfo("F32", (1, 1)),
+        "h.0.attn.bias": TensorInfo("BOOL", (1, 1, 4, 4)),
+        "position_ids": TensorInfo("I64", (4,)),
+        "vision.weight": TensorInfo("I64", (4,)),
+    }
+    assert list(weight_problems(tensors, {})) == []
+
+
+def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        mx.save_safetensors(str(tmp_path / name), {"a.weight": mx.ones(2)})
+    with pytest.raises(ModelError, match=r"has a\.weight, which another weight file"):
+        weight_names(tmp_path)

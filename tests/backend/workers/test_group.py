@@ -1,0 +1,58 @@
+"""What ranks tell each other, where MLX answers with what the memory held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxtune.backend.workers.group import Ranks
+from mlxtune.errors import RankError
+
+
+class Group:
+    """A group of two as rank 0 sees it."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Rank 1, which answers as rank 0 does until it is gone."""
+    state: dict[str, Any] = {"gone": None, "last": {}}
+
+    def all_gather(own: mx.array, group: Any) -> mx.array:
+        answer = own if state["gone"] is None else state["gone"](own)
+        state["last"][own.size] = own
+        return mx.concatenate([own, answer])
+
+    monkeypatch.setattr(mx.distributed, "all_gather", all_gather)
+    return state
+
+
+def test_ranks_that_are_there_tell_each_other_texts(other: dict[str, Any]) -> None:
+    ranks = Ranks(Group())
+    assert ranks.texts("naïve") == ["naïve", "naïve"]
+    assert ranks.texts("") == ["", ""]
+
+
+@pytest.mark.parametrize("held", ["noise", "zeros", "the answer before"])
+def test_memory_is_not_taken_for_the_answer_of_a_rank_that_is_gone(
+    other: dict[str, Any], held: str
+) -> None:
+    ranks = Ranks(Group())
+    ranks.texts("before")
+    generator = np.random.default_rng(0)
+    other["gone"] = {
+        "noise": lambda own: mx.array(generator.integers(0, 256, own.shape, np.uint8)),
+        "zeros": mx.zeros_like,
+        "the answer before": lambda own: other["last"][own.size],
+    }[held]
+    with pytest.raises(RankError, match="another rank is gone"):
+        ranks.texts("before")

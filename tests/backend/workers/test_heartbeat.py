@@ -1,0 +1,179 @@
+"""Signs of life between ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from mlxtune.backend.workers import heartbeat
+from mlxtune.backend.workers.heartbeat import Heartbeat
+from tests.waiting import wait_until
+
+TOKEN = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.1)
+    monkeypatch.setattr(heartbeat, "PATIENCE", 1.0)
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Callable[[], None]]]:
+    calls: list[Callable[[], None]] = []
+    yield calls
+    for call in calls:
+        call()
+
+
+def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
+    """Return rank 0's heartbeat, and the connection that rank 3 has to it."""
+    first = Heartbeat(lost.append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
+    other = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
+    other.sendall(TOKEN + (3).to_bytes(4, "big"))
+    first.accept(server, 1)
+    return first, other
+
+
+def test_a_rank_whose_connection_ends_is_lost(closing: list[Callable[[], None]]) -> None:
+    lost: list[int] = []
+    first, other = connected(lost)
+    closing.append(first.close)
+    other.close()
+    first.wait_for_loss(60)
+    assert (lost, first.lost) == ([3], 3)
+
+
+def test_a_rank_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> None:
+    lost: list[int] = []
+    started = time.monotonic()
+    first, other = connected(lost)
+    closing += [first.close, other.close]
+    first.wait_for_loss(60)
+    assert lost == [3]
+    assert time.monotonic() - started > heartbeat.PATIENCE
+
+
+def test_ranks_that_run_hear_each_other_and_part_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, readers = SimpleNamespace(now=0.0), set()
+
+    def monotonic() -> float:
+        now: float = clock.now
+        readers.add(threading.get_ident())
+        return now
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=monotonic))
+    lost: list[int] = []
+    first, second = Heartbeat(lost.append, TOKEN), Heartbeat(lost.append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
+    port = server.getsockname()[1]
+    joining = threading.Thread(target=second.connect, args=("127.0.0.1", port, 1))
+    joining.start()
+    first.accept(server, 1)
+    joining.join()
+    peers = [*first._peers, *second._peers]
+    # The threads of both, as this one waits for connections by the clock.
+    wait_until(lambda: len(readers - {threading.get_ident()}) == 2)
+    # For longer than without a sign of life.
+    while clock.now < 2 * heartbeat.PATIENCE:
+        clock.now += 2 * heartbeat.INTERVAL
+        wait_until(lambda: all(peer.heard == clock.now for peer in peers))
+    assert not lost
+    second.close()
+    wait_until(lambda: first._peers[0].said_bye)
+    first.close()
+    assert not lost
+
+
+def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = connected([])
+    other.settimeout(60)
+    # Nothing reads this one any more.
+    monkeypatch.setattr(first, "_hear", lambda *_: None)
+    other.sendall(b".")
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    said = b""
+    while more := other.recv(64):
+        said += more
+    other.close()
+    closing.join()
+    assert said.endswith(b"q")
+
+
+# Strangers
+
+
+def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
+    """Return the ranks that rank 0 knows, after a stranger said something and rank 3 came."""
+    first = Heartbeat([].append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
+    place = server.getsockname()
+    stranger = socket.create_connection(place)
+    stranger.sendall(said)
+    if hang_up:
+        stranger.close()
+    rank = socket.create_connection(place)
+    rank.sendall(TOKEN + (3).to_bytes(4, "big"))
+    first.accept(server, 1)
+    known = [peer.rank for peer in first._peers]
+    for connection in (stranger, rank):
+        connection.close()
+    first.close()
+    return known
+
+
+@pytest.mark.parametrize("hang_up", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        (1).to_bytes(4, "big"),
+        bytes(32) + (1).to_bytes(4, "big"),
+        TOKEN[:-1] + b"x" + (1).to_bytes(4, "big"),
+        TOKEN[:16],
+        TOKEN + bytes(4),
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    ],
+    ids=["silent", "rank", "zeros", "one bit", "half", "rank 0", "http"],
+)
+def test_a_stranger_takes_no_ranks_place(said: bytes, hang_up: bool) -> None:
+    assert answered(said, hang_up=hang_up) == [3]
+
+
+def test_many_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_MOST_WAITING", 8)
+    first = Heartbeat([].append, TOKEN)
+    server = Heartbeat.listen("127.0.0.1")
+    strangers = [socket.create_connection(server.getsockname()) for _ in range(40)]
+    rank = socket.create_connection(server.getsockname())
+    rank.sendall(TOKEN + (3).to_bytes(4, "big"))
+    first.accept(server, 1)
+    assert [peer.rank for peer in first._peers] == [3]
+    for connection in (*strangers, rank):
+        connection.close()
+    first.close()
+
+
+def test_a_rank_that_never_comes_is_not_waited_for() -> None:
+    server = Heartbeat.listen("127.0.0.1")
+    silent = socket.create_connection(server.getsockname())
+    started = time.monotonic()
+    with pytest.raises(OSError, match="not all ranks came"):
+        Heartbeat([].append, TOKEN).accept(server, 1)
+    assert time.monotonic() - started < 3
+    silent.close()
+
+
+def test_only_the_address_in_use_is_listened_on() -> None:
+    with Heartbeat.listen("127.0.0.1") as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    # One that this machine has not, as behind a router.
+    with Heartbeat.listen("192.0.2.1") as server:
+        assert server.getsockname()[0] == "0.0.0.0"

@@ -1,0 +1,439 @@
+"""`mlxtune bench` as a person runs it, with mlx-lm beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import pty
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.benchmark import bench as bench_recipe
+from mlxtune.benchmark import worker as bench_worker
+from mlxtune.benchmark.bench import bench as run_bench
+from mlxtune.benchmark.bench import first_steps
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
+from mlxtune.config import BenchConfig, TrainConfig
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import MlxTuneError
+from tests.command import Cli, Outcome, finish, read_terminal, read_until, start
+from tests.core.training.fake_pipeline import FakePipeline
+from tests.models import sums, write_chat
+from tests.paths import DOCS
+from tests.slow import slow
+from tests.waiting import SECONDS, wait_until
+
+PAGE = DOCS / "bench.md"
+
+
+@pytest.fixture
+def bench(cli: Cli, model: Path, chat: Path) -> Cli:
+    """Run `mlxtune bench` for one short run on a good model and file; options given later win."""
+
+    def run(*arguments: object) -> Outcome:
+        good = ["--model-path", model, "--data", chat, "--steps", 2, "--repeats", 1]
+        return cli("bench", *good, *arguments)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def compared(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, dict[str, Any]]:
+    """A benchmark against mlx-lm: what was printed, and the JSON."""
+    folder = tmp_path_factory.mktemp("bench")
+    chat = write_chat(folder / "chat.jsonl", sums(20))
+    work = ["--model-path", model, "--data", chat, "--steps", 3, "--max-seq-len", 64, "--lr", 0.01]
+    further = ["--against", "mlx-lm", "--repeats", 2, "--json", folder / "new" / "bench.json"]
+    outcome = finish(start("bench", *work, *further))
+    assert outcome.code == 0, outcome.err
+    return outcome, json.loads((folder / "new" / "bench.json").read_text())
+
+
+# What is measured
+
+
+def test_both_sides_take_the_same_steps_with_the_same_losses(
+    compared: tuple[Outcome, dict[str, Any]],
+) -> None:
+    _, found = compared
+    assert (found["rows"], found["steps"], found["batch_size"]) == (12, 3, 4)
+    assert found["losses_agree"] is True
+    for ours, theirs in zip(found["ours"]["runs"], found["theirs"]["runs"], strict=True):
+        for one, other in zip(ours["steps"], theirs["steps"], strict=True):
+            for name in ("tokens", "supervised_tokens"):
+                assert one[name] == other[name]
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+            assert 0 <= one["padding"] < other["padding"]
+            assert one["tokens_run"] < other["tokens_run"]
+    executions = [found[side]["execution"] for side in ("ours", "theirs")]
+    assert executions == ["gpu", "eager" if on_cpu() else "compiled"]
+    losses = [step["loss"] for step in found["ours"]["runs"][0]["steps"]]
+    assert losses[0] > losses[-1]  # the rate is high enough for a difference to show
+
+
+def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
+    compared: tuple[Outcome, dict[str, Any]],
+    bench: Cli,
+    chat: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = tmp_path / "passes"
+    code = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from mlxtune.benchmark import worker
+gpu = SimpleNamespace(on_cpu=lambda: False, finish=worker.device.finish)
+worker.device = gpu
+for side in (worker.OurSide, worker.MlxLm):
+    def rehearse(self, steps, real=side.rehearse):
+        with Path({str(passes)!r}).open("a") as file:
+            file.write(f"{{type(self).__name__}} {{len(steps)}};")
+        real(self, steps)
+    side.rehearse = rehearse
+worker.main()
+"""
+    monkeypatch.setattr(
+        "mlxtune.benchmark.bench.worker_command", lambda job: [sys.executable, "-c", code, str(job)]
+    )
+    path = tmp_path / "gpu.json"
+    work = ["--steps", 3, "--max-seq-len", 64, "--lr", 0.01, "--against", "mlx-lm"]
+    write_chat(chat, sums(20))
+    assert bench(*work, "--json", path, "--quiet").code == 0
+    found, wanted = json.loads(path.read_text()), compared[1]
+    assert passes.read_text() == "OurSide 3;MlxLm 3;"
+    for side in ("ours", "theirs"):
+        (run,), other = found[side]["runs"], wanted[side]["runs"][0]
+        losses = [step["loss"] for step in run["steps"]]
+        assert losses == pytest.approx([step["loss"] for step in other["steps"]], rel=1e-6)
+        assert all(step["seconds"] > 0 and step["peak_memory"] > 0 for step in run["steps"])
+
+
+def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:
+    found = {}
+    for kind in ("gpu", "plain"):
+        assert bench("--execution", kind, "--json", tmp_path / kind).code == 0
+        report = json.loads((tmp_path / kind).read_text())
+        assert report["options"]["execution"] == kind
+        found[kind] = report["ours"]["runs"][0]["steps"]
+    for one, other in zip(found["gpu"], found["plain"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        # A GPU's lines are rounded.
+        assert one["padding"] <= (0 if on_cpu() else 0.03 * one["tokens_run"])
+        assert other["padding"] > one["padding"]
+
+
+def test_ratios_are_of_the_numbers_that_stand_beside_them(
+    compared: tuple[Outcome, dict[str, Any]],
+) -> None:
+    _, found = compared
+    ratios = []
+    for ours, theirs in zip(found["ours"]["runs"], found["theirs"]["runs"], strict=True):
+        seconds = [sum(step["seconds"] for step in run["steps"]) for run in (ours, theirs)]
+        ratios.append(seconds[1] / seconds[0])
+    assert found["ratio"]["real_tokens_per_s"] == pytest.approx(sum(ratios) / 2)
+    peaks = [
+        max(step["peak_memory"] for step in found[side]["runs"][0]["steps"])
+        for side in ("ours", "theirs")
+    ]
+    assert min(peaks) > 100_000  # the weights alone are more
+    assert found["ratio"]["peak_memory"] == pytest.approx(peaks[0] / peaks[1], rel=0.2)
+    assert all(math.isfinite(value) and value > 0 for value in found["ratio"].values())
+    assert 0 <= found["padding_share"] < found["theirs"]["padding_share"]["median"] < 1
+
+
+def test_peer_would_have_trained_on_padding(compared: tuple[Outcome, dict[str, Any]]) -> None:
+    _, found = compared
+    run = found["theirs"]["runs"][0]
+    assert run["loss_function"] == "default"
+    assert run["loss_with_pad_targets"] != pytest.approx(run["steps"][0]["loss"], rel=1e-3)
+
+
+def test_table_and_stages_are_said(compared: tuple[Outcome, dict[str, Any]]) -> None:
+    outcome, found = compared
+    assert re.search(r"^ +mlxtune +mlx-lm +ratio *$", outcome.out, re.MULTILINE)
+    for name in ("real tokens/s", "padding", "peak memory", "start"):
+        assert re.search(rf"^{name} +\S", outcome.out, re.MULTILINE)
+    assert "\nlosses agree (" in outcome.out
+    tokens = sum(step["tokens"] for step in found["ours"]["runs"][0]["steps"])
+    assert f"3 steps of 4 rows: 12 rows, {tokens:,} tokens" in outcome.err
+    assert re.findall(r"^Run +(\d/\d \S+):", outcome.err, re.MULTILINE) == [
+        *("1/2 mlxtune", "1/2 mlx-lm", "2/2 mlxtune", "2/2 mlx-lm"),
+    ]
+    assert "\x1b" not in outcome.out + outcome.err
+
+
+@pytest.mark.slow
+def test_terminal_shows_the_step_under_way(model: Path, chat: Path) -> None:
+    terminal, end = pty.openpty()
+    work = ["--model-path", model, "--data", chat, "--steps", 2, "--repeats", 1]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with start("bench", *work, stderr=end, env=environment) as process:
+        os.close(end)
+        shown = "".join(read_terminal(terminal))
+        os.close(terminal)
+    assert process.returncode == 0
+    assert re.search(r"mlxtune, run 1: step [12]/2", shown)
+    # Printed over the line that moves.
+    assert re.search(r"\x1b\[2K(\x1b\[\d*m)*Run  ", shown)
+
+
+def documented() -> dict[str, dict[str, set[str]]]:
+    """The fields and the types they may have in each table of docs/bench.md's schema."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n## JSON\n")[2]
+    tables: dict[str, dict[str, set[str]]] = {}
+    name = "benchmark"
+    for line in text.splitlines():
+        if bold := re.match(r"\*\*`(\w+)`\*\*", line):
+            name = bold[1]
+        if line.startswith("| `"):
+            names, types = (cell.strip() for cell in line.split("|")[1:3])
+            for field in re.findall(r"`(\w+)`", names):
+                tables.setdefault(name, {})[field] = set(types.split(" or "))
+    return tables
+
+
+def test_json_has_the_documented_fields(compared: tuple[Outcome, dict[str, Any]]) -> None:
+    tables, (_, found) = documented(), compared
+
+    def check(value: dict[str, Any], table: str) -> None:
+        assert value.keys() == tables[table].keys(), table
+        for name, types in tables[table].items():
+            if "spread" in types:
+                assert value[name].keys() == {"median", "min", "max"}
+            else:
+                assert kind_of(value[name]) in types, f"{table}.{name}"
+
+    check(found, "benchmark")
+    check(found["ratio"], "ratio")
+    check(found["loss_difference"], "loss_difference")
+    assert found["ratio_spread"].keys() == found["ratio"].keys()
+    for side in (found["ours"], found["theirs"]):
+        check(side, "side")
+        for run in side["runs"]:
+            check(run, "run")
+            for step in run["steps"]:
+                check(step, "step")
+    assert found["options"] == json.loads(json.dumps(asdict(BenchConfig(**found["options"]))))
+
+
+def kind_of(value: Any) -> str:
+    kinds = {str: "text", bool: "truth value", int: "integer", float: "number", list: "list"}
+    return "null" if value is None else kinds.get(type(value), "object")
+
+
+@pytest.mark.slow
+def test_rows_of_several_turns_are_trained_on_alike(bench: Cli, tmp_path: Path) -> None:
+    rows = [
+        [("user", "Hi"), ("assistant", "Ho" * (i + 1)), ("user", "And?"), ("assistant", "So.")]
+        for i in range(6)
+    ]
+    file = write_chat(tmp_path / "turns.jsonl", rows)
+    outcome = bench("--data", file, "--against", "mlx-lm", "--json", "-", "--steps", 6)
+    found = json.loads(outcome.out)
+    assert found["losses_agree"] is True
+    assert found["theirs"]["runs"][0]["loss_function"] == "masked"
+    assert found["theirs"]["runs"][0]["loss_with_pad_targets"] is None
+    assert "losses agree" in outcome.err
+
+
+@pytest.mark.parametrize("order", ["shuffle", "length"])
+@pytest.mark.parametrize("val_split", [0.0, 0.25])
+def test_steps_are_the_first_that_train_takes(
+    model: Path, chat: Path, tmp_path: Path, order: str, val_split: float
+) -> None:
+    paths = {"model_path": str(model), "data": str(chat)}
+    config = BenchConfig(**paths, order=order, val_split=val_split, steps=3)
+    dataset = load_dataset(config, Reader(config, model))
+    steps = first_steps(config, dataset)
+    pipeline = FakePipeline()
+    folder = str(tmp_path / "checkpoints")
+    training = TrainConfig(**paths, order=order, val_split=val_split, checkpoint_dir=folder)
+    InstructTrainer(
+        pipeline, dataset.corpus, training.training(), validation=dataset.validation
+    ).train()
+    taken = [[example.row for row in step for example in row] for step in steps]
+    assert len(taken) == 3
+    assert taken == pipeline.batches[:3]
+
+
+# Without a peer, quietly, and with too little data
+
+
+def test_without_a_peer_only_our_side_is_measured(bench: Cli) -> None:
+    outcome = bench("--json", "-", "--quiet", "--steps", 9)
+    found = json.loads(outcome.out)
+    assert (found["against"], found["ratio"], found["theirs"]) == (None, None, None)
+    assert found["steps"] == 5
+    (run,) = found["ours"]["runs"]
+    assert len(run["steps"]) == 5
+    assert outcome.err == (
+        "warning: the data has rows for 5 of 9 steps: add rows or lower --batch-size to time more\n"
+    )
+
+
+# What can go wrong
+
+
+def test_unknown_peer_is_an_error(bench: Cli) -> None:
+    outcome = bench("--against", "axolotl")
+    assert outcome.code == 2
+    assert outcome.error == "--against must be mlx-lm, not 'axolotl'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--targets", "qq_proj"], "--targets: no projection is named qq_proj"),
+        (["--model-path", "nowhere"], "nowhere: no such folder: check --model-path"),
+        (["--json", "."], "is a folder: --json takes the name of a file"),
+        (["--max-seq-len", 8], "none of its 20 rows can be trained on"),
+        (["--num-layers", 9], "--num-layers 9: the model has 2 layers"),
+        (["--memory-limit", 1e-4], "--memory-limit"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    bench: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[object], said: str
+) -> None:
+    monkeypatch.setattr("mlxtune.benchmark.bench._run_process", None)
+    outcome = bench("--quiet", *arguments)
+    assert outcome.code == 1
+    assert said in outcome.error
+
+
+def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None:
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot be read" in bench("--quiet", "--model-path", broken).error
+
+
+def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str) -> None:
+    """Have the peer's process run some code, and ours say what it said once."""
+    run = dict(found["ours"]["runs"][0])
+    (step, *_) = run.pop("steps")
+    told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
+
+    def command(job: Path) -> list[str]:
+        ours = pickle.loads(job.read_bytes()).side == bench_worker.OURS
+        return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
+
+    monkeypatch.setattr(bench_recipe, "worker_command", command)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "killed (signal 9) before its first step, probably for lack of memory",
+        ),
+        ("raise ValueError('no such layer')", "exit 1 before its first step: ValueError: no such"),
+        ('print(\'{"error": "the loss is nan"}\')', "the loss is nan"),
+    ],
+)
+def test_peer_that_dies_leaves_our_numbers_and_its_reason(
+    bench: Cli,
+    compared: tuple[Outcome, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    said: str,
+) -> None:
+    command_of_peer(monkeypatch, compared[1], code)
+    outcome = bench("--against", "mlx-lm", "--json", "-", "--repeats", 2, "--steps", 1)
+    assert outcome.code == 0
+    found = json.loads(outcome.out)
+    assert found["theirs"]["failed"].startswith(said)
+    assert found["ratio"] is None
+    assert len(found["ours"]["runs"]) == 2
+    # Said when it happens and under the table, and not tried again.
+    assert outcome.err.count(f"mlx-lm failed: {said}") == 2
+
+
+def test_our_process_that_is_killed_is_an_error_with_a_remedy(
+    bench: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(
+        "mlxtune.benchmark.bench.worker_command", lambda job: [sys.executable, "-c", code]
+    )
+    error = bench("--quiet").error
+    assert error.startswith("killed (signal 9) before its first step")
+    assert error.endswith("lower --batch-size or --max-seq-len")
+
+
+def test_bug_in_our_process_keeps_its_traceback(
+    model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mlxtune.benchmark.bench.worker_command", lambda job: [sys.executable, "-c", "1 / 0"]
+    )
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ZeroDivisionError"):
+        run_bench(BenchConfig(str(model), (str(chat),), quiet=True))
+
+
+def test_loss_that_is_not_finite_is_our_own_error(model: Path, chat: Path) -> None:
+    with pytest.raises(MlxTuneError, match=r"step .*lower --lr"):
+        run_bench(BenchConfig(str(model), (str(chat),), lr=1e38, quiet=True))
+
+
+# Interrupts
+
+
+@pytest.fixture
+def long_bench(model: Path, chat: Path, tmp_path: Path) -> Iterator[Any]:
+    """A benchmark of very many runs, with a temporary folder for its files."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    arguments = ["--model-path", model, "--data", chat, "--repeats", 1000, "--steps", 1]
+    with start("bench", *arguments, env=os.environ | {"TMPDIR": str(scratch)}) as process:
+        process.scratch = scratch  # type: ignore[attr-defined]
+        yield process
+        process.kill()
+
+
+def workers(scratch: Path) -> list[str]:
+    """The processes whose command line names the folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [line for line in [file.read_text()] if str(scratch) in line]
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
+def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
+    read = read_until(long_bench, "Steps ")
+    wait_until(lambda: bool(workers(long_bench.scratch)))
+    long_bench.send_signal(signal.SIGINT)
+    outcome = finish(long_bench, read)
+    assert outcome.code == 130
+    assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
+    assert "Traceback" not in outcome.err
+    # MLX keeps what it compiled there.
+    assert [path for path in long_bench.scratch.iterdir() if path.name != "mlx"] == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
+@pytest.mark.parametrize(
+    "number", [slow(signal.SIGINT), slow(signal.SIGTERM), signal.SIGKILL], ids=int
+)
+def test_no_process_outlives_the_command(long_bench: Any, number: signal.Signals) -> None:
+    read_until(long_bench, "Steps ")
+    wait_until(lambda: bool(workers(long_bench.scratch)))
+    long_bench.send_signal(number)
+    long_bench.wait(SECONDS)
+    wait_until(lambda: not workers(long_bench.scratch))

@@ -1,0 +1,419 @@
+"""Data options through train and inspect: what is read, in which format, and where rows go."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import ModelError, TrainConfig, train
+from mlxtune.commands.inspect import inspect as run_inspect
+from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.config import DataConfig, InspectConfig
+from mlxtune.core.data.inspection import Inspection
+from tests.command import Cli
+from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
+
+LONGEST = 4096
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def own_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose folder has a chat template of its own."""
+    folder = write_model(tmp_path_factory.mktemp("own") / "model", "qwen3")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+def both(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
+    """Inspect, and check that train with the same options accounts for the data alike."""
+    options = {"max_seq_len": LONGEST, "val_split": 0, "data": data} | options
+    data = options.pop("data")
+    output = str(tmp_path / "run" / "adapters.safetensors")
+    html = str(tmp_path / "page.html")
+    found = run_inspect(InspectConfig(str(model), data, html=html, **options))
+    config = TrainConfig(str(model), data, output=output, quiet=True, **options)
+    result = train(config, dry_run=True)
+    assert [ledger.as_dict() for ledger in result.ledgers] == list(found.files)
+    assert all(ledger.adds_up() for ledger in result.ledgers)
+    return found
+
+
+def texts(found: Inspection) -> list[str]:
+    """Every example, its supervised stretches in brackets."""
+    lines = []
+    for shown in found.shown:
+        line = "".join(f"⟦{p.text}⟧" if p.supervised else p.text for p in shown.pieces)
+        lines.append(line.replace("⟧⟦", ""))
+    return lines
+
+
+def chatml(*turns: str) -> str:
+    roles = ("user", "assistant")
+    return "".join(
+        f"<|im_start|>{roles[i % 2]}\n"
+        + (f"⟦{turn}<|im_end|>⟧\n" if i % 2 else f"{turn}<|im_end|>\n")
+        for i, turn in enumerate(turns)
+    )
+
+
+# Formats
+
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": ({"messages": MESSAGES}, chatml("q", "a")),
+    "prompt": ({"prompt": "q", "completion": "a"}, chatml("q", "a")),
+    "alpaca": ({"instruction": "q", "input": "r", "output": "a"}, chatml("q\nr", "a")),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        chatml("q", "a"),
+    ),
+    # Nothing stands before the first token from which it could be told.
+    "text": ({"text": "q a"}, "q⟦ a<|im_end|>⟧"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("option", ["auto", "named"])
+def test_every_format_is_recognised_or_named(
+    own_template: Path, tmp_path: Path, name: str, option: str
+) -> None:
+    row, text = FORMATS[name]
+    file = write_chat(tmp_path / "data.jsonl", [row])
+    found = both(own_template, str(file), tmp_path, format="auto" if option == "auto" else name)
+    assert texts(found) == [text]
+
+
+def test_named_format_skips_rows_of_others(own_template: Path, tmp_path: Path) -> None:
+    file = write_chat(tmp_path / "data.jsonl", [row for row, _ in FORMATS.values()])
+    for name, (_, text) in FORMATS.items():
+        found = both(own_template, str(file), tmp_path, format=name)
+        assert texts(found) == [text]
+        assert sum(found.files[0]["rows_skipped"].values()) == len(FORMATS) - 1
+
+
+def test_fields_may_have_other_names(own_template: Path, tmp_path: Path) -> None:
+    file = write_chat(tmp_path / "data.jsonl", [{"question": "q", "text": "a"}])
+    fields = ("prompt=question", "completion=text")
+    assert texts(both(own_template, str(file), tmp_path, field=fields)) == [chatml("q", "a")]
+
+
+def write_array(path: Path, rows: list[Any]) -> None:
+    path.write_text(json.dumps(rows, indent=1))
+
+
+def write_gzip(path: Path, rows: list[Any]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def write_parquet(path: Path, rows: list[Any]) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+WRITERS = {
+    "data.json": write_array,
+    "data.jsonl.gz": write_gzip,
+    "data.json.gz": lambda path, rows: path.write_bytes(gzip.compress(json.dumps(rows).encode())),
+    "data.parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_examples(
+    own_template: Path, tmp_path: Path, name: str
+) -> None:
+    rows = [{"messages": [{"role": r, "content": c} for r, c in row]} for row in sums(5)]
+    expected = texts(both(own_template, str(write_chat(tmp_path / "a", rows)), tmp_path))
+    WRITERS[name](tmp_path / name, rows)
+    assert texts(both(own_template, str(tmp_path / name), tmp_path)) == expected
+    assert len(expected) == 5
+
+
+# Several files
+
+
+def test_several_files_are_read_in_their_order(own_template: Path, tmp_path: Path) -> None:
+    rows = [sums(6)[:2], [FORMATS["alpaca"][0]], sums(6)[3:]]
+    files = [str(write_chat(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(rows)]
+    found = both(own_template, (files[2], files[0], files[1]), tmp_path)
+    assert [ledger["path"] for ledger in found.files] == [files[2], files[0], files[1]]
+    assert [(shown.path, shown.row) for shown in found.shown] == [
+        *((files[2], row) for row in (1, 2, 3)),
+        *((files[0], row) for row in (1, 2)),
+        (files[1], 1),
+    ]
+    # Rows are held out of all of them together.
+    held_out = both(own_template, tuple(files), tmp_path, val_split=0.5)
+    assert sum(ledger["rows_validation"] for ledger in held_out.files) == 3
+    assert sum(ledger["rows_train"] for ledger in held_out.files) == 3
+    for ledger in held_out.files:
+        splits = [shown.split for shown in held_out.shown if shown.path == ledger["path"]]
+        assert ledger["rows_validation"] == splits.count("validation")
+        assert ledger["rows_train"] == splits.count("train")
+
+
+def test_folder_is_read_in_mlx_lms_layout(own_template: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    write_chat(folder / "train.jsonl", sums(8)[:3])
+    write_gzip(folder / "valid.jsonl.gz", [FORMATS["prompt"][0]])
+    write_chat(folder / "test.jsonl", ["never read"])
+    found = both(own_template, str(folder), tmp_path, val_split=0.2)
+    assert [
+        (Path(ledger["path"]).name, ledger["rows_train"], ledger["rows_validation"])
+        for ledger in found.files
+    ] == [("train.jsonl", 3, 0), ("valid.jsonl.gz", 0, 1)]
+    assert [shown.split for shown in found.shown] == ["train"] * 3 + ["validation"]
+
+    # --val-data takes the place of what lies in the folder.
+    other = write_chat(tmp_path / "other.jsonl", sums(8)[5:])
+    found = both(own_template, str(folder), tmp_path, val_data=str(other))
+    assert [Path(ledger["path"]).name for ledger in found.files] == ["train.jsonl", "other.jsonl"]
+
+    # Without validation data, rows are held out as of a file.
+    (folder / "valid.jsonl.gz").unlink()
+    (ledger,) = both(own_template, str(folder), tmp_path, val_split=0.3).files
+    assert (ledger["rows_train"], ledger["rows_validation"]) == (2, 1)
+
+
+def test_validation_file_may_be_of_another_format(own_template: Path, tmp_path: Path) -> None:
+    file = write_chat(tmp_path / "a.jsonl", sums(3))
+    other = write_chat(tmp_path / "b.jsonl", [FORMATS["sharegpt"][0]])
+    found = both(own_template, str(file), tmp_path, val_data=str(other), val_split=0.2)
+    assert [ledger["rows_validation"] for ledger in found.files] == [0, 1]
+    assert found.cost.validation_tokens == found.shown[-1].tokens
+
+
+# Templates
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def test_own_template_is_used_unless_another_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
+    gemma = "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n⟦a<end_of_turn>⟧\n"
+    built_in = both(folder, file, tmp_path)
+    assert texts(built_in) == [chatml("q", "a")]
+    assert built_in.template == "built-in qwen3, as the model has none"
+
+    (folder / "chat_template.jinja").write_text("Hi! " + CHATML)
+    own = both(folder, file, tmp_path)
+    assert texts(own) == ["Hi! " + chatml("q", "a")]
+    assert own.template == "the model's own"
+    for name, expected in (("qwen3", chatml("q", "a")), ("gemma", gemma)):
+        named = both(folder, file, tmp_path, template=name)
+        assert texts(named) == [expected]
+        assert named.template == f"built-in {name}"
+
+
+def test_template_that_the_tokenizers_config_holds_is_used(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": "Hi! " + CHATML})
+    )
+    file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
+    assert texts(both(folder, file, tmp_path)) == ["Hi! " + chatml("q", "a")]
+
+
+@pytest.mark.parametrize("template", ["auto", "qwen3"])
+def test_turns_last_supervises_the_last_turn_only(
+    own_template: Path, tmp_path: Path, template: str
+) -> None:
+    turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    file = str(write_chat(tmp_path / "a.jsonl", [turns]))
+    options = {"template": template}
+    assert texts(both(own_template, file, tmp_path, **options)) == [chatml("q", "a", "r", "b")]
+    (last,) = texts(both(own_template, file, tmp_path, turns="last", **options))
+    assert last == chatml("q", "a", "r", "b").replace("⟦a<|im_end|>⟧", "a<|im_end|>")
+
+
+def test_thinking_is_trained_as_it_is_asked_for(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    (folder / "chat_template.jinja").write_text(THINKING)
+    thinks = [MESSAGES[0], MESSAGES[1] | {"reasoning_content": "t"}]
+    rows = [{"messages": MESSAGES}, {"messages": thinks}]
+    file = str(write_chat(tmp_path / "a.jsonl", rows))
+    asked = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    without = asked + "<think>\n\n</think>\n\n⟦a<|im_end|>⟧"
+    with_it = asked + "⟦<think>\nt\n</think>\n\na<|im_end|>⟧"
+    empty = asked + "⟦<think>\n\n</think>\n\na<|im_end|>⟧"
+
+    def shown(thinking: str) -> list[str]:
+        found = both(folder, file, tmp_path, thinking=thinking)
+        assert found.thinking == thinking
+        return [text.rstrip("\n") for text in texts(found)]
+
+    assert shown("auto") == [without, with_it]
+    assert shown("on") == [empty, with_it]
+    assert shown("off") == [without, without]
+    notes = both(folder, file, tmp_path, thinking="off").files[0]["notes"]
+    assert notes == {"thinking left out by the template": 1, "duplicate row": 1}
+
+
+def test_thinking_of_a_template_that_knows_none_changes_nothing_and_says_so(
+    own_template: Path, tmp_path: Path, train: Cli
+) -> None:
+    file = str(write_chat(tmp_path / "a.jsonl", sums(3)))
+    found = both(own_template, file, tmp_path, thinking="on")
+    assert texts(found) == texts(both(own_template, file, tmp_path))
+    (finding,) = found.findings
+    assert finding.kind == "--thinking on changes nothing"
+    arguments = ["--model-path", own_template, "--data", file, "--thinking", "on", "--dry-run"]
+    assert train(*arguments).err.startswith("warning: --thinking on changes nothing: ")
+
+
+def test_system_message_is_merged_when_asked(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    (folder / "chat_template.jinja").write_text(NO_SYSTEM + CHATML)
+    rows = [{"messages": [SYSTEM, *MESSAGES]}, {"messages": MESSAGES}]
+    file = str(write_chat(tmp_path / "a.jsonl", rows))
+    refused = both(folder, file, tmp_path)
+    assert texts(refused) == [chatml("q", "a")]
+    assert refused.files[0]["rows_skipped"] == {"the model's template refuses it": 1}
+    assert refused.findings[-1].places[0].detail == "no system: try --merge-system"
+    merged = both(folder, file, tmp_path, merge_system=True)
+    assert texts(merged) == [chatml("Be kind.\n\nq", "a"), chatml("q", "a")]
+    assert merged.files[0]["notes"] == {"system message merged into the first user turn": 1}
+
+
+# Duplicates, leaks and what is cut
+
+
+def test_duplicates_and_leaks_are_warned_of_by_both(
+    inspect: Cli, train: Cli, tmp_path: Path
+) -> None:
+    file = write_chat(tmp_path / "a.jsonl", [*sums(6), *sums(2)])
+    other = write_chat(tmp_path / "b.jsonl", sums(8)[5:])
+    arguments = ["--data", file, "--val-data", other]
+    said = train(*arguments, "--dry-run")
+    assert said.err.splitlines() == [
+        f"warning: {file}:7: duplicate row (same as {file}:1), and 1 more: "
+        "each copy is trained on: keep one, unless the copies are intended",
+        f"warning: {other}:1: validation row that is also trained on: "
+        "the validation loss looks better than it is: remove it from one of the two",
+    ]
+    shown = inspect(*arguments).out
+    assert (
+        "duplicate row (2 rows)\n"
+        "    each copy is trained on: keep one, unless the copies are intended\n"
+        f"    {file}:7  same as {file}:1\n    {file}:8  same as {file}:2\n" in shown
+    )
+    assert "also trained on (1 row)\n" in shown
+    assert f"    {other}:1\n" in shown
+
+
+def test_identical_rows_stand_on_one_side(model: Path, tmp_path: Path) -> None:
+    # Written otherwise, and the same to the model.
+    again = [
+        {"id": i, "messages": [dict(zip(("content", "role"), (c, r), strict=True)) for r, c in row]}
+        for i, row in enumerate(sums(10))
+    ]
+    files = [
+        str(write_chat(tmp_path / f"{i}.jsonl", rows))
+        for i, rows in enumerate((sums(10), [*again, *sums(12)[10:]]))
+    ]
+    for seed in range(5):
+        found = both(model, tuple(files), tmp_path, val_split=0.5, seed=seed)
+        sides: dict[str, set[str]] = {}
+        for shown, text in zip(found.shown, texts(found), strict=True):
+            sides.setdefault(text, set()).add(shown.split)
+        assert len(sides) == 12
+        assert all(len(side) == 1 for side in sides.values())
+        assert sum(ledger["rows_validation"] for ledger in found.files) == 11
+    assert sum(ledger["notes"]["duplicate row"] for ledger in found.files[1:]) == 10
+
+
+def test_saved_ledger_is_that_of_inspect_and_adds_up(
+    inspect: Cli, train: Cli, output: Path, tmp_path: Path
+) -> None:
+    long = [("user", "Hi"), ("assistant", "word " * 30)]
+    late = [("user", "word " * 90), ("assistant", "end")]
+    file = write_chat(tmp_path / "a.jsonl", [*sums(9), "{}}", long, {"id": 1}, late, *sums(2)])
+    arguments = ["--data", file, "--max-seq-len", 64]
+    found = json.loads(inspect(*arguments, "--json").out)
+    assert train(*arguments, "--max-steps", 1).code == 0
+    saved = json.loads((output.parent / "checkpoints" / "ledger.json").read_text())
+    assert saved == found["files"]
+    (ledger,) = saved
+    assert ledger["rows_skipped"] == {
+        "no 'messages'": 1,
+        "no supervised token within --max-seq-len 64": 1,
+        "not valid JSON": 1,
+    }
+    assert ledger["notes"] == {"answer cut at --max-seq-len": 1, "duplicate row": 2}
+    assert (
+        ledger["rows_read"]
+        == 15
+        == (ledger["rows_train"] + ledger["rows_validation"] + sum(ledger["rows_skipped"].values()))
+    )
+    seen = ("tokens_supervised", "tokens_context", "tokens_truncated")
+    assert ledger["tokens"] == sum(ledger[name] for name in seen)
+    assert ledger["rows_truncated"] == 2
+
+
+def test_rows_that_differ_only_behind_a_thousand_alike_are_split(
+    model: Path, tmp_path: Path
+) -> None:
+    file = write_chat(tmp_path / "a.jsonl", [*sums(1) * 1100, *sums(2)[1:]])
+    (ledger,) = both(model, str(file), tmp_path, val_split=0.2).files
+    assert (ledger["rows_train"], ledger["rows_validation"]) == (1100, 1)
+
+
+@pytest.mark.parametrize("key", ["data", "val_data"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_vocabulary_must_hold_every_token_of_the_data(
+    tmp_path: Path, key: str, nested: bool
+) -> None:
+    folder = tmp_path / "light"
+    write_tokenizer(folder, extra=["<last>"])
+    (folder / "chat_template.jinja").write_text(CHATML)
+    plain = [{"text": text} for text in ("to be", "or not")]
+    common = str(write_chat(tmp_path / "a.jsonl", plain))
+    other = str(write_chat(tmp_path / "b.jsonl", [{"text": "an assistant"}]))
+    files = {"data": common, "val_data": common} | {key: other}
+    found = InspectConfig(str(folder), **files, dump=str(tmp_path / "dump.jsonl"))
+    run_inspect(found)
+    lines = map(json.loads, (tmp_path / "dump.jsonl").read_text().splitlines())
+    (largest, where), *others = sorted(((max(x["tokens"]), x["path"]) for x in lines), reverse=True)
+    assert where == other
+    assert all(token < largest for token, _ in others)
+    for size, fits in ((largest + 1, True), (largest, False)):
+        config = {"vocab_size": size}
+        nest = {"text_config": config, "vocab_size": 10**6}
+        (folder / "config.json").write_text(json.dumps(nest if nested else config))
+        if fits:
+            assert run_inspect(found).examples == 3
+        else:
+            with pytest.raises(ModelError, match=f"gives token {largest}, but the model knows"):
+                run_inspect(found)
+
+
+def test_tokenizer_without_a_model_has_no_vocabulary_to_hold_to(tmp_path: Path, chat: Path) -> None:
+    write_tokenizer(tmp_path / "light", extra=[f"<extra_{i}>" for i in range(100)])
+    (tmp_path / "light" / "chat_template.jinja").write_text(CHATML)
+    assert run_inspect(InspectConfig(str(tmp_path / "light"), str(chat))).examples == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, "qwen3") for kind in ("qwen2", "qwen3", "qwen3_moe")),
+        *((kind, "gemma") for kind in ("gemma", "gemma3_text", "llama")),
+    ],
+)
+def test_built_in_template_is_chosen_by_the_type_of_the_model(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    reader = Reader(DataConfig(str(tmp_path), ("none",)), tmp_path)
+
+    assert reader.describe() == f"built-in {name}, as the model has none"

@@ -1,0 +1,119 @@
+"""The form of quantised products that several ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxtune.backend.models import layers, loading
+from mlxtune.backend.models.timed_products import TimedProducts
+from mlxtune.backend.workers.group import Ranks
+from mlxtune.commands.prepare.products import settle_products
+from mlxtune.config import StepConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution, Load
+from mlxtune.core.steps.memory_plan import Work
+from tests.models import write_model
+
+
+class Rank(Ranks):
+    """One of two ranks; what they say is kept in `said`, by rank."""
+
+    said: list[str]
+
+    def __init__(self, rank: int, said: list[str]) -> None:
+        super().__init__()
+        self.rank, self.size, self.said = rank, 2, said
+
+    def texts(self, own: str) -> list[str]:
+        self.said.append(own)
+        return self.said
+
+
+def plan(tokens: int) -> Any:
+    return SimpleNamespace(execution=Execution(None, tokens))
+
+
+def work(*lengths: list[int]) -> Work:
+    steps = [
+        [Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step] for step in lengths
+    ]
+    return Work(steps=steps, alone=(Load.single(70, 70),))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that products were timed for, as on a GPU where the dequantised form gains."""
+    tokens: list[int] = []
+
+    def time_products(model: Any, dtype: Any, count: int) -> TimedProducts:
+        tokens.append(count)
+        return TimedProducts("mlp.up_proj", count, 2.0, 1.0)
+
+    for module in (layers, loading):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(loading, "time_products", time_products)
+    return tokens
+
+
+def opened(tmp_path: Path) -> loading.BaseModel:
+    return loading.open_base(write_model(tmp_path / "model", "llama", quantize=4), "float32")
+
+
+STEP = StepConfig(model_path="m")
+
+
+def test_rank_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
+    said: list[str] = []
+    lines = set()
+    for rank in range(2):
+        base = opened(tmp_path)
+        found, line = settle_products(STEP, base, work([8]), plan(1), ranks=Rank(rank, said))
+        assert found.quantized_compute == "dequantized"
+        lines.add(line)
+    assert len(timed) == len(lines) == 1
+
+
+def test_choice_of_the_options_is_not_timed(tmp_path: Path, timed: list[int]) -> None:
+    base = opened(tmp_path)
+    given = replace(STEP, quantized_compute="quantized")
+    assert settle_products(given, base, work([8]), plan(1)) == (base, "")
+    assert timed == []
+
+
+@pytest.mark.parametrize("form", ["quantized", "dequantized"])
+def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -> None:
+    resume: Any = SimpleNamespace(checkpoint=SimpleNamespace(metadata={"quantized_compute": form}))
+    found, line = settle_products(STEP, opened(tmp_path), work([8]), plan(1), resume)
+    assert (found.quantized_compute, line, timed) == (form, "", [])
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "steps", "tokens"),
+    [
+        (1, [[8, 20], [5]], 20),  # one example at a time
+        (24, [[8, 20], [5]], 24),
+        (1000, [[8, 20], [5]], 28),  # a step has no more
+        (1000, [], 1000),
+        (1, [], 70),  # without data, the longest
+    ],
+)
+def test_tokens_are_those_of_a_large_micro_batch(
+    tmp_path: Path, timed: list[int], micro_batch: int, steps: list[list[int]], tokens: int
+) -> None:
+    settle_products(STEP, opened(tmp_path), work(*steps), plan(micro_batch))
+    assert timed == [tokens]
+
+
+def test_cpu_keeps_its_form(tmp_path: Path) -> None:
+    base = opened(tmp_path)
+    resume: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(metadata={"quantized_compute": "quantized"})
+    )
+    for each in (None, resume):
+        assert settle_products(STEP, base, work([8]), plan(1), each) == (base, "")

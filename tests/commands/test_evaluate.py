@@ -1,0 +1,354 @@
+"""`mlxtune eval`, and what `train` says at its end: whether the adapter helped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
+from mlxtune.errors import DataError
+from tests.command import Cli, Outcome
+from tests.models import CHATML, sums, write_chat, write_model
+
+ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data, and the run that has trained an adapter."""
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model", "qwen3")
+    (folder / "model" / "chat_template.jinja").write_text(CHATML)
+    data = write_chat(folder / "chat.jsonl", sums(ROWS))
+    output = str(folder / "out" / "adapters.safetensors")
+    options: dict[str, Any] = {"lr": 1e-2, "targets": ("all",), "epochs": 2, "quiet": True}
+    train(TrainConfig(str(folder / "model"), str(data), output=output, **options))
+    return folder
+
+
+@pytest.fixture
+def judged(cli: Cli, home: Path) -> Cli:
+    """Run `mlxtune eval` on the model and its adapter; options given later win."""
+
+    def run(*arguments: object) -> Outcome:
+        data = [] if "--data" in arguments else ["--data", home / "chat.jsonl"]
+        good = ["--model-path", home / "model", "--adapter", home / "out", *data]
+        return cli("eval", *good, *arguments)
+
+    return run
+
+
+def plain_loss(home: Path, adapter: Path | None) -> float:
+    """Return the loss over all supervised tokens, from mlx-lm's logits and its own template."""
+    import mlx.core as mx
+    from mlx_lm.utils import load
+
+    model, tokenizer = load(
+        str(home / "model"), adapter_path=None if adapter is None else str(adapter)
+    )
+    total, count = 0.0, 0
+    for line in (home / "chat.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
+        answer = tokenizer.encode(messages[-1]["content"] + "<|im_end|>", add_special_tokens=False)
+        logits = np.array(model(mx.array([prompt + answer]))[0], dtype=np.float64)
+        logits = logits[len(prompt) - 1 : -1]
+        highest = logits.max(axis=1, keepdims=True)
+        logs = logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
+        total -= logs[np.arange(len(answer)), answer].sum()
+        count += len(answer)
+    return float(total / count)
+
+
+def test_losses_are_those_of_plain_cross_entropy_over_all_rows(judged: Cli, home: Path) -> None:
+    outcome = judged("--json", "--quiet")
+    assert outcome.code == 0
+    # The rows are those of the run, and it knows that.
+    (warning,) = outcome.err.splitlines()
+    assert warning.startswith("warning: the adapter was trained on these rows")
+    found = json.loads(outcome.out)
+    base, adapted = plain_loss(home, None), plain_loss(home, home / "out")
+    assert found["rows"] == ROWS
+    assert found["base"]["loss"] == pytest.approx(base, rel=1e-5)
+    assert found["adapted"]["loss"] == pytest.approx(adapted, rel=1e-5)
+    assert found["adapted"]["perplexity"] == pytest.approx(np.exp(adapted), rel=1e-5)
+    difference = found["difference"]
+    assert difference["loss"] == pytest.approx(adapted - base, rel=1e-4)
+    assert difference["low"] < difference["loss"] < difference["high"] < 0
+    assert (difference["confidence"], difference["resamples"]) == (0.95, 10_000)
+    assert found["verdict"] == "helped"
+    assert found["generated"] is None
+    assert {len(found["gained"]), len(found["lost"])} == {5, 0}
+    assert found["gained"][0].keys() == {"path", "row", "tokens", "base_loss", "adapted_loss"}
+
+
+def test_lines_say_it_plainly(judged: Cli, home: Path) -> None:
+    outcome = judged()
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
+    assert lines[2].startswith("Verdict     the adapter helped: ")
+    assert f"Gained most {home / 'chat.jsonl'}:" in outcome.out
+    assert "40 rows read; " in outcome.err
+
+
+def scaled(home: Path, folder: Path, factor: float) -> Path:
+    """Write the adapter of the run with its update so many times as large."""
+    folder.mkdir()
+    shutil.copy(home / "out" / "adapter_config.json", folder)
+    tensors = safetensors.numpy.load_file(home / "out" / "adapters.safetensors")
+    changed = {n: v * np.float32(factor if n.endswith("_b") else 1) for n, v in tensors.items()}
+    safetensors.numpy.save_file(changed, folder / "adapters.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(0.0, "cannot tell"), (-3.0, "hurt")])
+def test_adapter_that_does_nothing_or_harm_is_called_so(
+    judged: Cli, home: Path, tmp_path: Path, factor: float, verdict: str
+) -> None:
+    adapter = scaled(home, tmp_path / "other", factor)
+    assert json.loads(judged("--adapter", adapter, "--json").out)["verdict"] == verdict
+
+
+def test_one_row_cannot_tell(judged: Cli, tmp_path: Path) -> None:
+    one = write_chat(tmp_path / "one.jsonl", sums(1))
+    outcome = judged("--data", one, "--quiet")
+    assert outcome.err == ""
+    assert "cannot tell whether the adapter helped" in outcome.out
+    assert outcome.code == 0
+
+
+def test_base_alone_is_evaluated_without_an_adapter(cli: Cli, home: Path) -> None:
+    given = ["--model-path", home / "model", "--data", home / "chat.jsonl", "--generate"]
+    found = json.loads(cli("eval", *given, "--max-new-tokens", 3, "--json").out)
+    assert found["base"]["loss"] == pytest.approx(plain_loss(home, None), rel=1e-5)
+    assert (found["adapted"], found["difference"], found["verdict"]) == (None, None, None)
+    assert found["generated"]["exact_match"] == {"base": 0, "adapted": None}
+
+
+def test_folder_stands_for_its_test_file_or_else_its_valid_file(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for name, count in (("train", 9), ("valid", 3)):
+        write_chat(folder / f"{name}.jsonl", sums(count))
+    config = EvalConfig(str(home / "model"), data=str(folder), quiet=True)  # type: ignore[arg-type]
+    assert evaluate(config).rows == 3
+    write_chat(folder / "test.jsonl", sums(4))
+    assert evaluate(config).rows == 4
+    for name in ("test", "valid"):
+        (folder / f"{name}.jsonl").unlink()
+    with pytest.raises(DataError, match=r"has neither test\.jsonl nor valid\.jsonl"):
+        evaluate(config)
+
+
+def test_answers_stand_beside_each_other_and_those_to_the_letter_are_counted(
+    judged: Cli, home: Path
+) -> None:
+    from mlx_lm import generate
+    from mlx_lm.utils import load
+
+    found = json.loads(judged("--generate", "--max-new-tokens", 12, "--json").out)["generated"]
+    assert (found["rows"], len(found["samples"])) == (ROWS, ROWS)
+    model, tokenizer = load(str(home / "model"), adapter_path=str(home / "out"))
+    for sample in found["samples"][::13]:
+        line = (home / "chat.jsonl").read_text().splitlines()[sample["row"] - 1]
+        *asked, answer = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        assert sample["prompt"] == tokenizer.decode(prompt)
+        assert sample["expected"] == answer["content"]
+        assert sample["adapted"] == generate(model, tokenizer, prompt, max_tokens=12)
+    same = sum(sample["adapted"] == sample["expected"] for sample in found["samples"])
+    assert found["exact_match"]["adapted"] == same
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--adapter", "nowhere"], "nowhere: has no adapters.safetensors"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
+    ],
+)
+def test_what_is_wrong_is_one_line(judged: Cli, arguments: list[object], said: str) -> None:
+    assert said in judged(*arguments).error
+
+
+# The end of a run
+
+
+def evaluation(run: Path) -> Any:
+    return json.loads((run / "checkpoints" / "evaluation.json").read_text())
+
+
+def test_run_ends_with_the_verdict_on_its_validation_rows(home: Path) -> None:
+    found = evaluation(home / "out")
+    assert len(found["generated"]["samples"]) == 3
+    records = (home / "out" / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    losses = [each["val_loss"] for each in map(json.loads, records) if each["kind"] == "epoch"]
+    result = json.loads((home / "out" / "checkpoints" / "result.json").read_text())
+    assert (found["rows"], found["verdict"]) == (8, "helped")
+    # Those of the trainer, before the first step and at the best epoch.
+    assert found["base"]["loss"] == pytest.approx(result["initial_val_loss"], rel=1e-5)
+    assert found["adapted"]["loss"] == pytest.approx(min(losses), rel=1e-5)
+    assert {each["path"] for each in found["gained"]} == {str(home / "chat.jsonl")}
+    checks = {check.name: check for check in verify(home / "out").checks}
+    assert checks["evaluation.json"].detail == "helped on 8 rows"
+    assert verify(home / "out").ok
+
+
+def test_eval_of_the_validation_file_says_the_same(
+    cli: Cli, train: Cli, home: Path, output: Path, tmp_path: Path
+) -> None:
+    rows = write_chat(tmp_path / "valid.jsonl", sums(12)[3:])
+    outcome = train("--val-data", rows, "--lr", 1e-2, "--model-path", home / "model", quiet=False)
+    lines = outcome.err.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Report", "Try"]
+    given = ["--model-path", home / "model", "--adapter", output, "--data", rows, "--json"]
+    assert json.loads(cli("eval", *given).out) == evaluation(output.parent)
+
+
+def test_run_without_validation_has_no_verdict(train: Cli, output: Path) -> None:
+    outcome = train("--val-split", 0, quiet=False)
+    assert "Verdict" not in outcome.err
+    assert not (output.parent / "checkpoints" / "evaluation.json").exists()
+
+
+def test_resumed_run_writes_the_same_evaluation(home: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
+    before = evaluation(folder)
+    checkpoints = folder / "checkpoints"
+    for name in ("result.json", "evaluation.json"):
+        (checkpoints / name).unlink()
+    shutil.rmtree(checkpoints / "epoch-2")
+    if json.loads((checkpoints / "best" / "metadata.json").read_text())["epoch"] == 2:
+        shutil.rmtree(checkpoints / "best")
+        shutil.copytree(checkpoints / "epoch-1", checkpoints / "best")
+    (folder / "adapters.safetensors").unlink()
+    assert resume(folder, quiet=True).evaluation is not None
+    assert evaluation(folder) == before
+
+
+def test_interrupt_while_it_is_evaluated_loses_neither_adapter_nor_result(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.step.evaluator import Evaluator
+
+    monkeypatch.setattr(Evaluator, "losses", lambda *_: signal.raise_signal(signal.SIGINT))
+    outcome = train()
+    assert outcome.code == 130
+    warning, last = outcome.err.splitlines()
+    assert warning == (
+        "warning: the adapter is written, but not evaluated: run mlxtune eval for a verdict"
+    )
+    assert last == "mlxtune: interrupted"
+    assert output.exists()
+    for name in ("result.json", "report.html"):
+        assert (output.parent / "checkpoints" / name).exists()
+    assert verify(output.parent).ok
+
+
+def test_evaluation_that_fails_is_a_warning(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.step.evaluator import Evaluator
+
+    monkeypatch.setattr(Evaluator, "losses", lambda _, rows, *__: np.full(len(rows), np.nan))
+    outcome = train()
+    assert outcome.code == 0
+    assert "could not be evaluated: " in outcome.err
+    assert "is not finite" in outcome.err
+    assert output.exists()
+
+
+def test_samples_are_the_answers_of_mlx_lm_without_and_with_the_adapter(home: Path) -> None:
+    from mlx_lm import generate
+    from mlx_lm.utils import load
+
+    found = evaluation(home / "out")["generated"]
+    assert (found["rows"], len({sample["row"] for sample in found["samples"]})) == (3, 3)
+    lines = (home / "chat.jsonl").read_text().splitlines()
+    for side, adapter in (("base", None), ("adapted", str(home / "out"))):
+        model, tokenizer = load(str(home / "model"), adapter_path=adapter)
+        for sample in found["samples"]:
+            *asked, answer = json.loads(lines[sample["row"] - 1])["messages"]
+            prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+            assert sample["expected"] == answer["content"]
+            # mlx-lm spells a control character of such a model's answer otherwise further on.
+            theirs = generate(model, tokenizer, prompt, max_tokens=128)
+            assert sample[side][:12] == theirs[:12]
+    page = (home / "out" / "checkpoints" / "report.html").read_text()
+    assert "of 3 answers exact after" in page
+
+
+def test_run_loads_weights_twice_and_never_holds_two_models(
+    train: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.models import loading
+
+    loaded: list[weakref.ref[Any]] = []
+    read_weights = loading.read_weights
+
+    def read(base: loading.BaseModel) -> None:
+        # Open models are weightless until here.
+        assert [earlier() for earlier in loaded] == [None] * len(loaded)
+        loaded.append(weakref.ref(base.model))
+        read_weights(base)
+
+    monkeypatch.setattr(loading, "read_weights", read)
+    outcome = train("--samples", 3, quiet=False)
+    assert outcome.code == 0
+    stages = [line.split()[0] for line in outcome.err.splitlines()]
+    assert stages.index("Verdict") < stages.index("Samples")
+    assert len(loaded) == 2
+
+
+def test_samples_are_as_many_as_are_asked_for_and_change_nothing_else(
+    train: Cli, home: Path, output: Path
+) -> None:
+    asked = ["--model-path", home / "model", "--lr", 1e-2, "--overwrite"]
+    outcome = train(*asked, "--samples", 2, quiet=False)
+    line = next(line for line in outcome.err.splitlines() if line.startswith("Samples"))
+    assert line == "Samples     2 rows answered, for the report"
+    found, adapter = evaluation(output.parent), output.read_bytes()
+    assert len(found["generated"]["samples"]) == 2
+    assert "Samples" not in train(*asked, quiet=False).err
+    assert evaluation(output.parent) == found | {"generated": None}
+    assert output.read_bytes() == adapter
+    assert "--samples must be at least 0" in train("--samples", -1).error
+
+
+def test_texts_have_no_samples(train: Cli, tmp_path: Path, output: Path) -> None:
+    rows = [{"text": f"the fox jumps over the dog {i} times"} for i in range(30)]
+    outcome = train("--data", write_chat(tmp_path / "text.jsonl", rows), "--samples", 3)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert evaluation(output.parent)["generated"] is None
+
+
+def test_interrupt_while_samples_are_answered_is_harmless(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.commands import judge
+
+    monkeypatch.setattr(judge, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
+    outcome = train("--samples", 3)
+    assert outcome.code == 0
+    (warning,) = outcome.err.splitlines()
+    assert warning.startswith("warning: interrupted: no sample answers")
+    found = evaluation(output.parent)
+    assert (found["generated"], found["rows"] > 0) == (None, True)
+    assert (output.parent / "checkpoints" / "report.html").exists()
+    assert verify(output.parent).ok
+
+
+def test_run_that_goes_on_has_no_verdict_of_before(home: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
+    from mlxtune.core.run import run_folder
+
+    run_folder.reopen(folder / "checkpoints")
+    assert not (folder / "checkpoints" / "evaluation.json").exists()

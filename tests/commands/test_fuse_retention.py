@@ -1,0 +1,186 @@
+"""`mlxtune fuse` on a quantised base keeps what the adapter gained, as a person sees it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+
+# isort: on
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load
+
+from mlxtune import EvalConfig, FuseConfig, TrainConfig, evaluate, fuse, train
+from mlxtune.core.run.own_runs import MARK
+from tests.command import Cli
+from tests.models import sums, write_chat, write_model
+from tests.paths import SHARED
+
+pytestmark = pytest.mark.usefixtures("short_proofs")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a base of four bits whose updates are smaller than a step of four bits."""
+    folder = tmp_path_factory.mktemp("run")
+    write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
+    write_chat(folder / "chat.jsonl", sums(40))
+    train(
+        TrainConfig(
+            str(folder / "model"),
+            (str(folder / "chat.jsonl"),),
+            output=str(folder / "out" / "adapters.safetensors"),
+            targets=("all",),
+            lr=3e-3,
+            epochs=1,
+            val_split=0.25,
+            samples=0,
+            quiet=True,
+        )
+    )
+    return folder
+
+
+def certificate_of(folder: Path) -> Any:
+    return json.loads((folder / "certificate.json").read_text())
+
+
+def loss(model: Path, data: Path, adapter: Path | None = None) -> float:
+    named = None if adapter is None else str(adapter)
+    found = evaluate(EvalConfig(str(model), data=(str(data),), adapter=named, quiet=True))
+    return (found.adapted or found.base).loss
+
+
+def test_projections_get_more_bits_where_four_lose_the_gain(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
+    outcome = cli("fuse", "--adapter", run / "out", "--output", tmp_path / "fused")
+    assert outcome.code == 0, outcome.err
+    assert "warning: quantised again as the base, the adapter loses" in outcome.err
+    assert "the trained projections are stored in 6 bits" in outcome.err
+    found = certificate_of(tmp_path / "fused")["retention"]
+    assert found["measure"] == "Loss on 10 validation rows"
+    first, last = found["tried"]
+    assert first["lost"] > 0.1 >= last["lost"]
+    quantization = json.loads((tmp_path / "fused/config.json").read_text())["quantization"]
+    assert quantization["bits"] == 4
+    assert quantization["model.layers.0.mlp.up_proj"]["bits"] == 6
+    assert "model.embed_tokens" not in quantization
+    # The run's own records, and the fused folder by itself, have the losses that were measured.
+    result = json.loads((run / "out/checkpoints/result.json").read_text())
+    assert found["base"] == pytest.approx(result["initial_val_loss"], abs=1e-4)
+    assert found["trained"] == pytest.approx(result["best_val_loss"], abs=1e-4)
+    model, _ = load(str(tmp_path / "fused"))
+    assert model.model.layers[0].mlp.up_proj.bits == 6
+    assert model.model.embed_tokens.bits == 4
+
+
+def test_force_stores_them_as_the_base_and_says_what_that_loses(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
+    outcome = cli("fuse", "--adapter", run / "out", "--output", tmp_path / "fused", "--force")
+    assert outcome.code == 0, outcome.err
+    assert "it is worth more on its own, or with --dequantize" in outcome.err
+    (only,) = certificate_of(tmp_path / "fused")["retention"]["tried"]
+    assert only["storage"] == "as the base"
+    assert only["lost"] > 0.1
+    quantization = json.loads((tmp_path / "fused/config.json").read_text())["quantization"]
+    assert quantization == json.loads((run / "model/config.json").read_text())["quantization"]
+
+
+def test_measured_loss_is_that_of_the_folder_written(run: Path, tmp_path: Path) -> None:
+    config = FuseConfig(str(run / "out"), str(tmp_path / "fused"), force=True, quiet=True)
+    found = fuse(config).certificate.retention
+    assert found is not None
+    rows = (run / "chat.jsonl").read_text().splitlines()
+    held_out = [rows[i] for i in held_out_rows(run)]
+    data = tmp_path / "held_out.jsonl"
+    data.write_text("\n".join(held_out) + "\n")
+    assert found.base == pytest.approx(loss(run / "model", data), rel=1e-5)
+    assert found.trained == pytest.approx(loss(run / "model", data, run / "out"), rel=1e-5)
+    assert found.tried[0].value == pytest.approx(loss(tmp_path / "fused", data), rel=1e-5)
+
+
+def held_out_rows(run: Path) -> list[int]:
+    from mlxtune.core.steps.order import split_rows
+
+    # All rows differ.
+    about = json.loads((run / "out/checkpoints/run.json").read_text())["config"]
+    return split_rows(range(40), about["val_split"], about["seed"], about["val_rows"])[1]
+
+
+@pytest.mark.parametrize("missing", ["data", "mark", "run"])
+def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
+    run: Path, tmp_path: Path, missing: str
+) -> None:
+    """A stranger's run would choose which files are read."""
+    copy = tmp_path / "run"
+    if missing == "run":
+        copy.mkdir()
+        for name in ("adapters.safetensors", "adapter_config.json"):
+            shutil.copyfile(run / "out" / name, copy / name)
+    elif missing == "mark":
+        shutil.copytree(run / "out", copy)
+        (copy / "checkpoints" / MARK).write_text("0" * 32 + "\n")
+    else:
+        copy = run / "out"
+        (run / "chat.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    try:
+        config = FuseConfig(
+            str(copy), str(tmp_path / "fused"), str(run / "model"), force=True, quiet=True
+        )
+        found = fuse(config).certificate.retention
+    finally:
+        if missing == "data":
+            (tmp_path / "elsewhere.jsonl").rename(run / "chat.jsonl")
+    assert found is not None
+    assert found.measure == "KL on 4 prompts"
+    assert found.trained == 0
+    assert found.base > 0
+
+
+def test_plain_base_is_not_measured(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    rows = write_chat(tmp_path / "chat.jsonl", sums(8))
+    output = tmp_path / "out" / "adapters.safetensors"
+    train(TrainConfig(str(model), (str(rows),), output=str(output), max_steps=1, quiet=True))
+    certificate = fuse(FuseConfig(str(output), str(tmp_path / "fused"), quiet=True)).certificate
+    assert certificate.retention is None
+    assert "retention" not in certificate.as_dict()
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
+@pytest.mark.slow
+def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
+    """A story teller learns arithmetic: four bits would take back more than a tenth of it."""
+    from mlx_lm import convert
+
+    base = tmp_path / "base"
+    convert(str(SHARED / "models/stories260k"), str(base), quantize=True, q_bits=4, q_group_size=32)
+    answers = (SHARED / "chat/gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:120]
+    texts = [json.loads(line)["messages"][-1]["content"] for line in answers]
+    data = tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    output = tmp_path / "out" / "adapters.safetensors"
+    train(
+        TrainConfig(
+            str(base),
+            (str(data),),
+            output=str(output),
+            targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+            lr=1e-3,
+            epochs=1,
+            val_split=0.3,
+            samples=0,
+            quiet=True,
+        )
+    )
+    found = fuse(FuseConfig(str(output), str(tmp_path / "fused"), quiet=True)).certificate
+    assert found.retention is not None
+    assert found.retention.tried[0].lost > 0.1 > 0.02 > found.retention.chosen.lost
+    mx.clear_cache()

@@ -1,0 +1,318 @@
+"""`mlxtune generate` and `mlxtune chat`, as a person uses them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import GenerateConfig, generate
+from mlxtune.core.files.files import append_line
+from mlxtune.errors import OutputError
+from tests.command import Cli, Outcome
+from tests.paths import DATA
+from tests.waiting import SECONDS
+
+DEMO = DATA / "demo-qwen3"
+PROMPT = "A table for two, Sunday at noon. Ida Park"
+
+
+@pytest.fixture
+def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command on the demo's model with this on standard input."""
+
+    def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
+        content = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        return cli(command, "--model-path", DEMO, "--max-new-tokens", 20, *arguments)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What mlx-lm answers to the prompt, greedily."""
+    import mlxtune.backend  # noqa: F401, I001
+    import mlx.core as mx
+    from mlx_lm import generate as theirs
+    from mlx_lm.utils import load
+
+    model, tokenizer = load(str(DEMO))
+    model.set_dtype(mx.float32)
+    asked = [{"role": "user", "content": PROMPT}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+    return str(theirs(model, tokenizer, ids, max_tokens=20))
+
+
+def test_prompt_messages_and_standard_input_are_answered_alike(
+    say: Any, tmp_path: Path, expected: str
+) -> None:
+    message = {"role": "user", "content": PROMPT}
+    listed, line = tmp_path / "list.json", tmp_path / "line.jsonl"
+    listed.write_text(json.dumps([message], indent=1))
+    line.write_text(json.dumps({"messages": [message]}) + "\n")
+    ways: list[tuple[list[object], str]] = [
+        (["--prompt", PROMPT], ""),
+        (["--messages", listed], ""),
+        (["--messages", line], ""),
+        (["--messages", "-"], json.dumps([message])),
+        ([], PROMPT + "\n"),
+    ]
+    for arguments, stdin in ways:
+        outcome = say("generate", "--quiet", *arguments, stdin=stdin)
+        assert (outcome.code, outcome.out, outcome.err) == (0, expected + "\n", "")
+
+
+def test_json_has_the_text_and_its_figures(say: Any, expected: str) -> None:
+    found = json.loads(say("generate", "--prompt", PROMPT, "--json").out)
+    assert found["text"] == expected
+    assert (found["tokens"], found["finish_reason"]) == (20, "length")
+    assert found["tokens_per_second"] > 0
+    ended = json.loads(say("generate", "--prompt", PROMPT, "--json", "--max-new-tokens", 99).out)
+    assert ended["finish_reason"] == "stop"
+    assert ended["text"].startswith(expected)
+    assert "<|im_end|>" not in ended["text"]
+
+
+def test_system_and_stop_and_seed_are_heeded(say: Any, expected: str) -> None:
+    word = expected.split()[2]
+    stopped = say("generate", "--prompt", PROMPT, "--stop", f" {word}", "--quiet")
+    assert stopped.out == expected.partition(f" {word}")[0] + "\n"
+    plain, told = (
+        json.loads(say("generate", "--prompt", PROMPT, "--json", *system).out)["prompt_tokens"]
+        for system in ((), ("--system", "Be brief."))
+    )
+    assert told > plain
+    options = ["--prompt", PROMPT, "--quiet", "--temperature", 2, "--seed"]
+    one, same, other = (say("generate", *options, seed).out for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_newline_may_be_a_stop() -> None:
+    assert GenerateConfig(str(DEMO), stop=("\n", "")).stop == ("\n",)
+
+
+def test_python_has_the_text_as_it_comes(expected: str) -> None:
+    said: list[str] = []
+    config = GenerateConfig(str(DEMO), prompt=PROMPT, max_new_tokens=20, quiet=True)
+    assert generate(config, said.append).text == "".join(said) == expected
+    assert len(said) > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "said"),
+    [
+        ([], "", "standard input: is empty"),
+        ([], " \n", "standard input: is empty"),
+        ([], b"\xff\xfe", "standard input: is not text in UTF-8 (byte 1)"),
+        (["--prompt", " "], "", "--prompt is empty: give a value, or leave it out"),
+        (["--prompt", "a", "--messages", "b"], "", "--prompt and --messages are both given"),
+        (["--messages", "nowhere.json"], "", "nowhere.json: cannot be read: No such file"),
+        (
+            ["--messages", "-"],
+            '[{"role":\n}]',
+            "standard input: not valid JSON (Expecting value at",
+        ),
+        (["--prompt", "a", "--top-p", 0], "", "--top-p must be above 0"),
+        (["--prompt", "a", "--temperature", -1], "", "--temperature must be at least 0"),
+        (["--prompt", "a", "--adapter", "nowhere"], "", "nowhere: has no adapters.safetensors"),
+    ],
+)
+def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, said: str) -> None:
+    assert said in say("generate", *arguments, stdin=stdin).error
+
+
+def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "not valid JSON" in say("generate", "--messages", tmp_path / "pipe").error
+    assert "cannot be read" in say("generate", "--messages", tmp_path).error
+
+
+def test_prompt_that_is_longer_than_what_the_model_reads_is_refused(say: Any) -> None:
+    long = "a, " * 3000
+    assert "the model reads at most" in say("generate", "--quiet", stdin=long).error
+    outcome = say("chat", "--quiet", stdin=f"{long}\n{PROMPT}\n")
+    assert outcome.code == 0
+    assert "the message was dropped" in outcome.err
+    assert outcome.out.strip()
+
+
+def test_line_without_an_end_is_not_read_for_ever(
+    say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxtune.commands.chat._LONGEST_LINE", 100)
+    outcome = say("chat", "--quiet", stdin="a" * 1000)
+    assert outcome.code == 1
+    assert "has a line of more than 100 characters" in outcome.err
+
+
+def test_second_system_message_is_refused(say: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_text('[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]')
+    error = say("generate", "--messages", path, "--system", "c").error
+    assert error == f"{path}: already has a system message: leave out --system"
+
+
+@pytest.mark.parametrize("messages", ["5", '"abc"', "null", "{}"])
+def test_messages_that_are_no_list_are_refused_beside_a_system_message_too(
+    say: Any, tmp_path: Path, messages: str
+) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(f'{{"messages": {messages}}}')
+    error = say("generate", "--messages", path, "--system", "c").error
+    assert error.startswith(f"{path}: 'messages' is not a list")
+
+
+def test_escape_codes_of_a_model_never_reach_the_terminal(
+    say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.text.tokenizer import FastTokenizer
+
+    monkeypatch.setattr(FastTokenizer, "spell", lambda _, ids: [b"\x1b[2J" for _ in ids])
+    out = say("generate", "--prompt", "a", "--quiet", "--max-new-tokens", 2).out
+    assert out == "\\x1b[2J\\x1b[2J\n"
+
+
+def test_memory_that_runs_out_is_said_and_a_conversation_goes_on(
+    say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.text import generate as room
+
+    whole, calls = room.generate_step, iter(range(9))
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) < 2:
+            raise RuntimeError("[malloc] Unable to allocate 78643200 bytes.")
+        yield from whole(*args, **options)
+
+    monkeypatch.setattr(room, "generate_step", failing)
+    assert "memory ran out" in say("generate", "--quiet", "--prompt", "a").error
+    outcome = say("chat", "--quiet", stdin=f"{PROMPT}\n{PROMPT}\n")
+    assert outcome.code == 0
+    assert "memory ran out" in outcome.err
+    assert outcome.out.split()
+
+
+# Chat
+
+
+def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
+    say: Any, tmp_path: Path, expected: str
+) -> None:
+    saved = tmp_path / "saved.jsonl"
+    lines = ["/save", PROMPT, "", "And Monday?", f"/save {saved}", "/reset", PROMPT]
+    lines += ["//help is said", "/nope", "/adapter", "/help", "/quit", "never said"]
+    outcome = say("chat", "--system", "Be kind.", stdin="\n".join(lines))
+    assert outcome.code == 0
+    assert len(outcome.out.splitlines()) >= 4
+    for said in (
+        *("nothing to save yet", f"appended to {saved}", "new conversation"),
+        *("unknown command: /nope", "there is no adapter", "/save [FILE]"),
+    ):
+        assert said in outcome.err
+    (row,) = map(json.loads, saved.read_text().splitlines())
+    roles = [message["role"] for message in row["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert row["messages"][2]["content"] in outcome.out
+    # Each answer is what the conversation so far is answered with by itself.
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps(row["messages"][:-1]))
+    again = say("generate", "--messages", path, "--quiet").out
+    assert again == row["messages"][4]["content"] + "\n"
+
+
+def test_saved_conversations_are_read_by_train(say: Any, cli: Cli, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.jsonl"
+    saved.write_text('{"messages": []}')  # without a newline at its end
+    say("chat", stdin=f"{PROMPT}\n/save {saved}\nAnd Monday?\n/save\n")
+    assert len(saved.read_text().splitlines()) == 3
+    options = ["--model-path", DEMO, "--data", saved, "--val-split", 0]
+    found = json.loads(cli("inspect", *options, "--json").out)
+    assert found["files"][0]["rows_train"] == 2
+
+
+def test_line_is_appended_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line(path, "one")
+    append_line(path, "two")
+    assert path.read_text() == "one\ntwo\n"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlxtune.core.files.files._sync", full)
+    with pytest.raises(OutputError, match="No space left"):
+        append_line(path, "three")
+    assert path.read_text() == "one\ntwo\n"
+
+
+def start_in_terminal(*arguments: object) -> tuple[subprocess.Popen[bytes], int]:
+    ours, its = os.openpty()
+    command = [sys.executable, "-m", "mlxtune", *map(str, arguments)]
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    return process, ours
+
+
+def read_until(terminal: int, pattern: bytes) -> bytes:
+    seen = b""
+    while not re.search(pattern, seen):
+        ready, _, _ = select.select([terminal], [], [], SECONDS)
+        if not ready:
+            raise AssertionError(f"{pattern!r} was never said:\n{seen.decode()}")
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
+def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> None:
+    # The seed is of an answer that goes on for long enough.
+    endless = ["--max-new-tokens", 10**6, "--temperature", 3, "--seed", 1]
+    process, terminal = start_in_terminal("chat", "--model-path", DEMO, *endless, "--quiet")
+    try:
+        read_until(terminal, rb"> ")
+        # With no answer under way. Before readline waits for a key, it is heard after the line.
+        process.send_signal(signal.SIGINT)
+        os.write(terminal, b"\n")
+        read_until(terminal, rb"Ctrl-D or /quit quits(.|\s)*> ")
+        os.write(terminal, b"Hello\n")
+        read_until(terminal, rb"Hello\s+(.|\s){3}")
+        process.send_signal(signal.SIGINT)
+        read_until(terminal, rb"\n(.*)> ")
+        os.write(terminal, b"/reset\n")
+        read_until(terminal, rb"new conversation(.|\s)*> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def test_ctrl_c_ends_generate_with_130() -> None:
+    command = [sys.executable, "-m", "mlxtune", "generate", "--model-path", str(DEMO)]
+    endless = ["--prompt", "Hello", "--max-new-tokens", "1000000", "--temperature", "3"]
+    endless += ["--seed", "1"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *endless], **pipes) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "mlxtune: interrupted"

@@ -1,0 +1,85 @@
+"""What inspect warns of that lies in the model's template or in options, and where it says it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxtune.cli.options import load_config_file
+from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.config import InspectConfig
+from tests.command import Cli
+from tests.models import CHATML, sums, write_chat, write_tokenizer
+
+DATED = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a tokenizer and a template, and no model."""
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHATML)
+    return tmp_path / "model"
+
+
+def look(cli: Cli, folder: Path, data: Path, *arguments: object) -> list[dict[str, object]]:
+    outcome = cli("inspect", "--model-path", folder, "--data", data, "--json", *arguments)
+    return list(json.loads(outcome.out)["findings"])
+
+
+def test_template_that_writes_the_date_is_warned_of_and_encoded_anew_on_another_day(
+    cli: Cli, folder: Path, chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = InspectConfig(str(folder), str(chat))
+    assert not any("date" in str(one["kind"]) for one in look(cli, folder, chat))
+    key = Reader(config, folder)._key(chat)
+
+    (folder / "chat_template.jinja").write_text(DATED)
+    kinds = [one["kind"] for one in look(cli, folder, chat)]
+    assert kinds == ["the template writes today's date"]
+
+    dated = Reader(config, folder)._key(chat)
+    import datetime
+
+    class Tomorrow(datetime.date):
+        @classmethod
+        def today(cls) -> datetime.date:
+            return datetime.date(2099, 1, 1)
+
+    monkeypatch.setattr(datetime, "date", Tomorrow)
+    assert Reader(config, folder)._key(chat) != dated
+    (folder / "chat_template.jinja").write_text(CHATML)
+    assert Reader(config, folder)._key(chat) == key
+
+
+def test_one_row_that_is_left_says_how_many_were_skipped_and_why(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    data = write_chat(tmp_path / "data.jsonl", [*sums(1), "{}", "[]"])
+    outcome = cli("inspect", "--model-path", folder, "--data", data)
+    assert outcome.code == 1
+    assert "one row cannot be both trained on and held out" in outcome.err
+    assert f"2 others were skipped, the first: {data}:2: no 'messages'" in outcome.err
+
+
+def test_quiet_prints_warnings_only(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    data = write_chat(tmp_path / "data.jsonl", [*sums(3), *sums(1)])
+    outcome = cli("inspect", "--model-path", folder, "--data", data, "--quiet")
+    assert (outcome.code, outcome.out) == (0, "")
+    (line,) = outcome.err.splitlines()
+    assert line.startswith(f"warning: {data}:4: duplicate row (same as {data}:1)")
+
+
+def test_finding_that_is_not_about_rows_counts_none(cli: Cli, folder: Path, chat: Path) -> None:
+    outcome = cli("inspect", "--model-path", folder, "--data", chat, "--thinking", "on")
+    assert "--thinking on changes nothing\n" in outcome.out
+
+
+def test_names_of_fields_may_be_a_mapping_in_a_config_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("field:\n  prompt: question\n  completion: answer\n")
+    options, problems = load_config_file(tmp_path / "config.yaml", InspectConfig)
+    assert problems == []
+    config = InspectConfig("model", "data.jsonl", **options)
+    assert config.field == ("prompt=question", "completion=answer")

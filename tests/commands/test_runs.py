@@ -1,0 +1,105 @@
+"""`mlxtune runs` as a person runs it, and `mlxtune.commands.runs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlxtune
+from tests.command import Cli
+from tests.runs import write_run
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_runs_below_this_folder_are_listed(cli: Cli) -> None:
+    write_run(Path("out/a"))
+    write_run(Path("out/b"), finished=False)
+    outcome = cli("runs")
+    assert outcome.code == 0
+    assert [line.split()[0] for line in outcome.out.splitlines()[1:3]] == ["out/a", "out/b"]
+    assert "mlxtune train --resume out/b" in outcome.out
+    assert outcome.err == ""
+    assert cli("runs", "out/a").out.count("\n") == outcome.out.count("\n") - 4
+
+
+def test_sort_and_json(cli: Cli) -> None:
+    write_run(Path("a"), epochs=2)
+    write_run(Path("b"), epochs=4)
+    found = json.loads(cli("runs", "--json", "--sort", "val", ".").out)
+    assert [(each["name"], each["best_val_loss"]) for each in found] == [("b", 0.5), ("a", 1.0)]
+    assert found[0]["curve"] == [4.0, 2.0, 1.0, pytest.approx(2 / 3), 0.5]
+    assert cli("runs", "--sort", "colour").code == 2
+
+
+def test_run_that_is_named_twice_is_listed_once(cli: Cli) -> None:
+    write_run(Path("a"))
+    assert len(json.loads(cli("runs", "--json", ".", "a", "a/checkpoints").out)) == 1
+
+
+def test_none_says_so_and_a_missing_folder_is_an_error(cli: Cli) -> None:
+    Path("empty").mkdir()
+    outcome = cli("runs", "empty")
+    assert (outcome.code, outcome.out) == (0, "")
+    assert "no run below empty" in outcome.err
+    assert json.loads(cli("runs", "empty", "--json").out) == []
+    assert "none: no such folder" in cli("runs", "none").error
+
+
+def test_damaged_run_is_listed_as_one(cli: Cli) -> None:
+    run = write_run(Path("a"))
+    (run / "metrics.jsonl").write_bytes(b"\x00")
+    outcome = cli("runs")
+    assert outcome.code == 0
+    assert "damaged:\n  a/checkpoints: metrics.jsonl" in outcome.out
+
+
+def test_help_has_an_example(cli: Cli) -> None:
+    assert "Example: mlxtune runs" in cli("runs", "--help").out
+
+
+def in_terminal(columns: int, **environment: str) -> str:
+    """Run `mlxtune runs` in a terminal of so many columns, and return what it shows."""
+    main, secondary = pty.openpty()
+    variables = {**os.environ, "COLUMNS": str(columns), **environment}
+    with subprocess.Popen(
+        [sys.executable, "-m", "mlxtune", "runs"], stdout=secondary, env=variables
+    ) as process:
+        os.close(secondary)
+        shown = b""
+        while True:
+            try:
+                part = os.read(main, 4096)
+            except OSError:
+                break
+            shown += part
+            if not part:
+                break
+    os.close(main)
+    assert process.returncode == 0
+    return shown.decode("utf-8").replace("\r\n", "\n")
+
+
+def test_table_fits_a_terminal_and_its_encoding() -> None:
+    write_run(Path("a_run_with_a_rather_long_name/of/its/own"), epochs=4)
+    narrow = in_terminal(44, PYTHONUTF8="1").splitlines()
+    assert max(map(len, narrow[:3])) <= 44
+    plain = in_terminal(100, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    assert plain.isascii()
+    assert r"4.00 \u2192 0.500" in plain
+
+
+def test_summaries_for_python() -> None:
+    write_run(Path("a"), epochs=2)
+    write_run(Path("b"), epochs=4)
+    assert [each.name for each in mlxtune.runs(sort="val")] == ["b", "a"]
+    assert [each.name for each in mlxtune.runs("a")] == ["a"]

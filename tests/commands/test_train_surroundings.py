@@ -1,0 +1,116 @@
+"""A run on a machine that is short of memory, on battery, or to be kept awake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxtune
+from mlxtune import TrainConfig, train
+from mlxtune.commands import train as recipe
+from mlxtune.config import RunConfig
+from mlxtune.core.machine.conditions import Conditions, Pressure
+from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.surroundings import Surroundings
+from tests.models import sums, write_chat
+
+ADAPTER = "adapters.safetensors"
+STEPS, HALVED = 6, 3
+
+
+class Killed(BaseException):
+    """The end of a process that saves nothing."""
+
+
+@pytest.fixture
+def configured(model: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Return a function of a folder in which a run of six steps saves only when it is over."""
+    chat = write_chat(tmp_path / "chat.jsonl", sums(24))
+
+    def make(name: str, **options: Any) -> TrainConfig:
+        output = str(tmp_path / name / ADAPTER)
+        defaults = {"lr": 1e-2, "targets": ("all",), "quiet": True, "val_split": 0.0}
+        return TrainConfig(
+            str(model), str(chat), output=output, save_minutes=0, **(defaults | options)
+        )
+
+    return make
+
+
+def press(monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> None:
+    """Have the memory get very short before a step, and perhaps kill the run before the next."""
+    # Before the first step they are looked at once more.
+    looks = [Pressure.NORMAL] * HALVED + [Pressure.CRITICAL] + [Pressure.NORMAL] * STEPS
+
+    @contextmanager
+    def pressed(run: RunConfig, asked: Callable[[], bool]) -> Iterator[Any]:
+        script = iter(looks[: HALVED + 1] if killed else looks)
+
+        def look() -> Conditions:
+            if (pressure := next(script, None)) is None:
+                raise Killed
+            return Conditions(pressure)
+
+        yield partial(Surroundings, look)
+
+    monkeypatch.setattr(recipe, "watched_surroundings", pressed)
+
+
+def micro_batches(config: TrainConfig) -> list[int]:
+    lines = (config.checkpoint_path / "metrics.jsonl").read_text().splitlines()
+    return [each["micro_batches"] for each in map(json.loads, lines) if each["kind"] == "step"]
+
+
+def test_run_killed_after_its_micro_batches_were_halved_resumes_to_the_same_bytes(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, stopped = configured("whole"), configured("stopped")
+    with monkeypatch.context() as patch:
+        press(patch, killed=False)
+        train(whole)
+    with monkeypatch.context() as patch:
+        press(patch, killed=True)
+        with pytest.raises(Killed):
+            train(stopped)
+    assert {path.name for path in stopped.checkpoint_path.glob("*-*")} == {f"step-{HALVED}"}
+    mlxtune.resume(stopped.checkpoint_path)
+
+    assert stopped.output_path.read_bytes() == whole.output_path.read_bytes()
+    counts = micro_batches(whole)
+    assert max(counts[: HALVED - 1]) < min(counts[HALVED - 1 :])
+    assert micro_batches(stopped) == counts
+
+
+def test_machine_is_kept_awake_unless_it_may_sleep_or_nothing_trains(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def kept_awake() -> Iterator[None]:
+        events.append("kept awake")
+        yield
+        events.append("released")
+
+    def observed(observer: TrainingObserver) -> Surroundings:
+        events.append("training")
+        return Surroundings()
+
+    @contextmanager
+    def watched(run: RunConfig, asked: Callable[[], bool]) -> Iterator[Any]:
+        yield observed
+
+    monkeypatch.setattr(recipe, "kept_awake", kept_awake)
+    monkeypatch.setattr(recipe, "watched_surroundings", watched)
+    train(configured("awake", max_steps=1))
+    assert events == ["kept awake", "training", "released"]
+    events.clear()
+    train(configured("asleep", max_steps=1, allow_sleep=True))
+    train(configured("dry"), dry_run=True)
+    assert events == ["training"] * 2

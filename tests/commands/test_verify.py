@@ -1,0 +1,210 @@
+"""`mlxtune verify`: what is well with a run, and each thing that may be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+from mlxtune import TrainConfig, train, verify
+from tests.command import Cli
+from tests.models import sums, write_chat, write_model
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two epochs, of which the first is not kept."""
+    folder = tmp_path_factory.mktemp("finished")
+    chat = write_chat(folder / "chat.jsonl", sums(20))
+    output = str(folder / "out" / "adapters.safetensors")
+    options: dict[str, Any] = {"epochs": 2, "lr": 1e-2, "dropout": 0.1, "save_steps": 3}
+    train(TrainConfig(str(model), str(chat), output=output, samples=0, quiet=True, **options))
+    return folder / "out"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoiled; gives the folder of checkpoints."""
+    shutil.copytree(finished, tmp_path / "out")
+    return tmp_path / "out" / "checkpoints"
+
+
+def bad(run: Path) -> dict[str, str]:
+    return {check.name: check.detail for check in verify(run).checks if not check.ok}
+
+
+def test_run_that_is_well_passes_each_check_and_exits_with_0(cli: Cli, run: Path) -> None:
+    outcome = cli("verify", run.parent)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert all(line.startswith("ok  ") for line in lines[:-1])
+    assert lines[-1].endswith(f"{len(lines) - 1} checks, all passed")
+    names = {check.name for check in verify(run).checks}
+    assert names >= {"best", "metrics.jsonl", "ledger.json", "best step", "adapter", "base model"}
+    assert {name for name in names if name.endswith("/adapters.safetensors")} == {
+        f"{path.parent.name}/adapters.safetensors" for path in run.glob("*/manifest.json")
+    }
+
+
+def test_json_is_for_programs(cli: Cli, run: Path) -> None:
+    outcome = cli("verify", run, "--json")
+    found = json.loads(outcome.out)
+    assert (found["ok"], found["step"], found["finished"]) == (True, 8, True)
+    assert all(check.keys() == {"name", "ok", "detail"} for check in found["checks"])
+    (run / "ledger.json").unlink()
+    outcome = cli("verify", run, "--json")
+    assert outcome.code == 1
+    assert json.loads(outcome.out)["ok"] is False
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def drop_line(path: Path, part: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if part not in line))
+
+
+def without_last(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+
+
+def other_shapes(run: Path) -> None:
+    """Write an adapter of another rank, with a manifest that says it is whole."""
+    from mlxtune.core.run.checkpoint import _manifest
+
+    path = run / "best" / "adapters.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    cut = {
+        name: value[:, :4] if name.endswith("lora_a") else value[:4]
+        for name, value in tensors.items()
+    }
+    safetensors.numpy.save_file({name: value.copy() for name, value in cut.items()}, path)
+    (run / "best" / "manifest.json").unlink()
+    (run / "best" / "manifest.json").write_text(json.dumps(_manifest(run / "best")))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "problem"),
+    [
+        (lambda run: flip(run / "best" / "adapters.safetensors"), "best", "SHA-256 differs"),
+        (lambda run: flip(run / "epoch-2" / "metadata.json"), "epoch-2", "SHA-256 differs"),
+        (lambda run: (run / "best" / "optimizer.safetensors").unlink(), "best", "is missing"),
+        (lambda run: (run / "best" / "manifest.json").write_text("{"), "best", "not valid JSON"),
+        (lambda run: drop_line(run / "metrics.jsonl", '"step": 5,'), "metrics.jsonl", "not 5"),
+        (lambda run: without_last(run / "metrics.jsonl"), "metrics.jsonl", "before the newest"),
+        (
+            lambda run: drop_line(run / "metrics.jsonl", '"kind": "epoch", "epoch": 1'),
+            "metrics.jsonl",
+            "its epochs are 2",
+        ),
+        (lambda run: shutil.rmtree(run / "best"), "best step", "it has no checkpoint"),
+        (
+            lambda run: rewrite(run / "ledger.json", lambda found: [found[0] | {"rows_read": 21}]),
+            "ledger.json",
+            "does not add up",
+        ),
+        (
+            lambda run: (run / "ledger.json").write_text("[1]"),
+            "ledger.json",
+            "not a list of ledgers",
+        ),
+        (
+            lambda run: rewrite(
+                run / "run.json", lambda found: found | {"config": found["config"] | {"rank": 3}}
+            ),
+            "run.json",
+            "has --rank 3, ",
+        ),
+        (
+            lambda run: rewrite(run / "result.json", lambda found: found | {"steps": 9}),
+            "result.json",
+            "has 9 steps",
+        ),
+        (lambda run: flip(run.parent / "adapters.safetensors"), "adapter", "SHA-256 differs"),
+        (lambda run: (run.parent / "adapters.safetensors").unlink(), "adapter", "no such file"),
+        (other_shapes, "best/adapters.safetensors", "does not fit the model"),
+    ],
+)
+def test_what_is_wrong_is_found_and_named(
+    run: Path, spoil: Callable[[Path], None], name: str, problem: str
+) -> None:
+    assert bad(run) == {}
+    spoil(run)
+    found = bad(run)
+    assert problem in found[name]
+
+
+def test_run_that_has_not_ended_is_well_and_says_how_to_go_on(run: Path) -> None:
+    (run / "result.json").unlink()
+    found = verify(run)
+    assert found.ok
+    assert not found.finished
+    assert any("--resume" in check.detail for check in found.checks)
+
+
+def test_base_model_that_was_changed_or_moved_away_is_found(
+    cli: Cli, run: Path, model: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", "qwen3", seed=1)
+    outcome = cli("verify", run, "--model-path", other)
+    assert outcome.code == 1
+    assert "its weights are not those that the run started from" in outcome.out
+    outcome = cli("verify", run, "--model-path", tmp_path / "none")
+    assert outcome.code == 1
+    assert "BAD model" in outcome.out
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+def test_replay_trains_to_the_same_bytes_from_the_first_checkpoint_or_the_start(
+    cli: Cli, run: Path, first_only: bool
+) -> None:
+    if first_only:
+        for path in [*run.glob("step-*"), run / "best"]:
+            shutil.rmtree(path)
+        (run / "best").mkdir()
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    outcome = cli("verify", run, "--replay")
+    (line,) = [line for line in outcome.out.splitlines() if line[4:].startswith("replay ")]
+    start = 0 if first_only else 7
+    assert line.startswith("ok ")
+    assert line.endswith(f"from step {start} to 8: the same bytes")
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_replay_finds_a_run_that_was_not_trained_as_it_says(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.core.run.checkpoint import _manifest
+
+    for folder in run.glob("*/manifest.json"):
+        metadata = folder.with_name("metadata.json")
+        rewrite(metadata, lambda found: found | {"config": found["config"] | {"seed": 7}})
+        folder.unlink()
+        folder.write_text(json.dumps(_manifest(folder.parent)))
+    monkeypatch.setattr("mlxtune.commands.verify.on_cpu", lambda: True)
+    outcome = cli("verify", run, "--replay")
+    assert outcome.code == 1
+    assert "to 8: the adapter differs\n" in outcome.out
+    monkeypatch.setattr("mlxtune.commands.verify.on_cpu", lambda: False)
+    assert "differs, perhaps by rounding" in cli("verify", run, "--replay").out
+
+
+@pytest.mark.parametrize("place", ["none", "empty"])
+def test_folder_without_a_run_is_an_error(cli: Cli, tmp_path: Path, place: str) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = cli("verify", tmp_path / place)
+    assert outcome.code == 1
+    assert ("no such folder" if place == "none" else "holds no run") in outcome.error

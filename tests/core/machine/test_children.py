@@ -1,0 +1,98 @@
+"""Processes of a check: how they are stopped, and that none is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.machine.children import ChildError, Children, describe_end, kernel_cache
+from tests.waiting import wait_until
+
+SLEEPING = "import time; time.sleep(60)"
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs: neither gone nor a zombie."""
+    command = ["ps", "-o", "stat=", "-p", str(process)]
+    try:
+        if Path("/proc/self").is_dir():
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        else:
+            state = subprocess.run(command, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return False
+    return bool(state) and "Z" not in state
+
+
+def test_status_and_last_message_are_those_of_the_process(tmp_path: Path) -> None:
+    code = "import sys; print('first', file=sys.stderr); print('last\\n', file=sys.stderr)"
+    folder = tmp_path / "run"
+    assert Children(tmp_path).run(["-c", f"{code}; sys.exit(3)"], folder) == 3
+    assert describe_end(3, folder) == "exit code 3: last"
+    assert Children(tmp_path).run(["-c", "import os; os.abort()"], folder) == -6
+    assert describe_end(-6, folder).startswith("killed by signal 6")
+
+
+def test_process_imports_this_package_and_keeps_its_files_to_the_folder(tmp_path: Path) -> None:
+    code = "import mlxtune, tempfile; open('made', 'w'); print(mlxtune, tempfile.gettempdir())"
+    assert Children(tmp_path).run(["-c", code], tmp_path / "run") == 0
+    assert (tmp_path / "run" / "made").exists()
+    package, temporary = (tmp_path / "run" / "stdout").read_text().rsplit(" ", 1)
+    assert str(Path(__file__).parents[3]) in package
+    assert temporary.strip() == str(tmp_path)
+
+
+def test_processes_share_the_kernels_that_mlx_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(name: str) -> str:
+        code = "import os; print(os.environ['MLX_PTX_CACHE_DIR'], end='')"
+        assert Children(tmp_path / "scratch").run(["-c", code], tmp_path / name) == 0
+        return (tmp_path / name / "stdout").read_text()
+
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    assert cache("first") == cache("second") == kernel_cache()
+    # Where MLX itself would keep them without a temporary folder for this process.
+    assert kernel_cache().startswith(tempfile.gettempdir())
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
+    assert cache("third") == "/elsewhere"
+
+
+def test_signal_is_sent_once_the_moment_has_come(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code = f"open('begun', 'w'); {SLEEPING}"
+    status = Children(tmp_path).run(["-c", code], folder, until=(folder / "begun").exists)
+    assert status == -signal.SIGKILL
+
+
+def test_process_without_end_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ChildError, match="no end within 0 seconds"):
+        Children(tmp_path, limit=0.1).run(["-c", SLEEPING], tmp_path / "run")
+
+
+def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"below = subprocess.Popen([sys.executable, '-c', {SLEEPING!r}])\n"
+        "open('tmp', 'w').write(f'{os.getpid()} {below.pid}')\n"
+        "os.rename('tmp', 'begun')\n"
+        "time.sleep(60)"
+    )
+
+    def interrupt() -> bool:
+        if (folder / "begun").exists():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        Children(tmp_path).run(["-c", code], folder, until=interrupt)
+    processes = [int(each) for each in (folder / "begun").read_text().split()]
+    assert len(processes) == 2
+    wait_until(lambda: not any(map(alive, processes)))
+    assert os.getpid() not in processes

@@ -1,0 +1,241 @@
+"""Whether an adapter helped: the interval against references, the verdict, the rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encode import Example
+from mlxtune.core.run.evaluation import (
+    Difference,
+    Evaluation,
+    ExactMatch,
+    Generated,
+    Sample,
+    Sums,
+    evaluation_of,
+    paired_difference,
+    parse_evaluation,
+    sums_of,
+    verdict_line,
+    verdict_of,
+)
+from mlxtune.errors import NonFiniteLossError
+from mlxtune.views.evaluation_text import evaluation_lines
+
+Floats = npt.NDArray[np.float64]
+
+
+def drawn_rows(rng: np.random.Generator, rows: int, effect: float) -> tuple[Any, Any, Any]:
+    """Return losses of rows whose adapter changes each token's loss by `effect` on average."""
+    tokens = rng.integers(5, 60, rows)
+    base = rng.gamma(4, 0.5, rows) * tokens
+    change = (effect + rng.normal(0, 0.3, rows)) * tokens
+    return base, base + change, tokens
+
+
+def test_difference_is_of_sums_and_never_a_mean_of_means() -> None:
+    base, adapted = np.array([2.0, 100.0]), np.array([1.0, 103.0])
+    found = paired_difference(base, adapted, np.array([1, 99]), 0)
+    assert found.loss == pytest.approx(2 / 100)
+
+
+def test_interval_without_skew_is_that_of_a_loop_over_drawn_rows() -> None:
+    base, adapted, tokens = drawn_rows(np.random.default_rng(1), 60, -0.1)
+    found = paired_difference(base, adapted, tokens, 7)
+    draw = random.Random(3)
+    drawn = []
+    for _ in range(4000):
+        rows = draw.choices(range(60), k=60)
+        change = sum(adapted[i] - base[i] for i in rows)
+        drawn.append(change / sum(int(tokens[i]) for i in rows))
+    drawn.sort()
+    # Corrected for bias and skew, and drawn by another generator.
+    assert found.low == pytest.approx(drawn[100], abs=0.012)
+    assert found.high == pytest.approx(drawn[3900], abs=0.012)
+    assert found.low < found.loss < found.high
+
+
+def test_skewed_rows_shift_the_interval_as_the_correction_does_in_a_loop() -> None:
+    """Efron and Tibshirani (1993), equations 14.9 to 14.15, written out with lists."""
+    from statistics import NormalDist
+
+    rng, normal = np.random.default_rng(2), NormalDist()
+    tokens = np.full(40, 10)
+    base, adapted = np.zeros(40), rng.exponential(1.0, 40) ** 2
+    found = paired_difference(base, adapted, tokens, 5)
+    observed, draw, drawn = adapted.sum() / 400, random.Random(8), []
+    for _ in range(10_000):
+        drawn.append(sum(draw.choices(adapted.tolist(), k=40)) / 400)
+    drawn.sort()
+    bias = normal.inv_cdf(sum(each < observed for each in drawn) / len(drawn))
+    without = [(adapted.sum() - each) / 390 for each in adapted]
+    mean = sum(without) / 40
+    cubes, squares = (sum((mean - each) ** power for each in without) for power in (3, 2))
+    acceleration = cubes / (6 * squares**1.5)
+    ends = []
+    for share in (0.025, 0.975):
+        z = bias + normal.inv_cdf(share)
+        ends.append(drawn[int(normal.cdf(bias + z / (1 - acceleration * z)) * len(drawn))])
+    plain = drawn[250], drawn[9750]
+    # Far enough from the percentiles that these would not pass.
+    assert abs(ends[1] - plain[1]) > 0.01
+    assert (found.low, found.high) == pytest.approx(ends, abs=0.008)
+
+
+def test_interval_covers_the_true_effect_about_as_often_as_it_says() -> None:
+    rng, covered, runs = np.random.default_rng(11), 0, 200
+    for seed in range(runs):
+        found = paired_difference(*drawn_rows(rng, 50, -0.05), seed, resamples=1000)
+        covered += found.low <= -0.05 <= found.high
+    # Three standard deviations of a count of 200 at 95 %.
+    assert covered / runs == pytest.approx(0.95, abs=0.05)
+
+
+def test_interval_is_a_function_of_the_seed() -> None:
+    rows = drawn_rows(np.random.default_rng(0), 30, -0.1)
+    assert paired_difference(*rows, 1) == paired_difference(*rows, 1)
+    assert paired_difference(*rows, 1).low != paired_difference(*rows, 2).low
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "rows", "verdict"),
+    [
+        (-0.2, -0.1, 20, "helped"),
+        (0.1, 0.2, 20, "hurt"),
+        (-0.2, 0.1, 20, "cannot tell"),
+        (-0.2, 0.0, 20, "cannot tell"),
+        (0.0, 0.0, 20, "cannot tell"),
+        (-0.2, -0.1, 5, "cannot tell"),
+        (-0.2, -0.1, 6, "helped"),
+    ],
+)
+def test_verdict_needs_an_interval_without_zero_and_some_rows(
+    low: float, high: float, rows: int, verdict: str
+) -> None:
+    assert verdict_of(Difference(0.0, low, high, 0.95, 10_000, 0), rows) == verdict
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_few_rows_cannot_tell_however_alike(rows: int) -> None:
+    tokens = np.full(rows, 10)
+    found = paired_difference(np.full(rows, 30.0), np.full(rows, 10.0), tokens, 0)
+    assert (found.loss, found.low, found.high) == (-2.0, -2.0, -2.0)
+    assert verdict_of(found, rows) == "cannot tell"
+
+
+def test_adapter_that_changes_nothing_cannot_tell() -> None:
+    same = np.arange(1.0, 51.0)
+    found = paired_difference(same, same, np.full(50, 3), 0)
+    assert (found.low, found.high) == (0.0, 0.0)
+    assert verdict_of(found, 50) == "cannot tell"
+
+
+# Rows
+
+
+def example(row: int, length: int, supervised: int) -> Example:
+    mask = np.zeros(length, dtype=np.uint8)
+    mask[length - supervised :] = 1
+    return Example(row, np.full(length, row, dtype=np.int32), mask)
+
+
+def evaluated(changes: list[float]) -> Evaluation:
+    corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
+    corpus.paths = ["a.jsonl"]
+    tokens = np.full(len(changes), 4)
+    base = Sums(np.full(len(changes), 8.0), tokens)
+    return evaluation_of(corpus.select(), base, Sums(base.losses + changes, tokens), 0)
+
+
+def test_examples_of_a_row_are_summed_and_the_first_token_counts_nowhere() -> None:
+    corpus = Corpus.of([example(1, 6, 2), example(1, 3, 3), example(4, 4, 1)])
+    told: list[tuple[int, int]] = []
+
+    def losses(examples: Any, on_progress: Any) -> Floats:
+        on_progress(1)
+        on_progress(3)
+        return np.array([float(len(each)) for each in examples])
+
+    found = sums_of(corpus.select(), losses, lambda *done: told.append(done))
+    assert found.losses.tolist() == [9.0, 4.0]
+    assert found.tokens.tolist() == [2 + 2, 1]
+    assert found.loss.loss == pytest.approx(13 / 5)
+    assert told == [(1, 3), (3, 3)]
+
+
+def test_rows_that_gained_and_lost_most_are_named_by_what_they_brought() -> None:
+    found = evaluated([-1.0, 3.0, 0.0, -4.0, 0.5, -0.1])
+    assert [(each.path, each.row) for each in found.gained] == [
+        ("a.jsonl", 13),
+        ("a.jsonl", 10),
+        ("a.jsonl", 15),
+    ]
+    assert [each.row for each in found.lost] == [11, 14]
+    first = found.gained[0]
+    assert (first.tokens, first.base_loss, first.adapted_loss) == (4, 2.0, 1.0)
+
+
+def test_loss_that_is_not_finite_names_its_row() -> None:
+    with pytest.raises(NonFiniteLossError, match=r"^a\.jsonl:11: its loss under the adapted model"):
+        evaluated([0.0, float("nan")])
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_evaluation_survives_its_json(adapted: bool) -> None:
+    found = evaluated([-1.0, -1.2] * 20)
+    samples = [Sample("a.jsonl", 1, "2 + 2?", "4", "5", "4" if adapted else None)]
+    found = replace(found, generated=Generated(1, ExactMatch(0, int(adapted)), samples))
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": "40"},
+        {"rows": True},
+        {"base": None},
+        {"base": {"loss": 1.0}},
+        {"base": {"loss": "1", "perplexity": 2.0}},
+        {"gained": "chat"},
+        {"gained": [7]},
+        {"verdict": "odd"},
+        {"another": 1},
+    ],
+)
+def test_json_of_something_else_is_no_evaluation(changes: dict[str, Any]) -> None:
+    values = json.loads(json.dumps(evaluated([-1.0, -1.2] * 20).as_dict()))
+    parse_evaluation(values)
+    with pytest.raises(ValueError, match=r"not an evaluation|no such verdict"):
+        parse_evaluation(values | changes)
+
+
+# What is said
+
+
+def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
+    found = list(evaluation_lines(evaluated([-1.0, -1.2] * 20)))
+    assert found[0] == "Base        2.0000 (perplexity 7.389)"
+    assert found[2].startswith(
+        "Verdict     the adapter helped: 0.2750 nats per token less than the base model "
+        "(95% interval"
+    )
+    assert found[2].endswith("on 40 rows, 160 supervised tokens")
+    assert found[3] == "Gained most a.jsonl:11: 2.0000 to 1.7000 over 4 tokens"
+    assert "hurt" in verdict_line(evaluated([1.0, 1.2] * 20))
+    few = verdict_line(evaluated([-1.0]))
+    assert few.startswith("cannot tell whether the adapter helped: ")
+    assert few.endswith("; at least 6 rows are needed")
+
+
+def test_interval_of_a_gain_is_said_from_small_to_large() -> None:
+    line = verdict_line(evaluated([-1.0, -3.0] * 20))
+    low, high = line.partition("interval ")[2].partition(")")[0].split(" to ")
+    assert 0 < float(low) < 0.5 < float(high)

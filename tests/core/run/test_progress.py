@@ -1,0 +1,243 @@
+"""How far a run has come, read back from what it wrote, and metrics.jsonl on a disk that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.run.metrics import (
+    InstructTrainResult,
+    SkippedStep,
+    StepRecord,
+    ValidationRecord,
+)
+from mlxtune.core.run.progress import (
+    MetricsFile,
+    Progress,
+    Record,
+    progress_of,
+    same_except_measurements,
+)
+from tests.core.training.records import epoch_metrics, step_record
+
+
+def step(number: int, epoch: int = 1) -> StepRecord:
+    # Its gradient's norm is a number whose shortest form has 17 digits.
+    return step_record(number, epoch=epoch, loss=2.0 / number, grad_norm=0.1 + 0.2)
+
+
+def skipped(number: int, epoch: int = 1) -> SkippedStep:
+    return SkippedStep(number, epoch, 1e-4, "the loss is nan", ["chat.jsonl:4", "chat.jsonl:9"])
+
+
+def validation(number: int, loss: float) -> ValidationRecord:
+    return ValidationRecord(number, loss, 3.0)
+
+
+def whole() -> list[Record]:
+    """Two epochs of two steps, of which one was skipped."""
+    return [
+        validation(0, 4.0),
+        *(step(1), skipped(2), validation(2, 3.0), epoch_metrics(1, 3.0)),
+        *(step(3, 2), step(4, 2), validation(4, 3.5), epoch_metrics(2, 3.5)),
+    ]
+
+
+def jsonl(progress: Progress) -> bytes:
+    return b"".join(progress.lines(0, len(progress)))
+
+
+def test_records_are_read_back_as_they_were_to_the_last_digit() -> None:
+    content = jsonl(Progress(whole()))
+    assert list(Progress.from_jsonl(content)) == whole()
+    kinds = [json.loads(line)["kind"] for line in content.splitlines()]
+    assert kinds == [
+        "validation",
+        *("step", "skipped", "validation", "epoch"),
+        *("step", "step", "validation", "epoch"),
+    ]
+
+
+def test_what_follows_from_the_records() -> None:
+    progress = Progress(whole())
+    assert progress.step == 4
+    assert [metrics.epoch for metrics in progress.epochs] == [1, 2]
+    assert (progress.best, progress.best_epoch) == (validation(2, 3.0), 1)
+    assert progress.validations_since_best == 1
+    assert progress.initial_val_loss == 4.0
+    assert progress.skipped_in_a_row == 0
+
+    early = Progress(whole()[:3])
+    assert (early.step, early.best, early.best_epoch, early.epochs) == (2, None, None, [])
+    assert early.validations_since_best == 0
+    assert early.skipped_in_a_row == 1
+    none = Progress()
+    assert (none.step, none.best, none.initial_val_loss) == (0, None, None)
+
+
+def test_first_of_two_validations_that_are_as_good_is_the_best_but_none_before_training() -> None:
+    progress = Progress([validation(0, 1.0), step(1), validation(1, 3.0), step(2, 2)])
+    progress.append(validation(2, 3.0))
+    assert (progress.best, progress.best_epoch) == (validation(1, 3.0), 1)
+    assert Progress([validation(0, 1.0)]).best is None
+
+
+def test_validation_after_skipped_steps_alone_is_of_their_epoch() -> None:
+    progress = Progress([step(1), epoch_metrics(1, None), skipped(2, 2), validation(2, 3.0)])
+    progress.append(step(3, 3))
+    assert progress.best_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "total", "left"),
+    # After step 4: the end of an epoch, the end of the run, and neither.
+    [(2, 10, 9), (4, 10, 9), (3, 4, 9), (3, 5, 7)],
+)
+def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow(
+    steps_per_epoch: int, total: int, left: int
+) -> None:
+    progress = Progress(whole())
+    progress.reopen_epoch(steps_per_epoch, total)
+    assert list(progress) == whole()[:left]
+    assert progress[-1] == whole()[left - 1]
+
+
+def test_validation_at_a_cut_stays_where_a_longer_run_has_it_too() -> None:
+    progress = Progress(whole())
+    progress.reopen_epoch(3, 5, validated=True)
+    assert list(progress) == whole()[:8]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "not a record"),
+        ("[]", "not a record"),
+        ("{", "not a record"),
+        ("[" * 100_000, "not a record"),
+        ('{"kind": "other"}', "not a record"),
+        ('{"kind": "step", "step": 5}', "not a record"),
+        *(
+            (json.dumps({"kind": kind, **vars(record), **wrong}), f"its {next(iter(wrong))} is")
+            for kind, record, wrong in [
+                ("validation", validation(5, 1.0), {"step": "5"}),
+                ("validation", validation(5, 1.0), {"step": -1}),
+                ("validation", validation(5, 1.0), {"step": True}),
+                ("validation", validation(5, 1.0), {"val_loss": None}),
+                ("skipped", skipped(5), {"rows": [[[]]]}),
+                ("step", step(5), {"tokens": 10**30}),
+                ("step", step(5), {"loss": 10**400}),
+            ]
+        ),
+        (jsonl(Progress([step(6)])).decode().strip(), "is step 6, not 5"),
+        (jsonl(Progress([step(4)])).decode().strip(), "is step 4, not 5"),
+    ],
+)
+def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: str) -> None:
+    content = jsonl(Progress(whole())) + line.encode() + b"\n"
+    with pytest.raises(ValueError, match=problem) as raised:
+        Progress.from_jsonl(content)
+    assert "line 10" in str(raised.value)
+    with pytest.raises(ValueError, match="utf-8"):
+        Progress.from_jsonl(b"\xff")
+
+
+def test_runs_are_the_same_whatever_time_they_took() -> None:
+    slower = [replace(step(1), seconds=9.0), replace(epoch_metrics(1, 3.0), epoch_time_ms=99)]
+    assert same_except_measurements(slower, [step(1), epoch_metrics(1, 3.0)])
+    otherwise = replace(step(1), memory=10**9, micro_batches=4, run_tokens=120, padding=20)
+    assert same_except_measurements([otherwise], [step(1)])
+    assert not same_except_measurements([step(1)], [replace(step(1), loss=2.1)])
+    assert not same_except_measurements([step(1)], [step(1), step(2)])
+
+
+# The file
+
+
+def test_file_gains_a_line_for_each_record_and_other_content_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("of an earlier run\n")
+    warnings: list[str] = []
+    progress, file = Progress(), MetricsFile(tmp_path, warnings.append)
+    inodes = set()
+    for record in whole():
+        progress.append(record)
+        file.write(progress)
+        assert path.read_bytes() == jsonl(progress)
+        inodes.add(path.stat().st_ino)
+    assert len(inodes) == 1, "records are appended; the file is not rewritten each time"
+    # Another program changes or removes the file.
+    path.write_bytes(path.read_bytes() + b"x")
+    progress.append(step(5, 3))
+    file.write(progress)
+    assert path.read_bytes() == jsonl(progress)
+    path.unlink()
+    file.write(progress)
+    assert path.read_bytes() == jsonl(progress)
+    assert warnings == []
+
+
+def test_file_that_could_not_be_written_is_complete_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    progress, file = Progress([step(1)]), MetricsFile(tmp_path, warnings.append)
+    file.write(progress)
+
+    def fails(path: Path) -> object:
+        with path.open("ab") as stream:
+            stream.write(b'{"kind": "st')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(self: Path, *args: object, **options: object) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxtune.core.run.progress.open_to_append", fails)
+        for number in (2, 3):
+            progress.append(step(number))
+            file.write(progress)
+            patch.setattr(Path, "open", full)
+    assert len(warnings) == 1
+    assert "metrics.jsonl: cannot be written" in warnings[0]
+    progress.append(step(4))
+    file.write(progress)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == jsonl(progress)
+
+
+def test_each_new_failure_is_a_warning_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings: list[str] = []
+    progress, file = Progress([step(1)]), MetricsFile(tmp_path / "file" / "run", warnings.append)
+    file.write(progress)
+    file.write(progress)
+    assert len(warnings) == 1
+    assert str(tmp_path / "file") in warnings[0]
+
+    (tmp_path / "file").unlink()
+    file.write(progress)
+    (tmp_path / "file" / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "file" / "run").rmdir()
+    (tmp_path / "file" / "run").write_text("")
+    file.write(progress)
+    assert len(warnings) == 2
+
+
+def test_progress_of_a_result_has_its_steps_epochs_and_validations() -> None:
+    steps = [step_record(step, epoch=(step + 1) // 2) for step in range(1, 5)]
+    epochs = [epoch_metrics(1, val_loss=2.0), epoch_metrics(2, val_loss=1.0)]
+    losses = [(0, 4.0), (1, 3.0), (2, 2.0), (4, 1.0)]
+    validations = [ValidationRecord(step, loss, math.exp(loss)) for step, loss in losses]
+    result = InstructTrainResult(epochs, 2, 4, 1.0, False, 1000, 4.0, steps, validations)
+
+    progress = progress_of(result)
+
+    assert list(progress.steps) == steps
+    assert progress.epochs == epochs
+    assert progress.validations == validations

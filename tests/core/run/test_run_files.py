@@ -1,0 +1,48 @@
+"""A run writes the files that the reference names, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.run.run_files import RUN_FILES
+from tests.command import Cli, files_in
+
+# Files that only some options write.
+ON_REQUEST = {entry for entry, content in RUN_FILES.items() if "with --" in content}
+
+
+def entry_of(path: str) -> str | None:
+    """Return the entry of RUN_FILES that describes a file."""
+    return next((entry for entry in RUN_FILES if re.fullmatch(pattern(entry), path)), None)
+
+
+def pattern(entry: str) -> str:
+    escaped = re.escape(entry).replace("…", ".*")
+    alternatives = re.sub(r"\\\{(.*?)\\\}", lambda m: f"({m[1].replace(',', '|')})", escaped)
+    return alternatives.replace(r"\-N", r"\-\d+")
+
+
+def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path) -> None:
+    for _ in range(2):  # the second moves the first one's files away
+        assert train("--save-steps", 2, "--keep", 5).code == 0
+    left = {path: entry_of(path) for path in files_in(output.parent)}
+    nowhere = [path for path, entry in left.items() if entry is None]
+    assert nowhere == [], "describe them in mlxtune/core/run/run_files.py"
+    assert set(left.values()) == set(RUN_FILES) - ON_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("path", "entry"),
+    [
+        ("checkpoints/step-40/metadata.json", "checkpoints/{best,epoch-N,step-N}/metadata.json"),
+        ("checkpoints/previous/best/metadata.json", "checkpoints/previous/…"),
+        ("checkpoints/step-x/metadata.json", None),
+        ("checkpoints/step-1/metadata.json.tmp", None),
+        ("checkpoints/metricsXjsonl", None),
+    ],
+)
+def test_file_belongs_to_the_entry_that_names_it(path: str, entry: str | None) -> None:
+    assert entry_of(path) == entry

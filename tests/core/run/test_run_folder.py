@@ -1,0 +1,225 @@
+"""The folder of a run: how it gives way to the next, and what can be gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.files.files import write_file
+from mlxtune.core.run.checkpoint import ADAPTER, write_checkpoint
+from mlxtune.core.run.run_folder import (
+    MARK,
+    archive_previous_run,
+    find_resume_point,
+    lock_run,
+    reopen,
+)
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import OutputError
+from tests.attacks.attack import contents
+from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != MARK)
+
+
+def checkpoint_in(folder: Path, text: str) -> None:
+    write_checkpoint(folder, lambda made: write_file(made / ADAPTER, [text.encode()]), {})
+
+
+def run_in(folder: Path, text: str) -> None:
+    for name in ("epoch-1", "epoch-12", "best", "step-7"):
+        checkpoint_in(folder / name, text)
+    (folder / MARK).write_text("")
+    for name in FILES:
+        (folder / name).write_text(text)
+
+
+FILES = (
+    *("metrics.jsonl", "ledger.json", "run.json", "result.json"),
+    *("evaluation.json", "report.html"),
+)
+RUN = sorted(["best", "epoch-1", "epoch-12", "step-7", *FILES])
+
+
+def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run_in(folder, "first")
+    (folder / "notes.txt").write_text("mine")
+
+    assert archive_previous_run(folder) == folder / "previous"
+
+    assert names_in(folder) == ["notes.txt", "previous"]
+    assert names_in(folder / "previous") == RUN
+    assert (folder / "previous" / "best" / ADAPTER).read_text() == "first"
+
+
+def test_only_the_latest_earlier_run_is_kept(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    archive_previous_run(tmp_path)
+    run_in(tmp_path, "second")
+    archive_previous_run(tmp_path)
+
+    assert names_in(tmp_path) == ["previous"]
+    assert names_in(tmp_path / "previous") == RUN
+    assert (tmp_path / "previous" / "metrics.jsonl").read_text() == "second"
+
+
+def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    archive_previous_run(tmp_path)
+
+    assert archive_previous_run(tmp_path) is None
+    assert archive_previous_run(tmp_path / "none") is None
+    assert names_in(tmp_path / "previous") == RUN
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    "path",
+    ["best/model.pt", "step-3/model.pt", "epoch-1", "previous/notes.txt", ".previous.moving/a"],
+)
+def test_what_something_else_wrote_is_in_the_way(tmp_path: Path, path: str, marked: bool) -> None:
+    if marked:
+        run_in(tmp_path / "other", "first")
+        (tmp_path / MARK).write_text("")
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    name = path.partition("/")[0]
+    with pytest.raises(OutputError, match=f"holds {name}, not written by mlxtune: move it away"):
+        archive_previous_run(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", [*FILES, "tracking.json"])
+def test_files_with_a_runs_names_are_a_runs_where_the_folder_is_marked(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(OutputError, match=f"holds {name}, not written by mlxtune"):
+        archive_previous_run(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_links_in_place_of_folders_are_not_followed(tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    for name in ("best", "step-1", "previous", ".previous.moving"):
+        run_in(run, "first") if not run.exists() else None
+        shutil.rmtree(run / name, ignore_errors=True)
+        (run / name).symlink_to(mine)
+        with pytest.raises(OutputError, match=name):
+            archive_previous_run(run)
+        (run / name).unlink()
+    assert (mine / "notes.txt").read_text() == "mine"
+
+
+def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    (tmp_path / "previous").write_text("mine")
+
+    with pytest.raises(OutputError) as raised:
+        archive_previous_run(tmp_path)
+    assert "holds previous, not written by mlxtune" in str(raised.value)
+    assert (tmp_path / "previous").read_text() == "mine"
+    assert names_in(tmp_path) == sorted([*RUN, "previous"])
+
+
+def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    reopen(tmp_path)
+    assert set(RUN) - set(names_in(tmp_path)) == {"result.json", "evaluation.json", "report.html"}
+    (tmp_path / "report.html").mkdir()
+    reopen(tmp_path)
+    assert "report.html" in names_in(tmp_path)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_folders_of_trackers_are_set_aside_with_the_run_that_they_are_of(
+    tmp_path: Path, tracked: bool
+) -> None:
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / MARK).write_text("")
+    if tracked:
+        (tmp_path / "tracking.json").write_text("{}")
+
+    previous = archive_previous_run(tmp_path)
+
+    assert previous is not None
+    ours = {"tensorboard", "wandb", "tracking.json"} if tracked else set()
+    assert set(names_in(previous)) == {"metrics.jsonl"} | ours
+    assert (tmp_path / "wandb").exists() is not tracked
+
+
+def test_checkpoint_whose_metrics_end_at_another_step_is_not_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    InstructTrainer(FakePipeline(), CORPUS, options(run)).train()
+    found = find_resume_point(run)
+    assert found is not None
+    newest = found.checkpoint
+    metrics = newest.metrics.splitlines(keepends=True)
+    steps = [i for i, line in enumerate(metrics) if json.loads(line)["kind"] == "step"]
+    content = {
+        path.name: path.read_bytes()
+        for path in newest.folder.iterdir()
+        if path.name not in ("metrics.jsonl", "metadata.json", "manifest.json")
+    }
+
+    def fill(folder: Path) -> None:
+        for name, data in content.items():
+            (folder / name).write_bytes(data)
+
+    # The files match their manifest, but the records stop a step short of the adapter.
+    write_checkpoint(newest.folder, fill, newest.metadata, metrics[: steps[-1]])
+
+    again = find_resume_point(run)
+    assert again is not None
+    assert again.checkpoint.folder != newest.folder
+    assert "metrics end at step" in again.skipped[newest.folder]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_nothing_is_locked_or_written_before_the_folder_is_known(tmp_path: Path, new: bool) -> None:
+    names = ("metrics.jsonl", "run.json") if new else ("run.json",)
+    for name in names:
+        (tmp_path / "mine").write_text("mine")
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    before = contents(tmp_path)
+    with pytest.raises(OutputError, match=r"holds .*run\.json, not written by mlxtune"):
+        lock_run(tmp_path, new=new)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "best/thesis.tex", "run.json"])
+def test_earlier_run_with_a_file_of_the_user_is_not_removed(tmp_path: Path, name: str) -> None:
+    run_in(tmp_path, "first")
+    archive_previous_run(tmp_path)
+    mine = tmp_path / "previous" / name
+    mine.unlink(missing_ok=True)
+    if name == "run.json":
+        mine.symlink_to(tmp_path)
+    else:
+        mine.write_text("mine")
+    run_in(tmp_path, "second")
+    with pytest.raises(OutputError, match="holds previous, not written by mlxtune"):
+        archive_previous_run(tmp_path)
+    assert os.path.lexists(mine)
+
+
+def test_litter_of_a_desktop_is_in_nobodys_way(tmp_path: Path) -> None:
+    run_in(tmp_path, "first")
+    for folder in (tmp_path, tmp_path / "best"):
+        (folder / ".DS_Store").write_text("")
+    archive_previous_run(tmp_path)
+    run_in(tmp_path, "second")
+    assert archive_previous_run(tmp_path) is not None

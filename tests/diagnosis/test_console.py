@@ -1,0 +1,51 @@
+"""What a person reads of `doctor --prove`."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from mlxtune.diagnosis import proving
+from mlxtune.diagnosis.console import show_proof
+from mlxtune.diagnosis.proving import MachineProof
+
+LONGEST = proving.check_gradients("demo-gemma3", "cpu, recomputed", 1e-7, 2e-7).taking(12.34)
+
+
+def shown(*checks: proving.ProofCheck) -> list[str]:
+    device = {"kind": "Metal", "name": "Apple M9", "memory_limit": 1}
+    proof = MachineProof(checks, {}, device, {}, 71.4)
+    console = Console(file=StringIO(), width=80)
+    show_proof(proof, console)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
+    lines = shown(
+        LONGEST,
+        proving.check_bytes(
+            "demo-qwen3: kill -9, resume", "a", "a", promised=True, stopped_after=12
+        ).taking(100.5),
+        proving.check_memory("4-bit base: 2,048 tokens", 219_000_000, 241_000_000).taking(3.1),
+    )
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "loss and gradients",
+        "demo-gemma3",
+        "bytes of the adapter",
+        "demo-qwen3",
+        "peak memory",
+        "4-bit base",
+        "3 checks, nothing failed, in 71 s on Apple M9 (Metal)",
+    ]
+    assert lines[2].split()[-5:] == ["1e-04", "1e-07,", "2e-07", "pass", "12.3"]
+
+
+def test_failure_stands_out_and_asks_for_the_json() -> None:
+    failed = proving.failed_check(proving.GRADIENTS, "demo-qwen3", "killed by signal 6: \x1b[2J")
+    lines = shown(LONGEST, failed)
+    assert any("FAIL" in line and "demo-qwen3" in line for line in lines)
+    assert "\x1b" not in "".join(lines)
+    assert lines[-1].startswith(
+        "1 of 2 checks failed, in 71 s on Apple M9 (Metal): attach the output"
+    )

@@ -1,0 +1,356 @@
+"""`mlxtune doctor --prove`: every failure is reported, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.machine import facts
+from mlxtune.core.machine.children import ChildError, ChildTimeoutError
+from mlxtune.core.machine.facts import Device
+from mlxtune.diagnosis import prove as recipe
+from mlxtune.diagnosis import proving, requirements
+from mlxtune.diagnosis.proving import ProofCheck
+from mlxtune.diagnosis.workbench import Workbench
+from mlxtune.errors import ModelError
+from tests.command import Cli, finish, start
+from tests.paths import DOCS
+
+# Looked up once.
+PACKAGES = cache(requirements.packages)
+DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
+HASH = "ab" * 32
+GRADIENT = {"way": "gpu", "loss": 1e-7, "gradient": 2e-7, "seconds": 0.5}
+IN_16_BITS = {"way": "bfloat16, gpu", "cosine": 0.9995, "norm": 0.99, "seconds": 0.5} | {
+    "unpacked": ""
+}
+STEPS = {"shapes": "shapes as they are", "tokens_per_s": 1000.0, "seconds": 0.5}
+PEAK = {"tokens": 128, "predicted": 1000, "measured": 1100, "seconds": 0.5}
+BENCH = {
+    "ours": {"real_tokens_per_s": {"median": 300.0}},
+    "theirs": {"real_tokens_per_s": {"median": 100.0}, "failed": None},
+    "ratio": {"real_tokens_per_s": 3.0},
+    "losses_agree": True,
+    "loss_difference": {
+        **{"first": 2e-7, "largest": 3e-7},
+        **{"first_tolerance": 1e-4, "tolerance": 1e-3},
+    },
+}
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What the workbench gives, to be changed, without any process; scratch goes to a folder."""
+    values: dict[str, Any] = {
+        "gradients": [GRADIENT],
+        "kernels": [GRADIENT | {"way": "attention with sinks"}],
+        "kernels16": [IN_16_BITS | {"way": "attention with sinks, bfloat16"}],
+        "reference": [{}],
+        "dtype": [IN_16_BITS],
+        "memory": [PEAK],
+        "steps": [STEPS],
+        "trained": HASH,
+        "resumed": (HASH, 2),
+        "bench": BENCH,
+        "device": (DEVICE, ""),
+    }
+
+    def give(name: str) -> Any:
+        if isinstance(values[name], BaseException):
+            raise values[name]
+        return values[name]
+
+    def measure(
+        self: Workbench, job: str, *_: Path, exact: bool = True
+    ) -> Iterator[dict[str, Any]]:
+        # TF32 and the device's own 16-bit kernels are what training runs.
+        assert exact is (job not in ("dtype", "kernels16", "steps"))
+        assert list(tmp_path.glob("mlxtune-prove-*")) == [self.scratch]
+        yield from give(job)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Workbench, "measure", measure)
+    monkeypatch.setattr(Workbench, "model", lambda self, name: Path(name))
+    monkeypatch.setattr(Workbench, "trained", lambda self, name, run="": give("trained"))
+    monkeypatch.setattr(Workbench, "resumed", lambda self, name, stop: give("resumed"))
+    monkeypatch.setattr(Workbench, "bench", lambda self, name, *timed: give("bench"))
+    monkeypatch.setattr(recipe, "probe_device", lambda: give("device"))
+    monkeypatch.setattr(requirements, "packages", PACKAGES)
+    return values
+
+
+def documented() -> dict[str, dict[str, set[str]]]:
+    """The keys and types in each table of the JSON's description in docs/doctor.md."""
+    text = (DOCS / "doctor.md").read_text(encoding="utf-8").partition("\n## JSON of `--prove`\n")[2]
+    tables: dict[str, dict[str, set[str]]] = {}
+    name = ""
+    for line in text.splitlines():
+        if bold := re.match(r"\*\*`([\w -]+)`\*\*", line):
+            name = bold[1]
+        if line.startswith("| `"):
+            key, types = (cell.strip() for cell in line.split("|")[1:3])
+            tables.setdefault(name, {})[key.strip("`")] = set(types.split(" or "))
+    return tables
+
+
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"} | {
+    dict: "object",
+    list: "list",
+}
+
+
+def assert_documented(proof: dict[str, Any]) -> None:
+    """Compare the keys and types of the JSON with docs/doctor.md."""
+    tables = documented()
+
+    def compare(value: dict[str, Any], name: str) -> None:
+        assert value.keys() == tables[name].keys(), name
+        for key, types in tables[name].items():
+            assert TYPES[type(value[key])] in types, f"{name}.{key}: {value[key]!r}"
+
+    compare(proof, "proof")
+    compare(proof["machine"], "machine")
+    compare(proof["device"], "device")
+    assert proof["versions"].keys() >= {"python", "mlx", "mlx-lm"}
+    for check in proof["checks"]:
+        compare(check, "check")
+        if check["values"]:
+            found = check["values"].keys()
+            name = "losses" if "first_difference" in found else check["kind"]
+            compare(check["values"], name)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
+    outcome = cli("doctor", "--prove", "--json")
+    assert outcome.code == 0
+    proof = json.loads(outcome.out)
+    assert_documented(proof)
+    assert {check["kind"] for check in proof["checks"]} == {
+        "gradients",
+        "16 bits",
+        "bytes",
+        "memory",
+        "speed",
+        "mlx-lm",
+    }
+    assert proof["passed"] is True
+    assert "nothing failed" in outcome.err
+    assert "demo-gemma3: gpu" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "failures"),
+    [
+        ("gradients", [GRADIENT | {"gradient": 2e-4}], 3),
+        ("gradients", [GRADIENT, GRADIENT | {"loss": 2e-5}], 3),
+        ("resumed", ("other", 2), 2),
+        ("kernels", [GRADIENT | {"gradient": float("nan")}], 1),
+        ("kernels", [{"way": "sinks", "error": "NYI", "seconds": 1.0}, GRADIENT], 1),
+        ("kernels16", [{"way": "sinks", "error": "NYI", "seconds": 1.0}, IN_16_BITS], 1),
+        ("dtype", [IN_16_BITS | {"cosine": 0.998}], 2),
+        ("dtype", [IN_16_BITS | {"norm": 1.04}, IN_16_BITS], 2),
+        ("dtype", [IN_16_BITS | {"unpacked": "its hidden states differ"}], 2),
+        ("memory", [PEAK | {"measured": 1600}], 1),
+        ("bench", BENCH | {"losses_agree": False}, 1),
+    ],
+)
+def test_what_is_not_equal_fails_and_exits_1(
+    cli: Cli, fakes: dict[str, Any], part: str, value: Any, failures: int
+) -> None:
+    fakes[part] = value
+    outcome = cli("doctor", "--prove", "--json")
+    assert outcome.code == 1
+    proof = json.loads(outcome.out)
+    assert [check["passed"] for check in proof["checks"]].count(False) == failures
+    assert_documented(proof)
+    assert f"{failures} of {len(proof['checks'])} checks failed" in outcome.err
+
+
+def test_failure_prints_what_it_means_and_what_to_do(cli: Cli, fakes: dict[str, Any]) -> None:
+    fakes["kernels"] = [{"way": "attention with sinks", "error": "NYI", "seconds": 1.0}]
+    outcome = cli("doctor", "--prove")
+    assert outcome.code == 1
+    (line,) = [each for each in outcome.out.splitlines() if each.startswith("attention with sinks")]
+    assert "NYI" in line
+    assert "report it" in line
+
+
+@pytest.mark.parametrize("part", ["gradients", "kernels", "trained", "resumed", "memory", "bench"])
+def test_busy_machine_fails_nothing(cli: Cli, fakes: dict[str, Any], part: str) -> None:
+    fakes[part] = ChildTimeoutError("no end within 300 seconds")
+    fakes["steps"] = [STEPS | {"tokens_per_s": 0.01}]
+    outcome = cli("doctor", "--prove", "--json")
+    assert outcome.code == 0
+    late = [each for each in json.loads(outcome.out)["checks"] if each["expected"] == "an end"]
+    assert late
+    assert f"nothing failed, {len(late)} did not end in time" in outcome.err
+
+
+def test_run_that_writes_other_bytes_the_second_time_fails(
+    cli: Cli, fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workbench, "trained", lambda self, name, run="straight": HASH + run)
+    fakes["resumed"] = (HASH + "straight", 2)
+    outcome = cli("doctor", "--prove")
+    assert outcome.code == 1
+    failed = [line for line in outcome.out.splitlines() if "FAIL" in line]
+    assert [line.split("  ")[1] for line in failed] == [
+        "demo-qwen3: run twice",
+        "4-bit base: run twice",
+    ]
+    # Its kernels add in no fixed order.
+    fakes["device"] = (replace(DEVICE, kind="CUDA"), "")
+    assert cli("doctor", "--prove").code == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "failed", "passed"),
+    [
+        ("gradients", 3, 10),
+        ("kernels", 1, 12),
+        ("kernels16", 1, 12),
+        ("steps", 1, 13),
+        ("reference", 2, 11),
+        ("trained", 4, 9),
+        ("resumed", 2, 11),
+        ("memory", 1, 12),
+        ("bench", 1, 12),
+    ],
+)
+def test_error_fails_its_checks_and_the_others_still_run(
+    cli: Cli, fakes: dict[str, Any], part: str, failed: int, passed: int
+) -> None:
+    fakes[part] = ChildError("killed by signal 6: [METAL] Command buffer failed")
+    outcome = cli("doctor", "--prove", "--json")
+    assert outcome.code == 1
+    proof = json.loads(outcome.out)
+    assert_documented(proof)
+    found = [check["passed"] for check in proof["checks"]]
+    assert (found.count(False), found.count(True)) == (failed, passed)
+    errors = {check["found"] for check in proof["checks"] if check["passed"] is False}
+    assert errors == {str(fakes[part])}
+    assert "Traceback" not in outcome.err
+
+
+def test_check_found_before_a_crash_is_kept() -> None:
+    def crashing() -> Iterator[ProofCheck]:
+        yield proving.check_bytes("first", "a", "a", promised=True)
+        raise RuntimeError("broke")
+
+    checks = list(recipe.carry_out([("bytes", "part", crashing)], lambda text: None))
+    assert [(check.name, check.passed) for check in checks] == [("first", True), ("part", False)]
+    assert checks[1].found == "broke"
+
+
+def test_interrupt_ends_with_130_and_leaves_no_folder(
+    cli: Cli, fakes: dict[str, Any], tmp_path: Path
+) -> None:
+    fakes["trained"] = KeyboardInterrupt()
+    assert cli("doctor", "--prove").code == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_finished_proof_leaves_no_folder(fakes: dict[str, Any], tmp_path: Path) -> None:
+    seen: list[str] = []
+    recipe.prove(seen.append)
+    assert seen[0] == "1/14 gradients: demo-qwen3"
+    assert not list(tmp_path.iterdir())
+    fakes["memory"] = RuntimeError()
+    assert not recipe.prove().passed
+    assert not list(tmp_path.iterdir())
+
+
+def test_mlx_that_does_not_start_is_an_error(cli: Cli, fakes: dict[str, Any]) -> None:
+    fakes["device"] = (None, "it was killed by signal 6")
+    outcome = cli("doctor", "--prove")
+    assert outcome.error.startswith("MLX does not start: it was killed by signal 6")
+    with pytest.raises(ModelError):
+        recipe.prove()
+
+
+@pytest.mark.slow
+def test_interrupt_from_a_terminal_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    process = start("doctor", "--prove", env={**os.environ, "TMPDIR": str(tmp_path)})
+    while not list(tmp_path.glob("mlxtune-prove-*/*/stderr")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process)
+    assert outcome.code == 130
+    assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_machine_that_runs_the_tests_proves_itself(tmp_path: Path) -> None:
+    process = start("doctor", "--prove", "--json", env={**os.environ, "TMPDIR": str(tmp_path)})
+    outcome = finish(process, timeout=600)
+    proof = json.loads(outcome.out)
+    assert_documented(proof)
+    assert outcome.code == 0, outcome.err
+    kinds = [check["kind"] for check in proof["checks"]]
+    assert kinds.count("gradients") >= 9
+    assert (kinds.count("bytes"), kinds.count("memory")) == (4, 3)
+    stopped = [check["values"].get("stopped_after") for check in proof["checks"]]
+    assert sum(step is not None and 1 <= step < 12 for step in stopped) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_file_holds_neither_names_nor_paths(
+    cli: Cli, fakes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe.platform, "node", lambda: "annas-macbook.local")
+    monkeypatch.setattr(recipe.getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(Path, "home", lambda: Path("/Users/anna"))
+    fakes["memory"] = ChildError("anna: /Users/anna/My models/wedding on annas-macbook.local")
+    path = tmp_path / "proof.json"
+    outcome = cli("doctor", "--prove", "--share", path)
+    assert outcome.code == 1
+    assert f"{path} has no names or paths" in outcome.out + outcome.err
+    text = path.read_text(encoding="utf-8")
+    for secret in ("anna", "Users", "wedding", HASH, tmp_path.name, "/", "\\\\"):
+        assert secret not in text
+    shared = json.loads(text)
+    assert shared["device"]["name"] == "Apple M9"
+    assert shared["versions"]["mlx"]
+    assert {check["passed"] for check in shared["checks"]} >= {True, False}
+    in_16_bits = next(each["values"] for each in shared["checks"] if each["kind"] == "16 bits")
+    assert in_16_bits == {"cosine": IN_16_BITS["cosine"], "norm_ratio": IN_16_BITS["norm"]}
+
+
+def test_user_without_a_name_shares_a_proof(
+    cli: Cli, fakes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(recipe.getpass, "getuser", nameless)
+    path = tmp_path / "proof.json"
+    assert cli("doctor", "--prove", "--share", path).code == 0
+    assert json.loads(path.read_text(encoding="utf-8"))["passed"] is True
+
+
+def test_release_of_a_kernel_keeps_its_numbers_only(
+    fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = {"name": "Debian", "release": "6.18.44-annas-build", "memory": facts.Memory()}
+    monkeypatch.setattr(facts, "read_system", lambda: system)
+    assert recipe.prove().machine["system"] == "Debian 6.18.44"
+
+
+def test_share_without_prove_and_a_folder_as_its_file_are_one_line(
+    cli: Cli, tmp_path: Path
+) -> None:
+    assert "--share is the result of --prove" in cli("doctor", "--share", "x.json").error
+    assert "is a folder" in cli("doctor", "--prove", "--share", tmp_path).error

@@ -1,0 +1,97 @@
+"""What `doctor --prove` works with; the real runs are in tests/diagnosis/test_prove.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.machine.children import ChildError, Children
+from mlxtune.diagnosis import workbench
+from mlxtune.diagnosis.workbench import QWEN, Workbench
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """Replace processes by an exit code and the files that one writes; return their arguments."""
+
+    def replace(*statuses: int, **files: str) -> list[list[str]]:
+        started: list[list[str]] = []
+
+        def run(self: Children, arguments: list[str], folder: Path, **_: Any) -> int:
+            folder.mkdir(exist_ok=True)
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            (folder / "stderr").write_text("mlxtune: error: no\n")
+            for name, content in files.items():
+                (folder / name.replace("__", "/").replace("_", ".")).write_text(content)
+            started.append(arguments)
+            return statuses[min(len(started), len(statuses)) - 1]
+
+        monkeypatch.setattr(Children, "run", run)
+        return started
+
+    return replace
+
+
+def test_step_has_rows_that_share_beginnings_and_one_twice(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in Workbench(tmp_path).step.read_text().splitlines()]
+    roles = [[message["role"][0] for message in row["messages"]] for row in rows]
+    assert sorted({"".join(each) for each in roles}) == ["sua", "suaua", "ua", "uaua"]
+    assert rows[-1] == rows[-2]
+
+
+def test_straight_run_is_made_once(tmp_path: Path, runs: Any) -> None:
+    started = runs(0, adapters_safetensors="weights")
+    bench = Workbench(tmp_path)
+    assert bench.trained(QWEN) == bench.trained(QWEN)
+    assert len(started) == 1
+    bench.trained(QWEN, "again")
+    assert len(started) == 2
+
+
+def test_run_that_fails_says_its_last_message(tmp_path: Path, runs: Any) -> None:
+    runs(1)
+    with pytest.raises(ChildError, match="exit code 1: mlxtune: error: no"):
+        Workbench(tmp_path).trained(QWEN)
+
+
+def test_records_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:
+    runs(-6, records='{"way": "plain"}\n')
+    found = []
+    with pytest.raises(ChildError, match="killed by signal 6"):
+        for record in Workbench(tmp_path).measure("gradients", tmp_path):
+            found.append(record)
+    assert found == [{"way": "plain"}]
+
+
+@pytest.mark.parametrize(
+    ("stop", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_stopped_run_is_resumed(
+    tmp_path: Path, runs: Any, stop: signal.Signals, status: int
+) -> None:
+    files = {"adapters_safetensors": "weights", "checkpoints__metrics_jsonl": "{}\n{}\n"}
+    started = runs(status, 0, **files)
+    _, step = Workbench(tmp_path).resumed(QWEN, stop)
+    assert step == 2
+    assert started[1][2:] == ["train", "--resume", "--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(0, "ended before it was stopped"), (1, "exit code 1: mlxtune: error")]
+)
+def test_run_that_was_not_stopped_is_an_error(
+    tmp_path: Path, runs: Any, status: int, error: str
+) -> None:
+    runs(status, checkpoints__metrics_jsonl="")
+    with pytest.raises(ChildError, match=error):
+        Workbench(tmp_path).resumed(QWEN, signal.SIGINT)
+
+
+def test_demo_is_beside_the_package() -> None:
+    for name in (QWEN, workbench.GEMMA):
+        assert (Workbench(Path()).model(name) / "model.safetensors").is_file()

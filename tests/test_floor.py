@@ -1,0 +1,179 @@
+"""The matrix products of a step: their count by formula, and their time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.utils import load_model
+
+from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.models.loading import load_base
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from tests.long.floor import Product, _rounded, product_seconds, step_products
+from tests.models import VOCAB_SIZE, write_model
+
+# The shape of tests/models.py.
+HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
+ATTENTION = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)
+MLP = 3 * HIDDEN * INNER
+# in + out of the q and v projections.
+LORA = RANK * (HIDDEN + HEADS * WIDTH + HIDDEN + KV_HEADS * WIDTH)
+LENGTHS = [10, 37, 100]
+T, PAIRS = sum(LENGTHS), sum(n * (n + 1) // 2 for n in LENGTHS)
+STRETCHES = [(n, 0) for n in LENGTHS]
+
+
+def flops(
+    folder: Path, stretches: list[tuple[int, int]] = STRETCHES, **config: Any
+) -> dict[str, float]:
+    model, _ = load_model(folder, lazy=True)
+    apply_lora(model, InstructConfig(lora_rank=RANK, **config))
+    return flops_of(model, stretches)
+
+
+def flops_of(model: nn.Module, stretches: list[tuple[int, int]] = STRETCHES) -> dict[str, float]:
+    counts = step_products(model, stretches, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    found: dict[str, float] = {}
+    for product, count in counts.items():
+        found[product.kind] = found.get(product.kind, 0) + count * product.flops
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers."""
+    return write_model(tmp_path_factory.mktemp("products") / "m", "qwen3", num_hidden_layers=4)
+
+
+def test_projections_run_forward_and_backward_but_for_the_first_attention(folder: Path) -> None:
+    whole = 2 * T * (ATTENTION + MLP)
+    assert flops(folder)["projections"] == pytest.approx(7 * whole + 2 * T * MLP)
+
+
+def test_layers_below_lora_run_forward_only(folder: Path) -> None:
+    whole = 2 * T * (ATTENTION + MLP)
+    found = flops(folder, num_layers=2)
+    assert found["projections"] == pytest.approx(4 * whole + whole + 2 * T * MLP)
+    assert found["attention"] == pytest.approx((4 + 2) * 2 * (2 * HEADS * WIDTH * PAIRS))
+
+
+def test_first_layer_with_lora_on_the_mlp_counts_no_gradient_of_inputs(folder: Path) -> None:
+    found = flops(folder, targets=("down_proj",))
+    assert found["projections"] == pytest.approx(7 * 2 * T * (ATTENTION + MLP))
+
+
+def test_lora_has_six_products_and_five_in_the_first_layer(folder: Path) -> None:
+    onto_inputs = 2 * T * RANK * 2 * HIDDEN
+    assert flops(folder)["LoRA"] == pytest.approx(4 * 3 * 2 * T * LORA - onto_inputs)
+
+
+def test_attention_is_the_causal_half_of_six_products(folder: Path) -> None:
+    one = 2 * HEADS * WIDTH * PAIRS
+    assert flops(folder)["attention"] == pytest.approx((4 * 2 + 3 * 4) * one)
+
+
+def test_head_runs_at_supervised_positions_alone(folder: Path) -> None:
+    assert flops(folder)["head"] == pytest.approx(2 * 2 * 50 * HIDDEN * VOCAB_SIZE)
+
+
+def test_prefix_that_runs_once_is_counted_once(folder: Path) -> None:
+    whole = flops(folder)
+    shared = flops(folder, [(7, 0), *((n - 7, 7) for n in LENGTHS)])
+    for kind in ("projections", "LoRA"):
+        assert shared[kind] == pytest.approx(whole[kind] * (T - 14) / T)
+    assert shared["attention"] == pytest.approx(whole["attention"] * (PAIRS - 2 * 28) / PAIRS)
+    assert shared["head"] == whole["head"]
+
+
+def test_sliding_window_bounds_the_pairs(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "g", "gemma3_text", sliding_window=20, vocab_size=VOCAB_SIZE)
+    pairs = 10 * 11 / 2 + 37 * 38 / 2 + 100 * 20
+    assert flops(folder)["attention"] == pytest.approx((3 * 2 + 2 * 4) * 2 * HEADS * WIDTH * pairs)
+
+
+def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> None:
+    heads, width, chunk = 4, 16, 64
+    sizes = {
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": 2,
+        "linear_conv_kernel_dim": 4,
+    }
+    sizes |= {"linear_key_head_dim": width, "linear_value_head_dim": width, "head_dim": WIDTH}
+    folder = write_model(
+        tmp_path / "m", "qwen3_5", num_hidden_layers=4, full_attention_interval=2, **sizes
+    )
+    found = flops(folder)
+    squares = sum(2 * 2 * n * min(n, chunk) * width for n in LENGTHS)
+    states = sum(3 * 2 * (n - chunk) * width * width for n in LENGTHS if n > chunk)
+    # LoRA is on the attention of layers 2 and 4: one recurrence is above it.
+    assert found["recurrence"] == pytest.approx((1 + 3) * heads * (squares + states))
+    # Its query projections give a gate too, which attention does not multiply.
+    assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))
+
+
+def test_quantised_weights_count_as_what_they_stand_for(folder: Path, tmp_path: Path) -> None:
+    quantised = write_model(tmp_path / "q", "qwen3", quantize=4, num_hidden_layers=4)
+    assert flops(quantised) == pytest.approx(flops(folder))
+
+
+def test_model_that_a_pipeline_has_prepared_counts_the_same(folder: Path) -> None:
+    pipeline = InstructPipeline(load_base(folder, "auto").model, InstructConfig(lora_rank=RANK))
+    assert flops_of(pipeline.model) == pytest.approx(flops(folder))
+
+
+def test_experts_are_a_product_each_over_the_tokens_that_they_get(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    options = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    folder = write_model(
+        tmp_path / "m", "qwen3_moe", tie_word_embeddings=True, **experts, **options
+    )
+    model, _ = load_model(folder, lazy=True)
+    apply_lora(model, InstructConfig(lora_rank=RANK, targets=("q_proj", "down_proj")))
+    counts = step_products(model, STRETCHES, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    kinds = {product: n for product, n in counts.items() if product.kind == "experts"}
+    assert {product.batch for product in kinds} == {4}
+    # Two layers, forward and backward; in LoRA's, five products in the first layer and six above.
+    frozen, lora = 2 * T * 2 * 3 * HIDDEN * 32, 2 * T * 2 * RANK * (HIDDEN + 32)
+    expected = 2 * 2 * frozen + 2 * 3 * lora - 2 * T * 2 * RANK * 32
+    assert sum(n * product.flops for product, n in kinds.items()) == pytest.approx(expected)
+    # Fewer tokens than experts: some get none.
+    few = step_products(model, [(1, 0)], 1, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    assert {product.batch for product in few if product.kind == "experts"} == {2}
+
+
+@given(st.integers(1, 10**6))
+def test_rounded_sizes_are_near_and_few(tokens: int) -> None:
+    size, share = _rounded(tokens)
+    assert size * share == pytest.approx(tokens)
+    assert 0.88 < share < 1.13
+    assert tokens < 8 or bin(size).rstrip("0").count("1") <= 3
+
+
+def test_time_is_by_kind_and_grows_with_the_count() -> None:
+    one, other = Product("head", 32, 64, 128), Product("LoRA", 64, 4, 64)
+    once = product_seconds({one: 1, other: 0.5}, "float32")
+    assert product_seconds({one: 3, other: 0.5}, "float32") == pytest.approx(
+        {"head": 3 * once["head"], "LoRA": once["LoRA"]}
+    )
+    assert all(0 < seconds < 1 for seconds in once.values())
+
+
+def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_CPU", 1e6)
+    monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_GPU", 1e6)
+    large = product_seconds({Product("head", 4000, 50, 100): 1}, "float32")["head"]
+    # Of the same shape, which is timed once.
+    small = product_seconds({Product("head", 100, 50, 100): 1}, "float32")["head"]
+    assert large == pytest.approx(40 * small)
+
+
+def test_products_are_of_real_size() -> None:
+    # A product of 2 GFLOP takes longer than any device could do it in a microsecond.
+    products = {Product("head", 1024, 1024, 1024): 1.0}
+    assert product_seconds(products, "float32")["head"] > 1e-6

@@ -1,0 +1,136 @@
+"""Charts: what stands in the SVG is where the values are."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtune.views.pages.charts import Chart, Series, decimate, draw
+
+
+def chart(*series: Series, **changes: object) -> str:
+    values = {"title": "Loss", "unit": "nats", "description": "Loss falls", **changes}
+    return draw(Chart(series=series, **values), 0)[0]  # type: ignore[arg-type]
+
+
+def paths(html: str) -> list[list[tuple[float, float]]]:
+    return [
+        [tuple(map(float, place.split())) for place in path.split("L")]  # type: ignore[misc]
+        for path in re.findall(r' d="M([^"]*)"', html)
+    ]
+
+
+LINE = Series("training", "train", [0, 50, 100], [1.0, 2.0, 3.0])
+
+
+def test_line_stands_where_its_values_are() -> None:
+    (points,) = paths(chart(LINE))
+    assert [x for x, _ in points] == [0, 500, 1000]
+    # From 0 to 3 and a twentieth more, 500 high and downwards.
+    assert [y for _, y in points] == [round(500 * (1 - v / 3.15), 1) for v in (1, 2, 3)]
+
+
+def test_marks_and_lines_to_compare_with_are_at_their_places() -> None:
+    html = chart(LINE, levels={"planned": 2.0}, verticals=[25.0], skipped=[75.0], large=True)
+    at = f"{100 * (1 - 2 / 3.15):.2f}%"
+    assert f'class="ref" x1="0" x2="100%" y1="{at}" y2="{at}"' in html
+    assert 'class="vertical" x1="25.00%" x2="25.00%"' in html
+    assert '<circle class="skip" cx="75.00%" cy="100%"' in html
+    assert ">planned</li>" in html
+    assert ">skipped step</li>" in html
+
+
+def test_scale_is_logarithmic_where_values_are_far_apart_unless_it_starts_from_zero() -> None:
+    far = Series("training", "train", [1, 2], [0.01, 1.0])
+    assert labels(chart(far)) == ["0.01", "0.1", "1"]
+    assert "0" in labels(chart(far, from_zero=True))
+    assert "0" in labels(chart(LINE))
+
+
+def labels(html: str) -> list[str]:
+    return re.findall(r'<text class="y"[^>]*>([^<]*)<', html)
+
+
+def test_value_that_a_logarithmic_scale_has_no_place_for_is_left_out() -> None:
+    each = Series("each step", "train", [0, 1, 2], [0.0, 1.0, 2.0], "faint")
+    average = Series("average", "train", [0, 1, 2], [0.01, 1.0, 2.0])
+    assert [len(points) for points in paths(chart(each, average))] == [2, 3]
+
+
+def test_single_step_is_a_dot_and_none_says_so() -> None:
+    (points,) = paths(chart(Series("training", "train", [1], [2.0])))
+    assert len(points) == 2
+    assert points[0] == points[1]
+    assert "Nothing was measured." in chart(Series("training", "train", [], []))
+
+
+def test_points_are_joined_and_each_has_a_circle() -> None:
+    html = chart(Series("validation", "val", [0, 10], [4.0, 1.0], "points"))
+    assert html.count("<circle") == 2
+    assert len(paths(html)) == 1
+
+
+def test_chart_says_what_it_shows_and_what_its_axes_are() -> None:
+    html = chart(LINE)
+    assert '<svg role="img" aria-label="Loss falls">' in html
+    assert re.search(r'<text class="x" x="100.00%"[^>]*>100</text>', html)
+    assert re.search(r'<text class="y"[^>]*>3</text>', html)
+    assert ">step</text>" in html
+    assert "nats" in html
+
+
+def test_names_are_escaped() -> None:
+    html = chart(
+        Series("<script>", "train", [0, 1], [1.0, 2.0]),
+        LINE,
+        title='"><b>',
+        description="<i>",
+        levels={"<u>": 1.0},
+    )
+    assert not re.search(r"<(script|b|i|u)>", html)
+
+
+def test_readout_has_the_values_in_six_digits() -> None:
+    _, data = draw(Chart("Loss", "", [Series("a", "s", [1, 2], [1.23456789, 3.0])], "said"), 0)
+    assert data["series"][0]["x"] == [1, 2]
+    assert data["series"][0]["y"] == [1.23457, 3]
+
+
+FLOATS = st.one_of(st.floats(-1e9, 1e9), st.just(math.nan), st.just(math.inf))
+
+
+@given(st.lists(FLOATS, max_size=400), st.integers(4, 60))
+def test_few_values_keep_the_ends_and_every_extreme(values: list[float], points: int) -> None:
+    chosen = decimate(values, points)
+    there = [i for i, value in enumerate(values) if math.isfinite(value)]
+
+    assert len(chosen) <= max(points, 4)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(there)
+    if there:
+        assert (chosen[0], chosen[-1]) == (there[0], there[-1])
+        finite, kept = [values[i] for i in there], [values[i] for i in chosen]
+        assert (min(kept), max(kept)) == (min(finite), max(finite))
+    if len(there) <= points:
+        assert chosen == there
+
+
+@given(st.integers(1, 4999))
+def test_one_spike_among_thousands_is_kept(place: int) -> None:
+    values = [0.0] * 5000
+    values[place] = 9.0
+    assert place in decimate(values, 100)
+
+
+def test_each_stretch_keeps_its_lowest_and_its_highest() -> None:
+    values = np.random.default_rng(0).normal(size=10_000).tolist()
+    chosen = decimate(values, 1002)
+    for number in range(500):
+        part = range(number * 20, number * 20 + 20)
+        kept = [values[i] for i in chosen if i in part]
+        whole = [values[i] for i in part]
+        assert (min(kept), max(kept)) == (min(whole), max(whole))

@@ -1,0 +1,161 @@
+"""The text of a model card: what its reader needs, and nothing that is a path or private data."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.run.run import Run, read_run
+from mlxtune.core.run.summary import RunView
+from mlxtune.views.pages.model_card import card_lines, command_of, quoted_samples
+from tests.runs import EVALUATION, LEDGER, write_run
+
+COMMIT = "0123456789" * 4
+HUB = {
+    "name": f"org/sums/default@{COMMIT}",
+    "repository": "org/sums",
+    "config": "default",
+    "titles": {"train": "org/sums:train", "validation": "org/sums:validation"},
+    "commit": COMMIT,
+    "license": "cc-by-4.0",
+    "public": True,
+}
+
+
+def run_with(
+    folder: Path, *, ledgers: tuple[str, ...] = ("/home/ann/secret/chat.jsonl",), **options: Any
+) -> Run:
+    run = write_run(folder, **{"evaluation": EVALUATION, **options})
+    (run / "ledger.json").write_text(json.dumps([{**LEDGER, "path": path} for path in ledgers]))
+    return read_run(run)
+
+
+def card(run: Run, base: str = "org/base", *, peft: bool = True) -> str:
+    return "\n".join(
+        card_lines(run, RunView.of(run), repository="me/sums-lora", base=base, peft=peft)
+    )
+
+
+def test_card_says_what_the_adapter_does_and_how_it_was_made(tmp_path: Path) -> None:
+    text = card(run_with(tmp_path))
+    assert text.startswith("# sums-lora\n\nA LoRA adapter for `org/base`")
+    assert "| base model | 4.0000 | 54.6 |\n| with the adapter | 1.0000 | 2.718 |" in text
+    assert "95% interval 2.7500 to 3.2000" in text
+    assert "| `chat.jsonl` | 50 | 40 | 8 | 2 | 5,000 | 2,000 |" in text
+    assert "sha256:da7a" in text
+    assert "versions: mlxtune 0.1.0, mlx 0.32.4" in text
+    assert "mlx_lm.generate --model org/base --adapter-path" in text
+    assert 'PeftModel.from_pretrained(base, "me/sums-lora")' in text
+
+
+def test_adapter_that_peft_cannot_hold_is_not_offered_for_it(tmp_path: Path) -> None:
+    assert "PeftModel" not in card(run_with(tmp_path), peft=False)
+
+
+def test_run_without_validation_claims_no_result(tmp_path: Path) -> None:
+    run = run_with(tmp_path, evaluation=None, validation=False)
+    assert "Not evaluated: no rows were held out." in card(run)
+
+
+def test_data_of_the_hub_has_its_licence_and_commit(tmp_path: Path) -> None:
+    run = run_with(tmp_path, about={"hub": [HUB]}, ledgers=("org/sums:train",))
+    assert f"- `org/sums`: licence `cc-by-4.0`, commit `{COMMIT}`" in card(run)
+    assert "| `org/sums:train` |" in card(run)
+
+
+# Paths
+
+
+def test_command_has_names_in_the_place_of_paths(tmp_path: Path) -> None:
+    options = {
+        "model_path": "/home/ann/models/tiny",
+        "data": ("/home/ann/secret/a.jsonl", HUB["name"], "../secret/b.jsonl"),
+        "val_data": "secret/v.jsonl",
+        "init_adapter": "~/secret/first",
+        "output": "/home/ann/out/a.safetensors",
+        "checkpoint_dir": "/home/ann/out/c",
+        "cache_dir": "/home/ann/cache",
+        "track": ("wandb",),
+        "targets": ("q_proj", "v_proj", "o_proj"),
+        "field": ("prompt=question",),
+        "rslora": True,
+        "lr": 3e-4,
+    }
+    run = run_with(tmp_path, options=options, about={"hub": [HUB]})
+    command = command_of(run, "org/base")
+    assert command.startswith("mlxtune train --model-path")
+    given = re.findall(r"(--[\w-]+)(?: ((?!--)\S+))?", command)
+    assert sorted(given) == sorted(
+        [
+            ("--model-path", "org/base"),
+            ("--data", "a.jsonl"),
+            ("--data", HUB["name"]),
+            ("--data", "b.jsonl"),
+            ("--val-data", "v.jsonl"),
+            ("--init-adapter", "first"),
+            ("--targets", "q_proj,v_proj,o_proj"),
+            ("--field", "prompt=question"),
+            ("--rslora", ""),
+            ("--lr", "0.0003"),
+            ("--epochs", "2"),
+        ]
+    )
+    assert not re.search("ann|secret", card(run, "org/base"))
+
+
+# Samples
+
+
+def test_rows_are_quoted_only_if_all_data_is_public(tmp_path: Path) -> None:
+    public, private = {"hub": [HUB]}, {"hub": [{**HUB, "public": False}]}
+    both = ("org/sums:train", "org/sums:validation/0001.parquet")
+    cases: list[tuple[dict[str, Any], tuple[str, ...], bool]] = [
+        (public, both, True),
+        (private, both, False),
+        (public, (*both, "/home/ann/chat.jsonl"), False),
+        ({}, both, False),
+        ({"hub": "org/sums"}, both, False),
+        ({"hub": [{**HUB, "titles": None}]}, both, False),
+        ({"hub": [{**HUB, "public": "yes"}]}, both, False),
+        (public, (), False),
+    ]
+    for number, (about, ledgers, quoted) in enumerate(cases):
+        run = run_with(tmp_path / str(number), about=about, ledgers=ledgers)
+        assert bool(quoted_samples(run)) is quoted, number
+        assert ("3 + 3?" in card(run)) is quoted, number
+
+
+# Text from files
+
+
+@pytest.mark.parametrize("text", ["```\n# Owned", "a ````` b", "<script>", "x | y", "`x`"])
+def test_text_of_samples_cannot_leave_its_block(tmp_path: Path, text: str) -> None:
+    sample = {"path": "x", "row": 1, "prompt": text, "expected": text, "base": text}
+    generated = {
+        "rows": 1,
+        "exact_match": {"base": 0, "adapted": 0},
+        "samples": [{**sample, "adapted": text}],
+    }
+    run = run_with(
+        tmp_path,
+        about={"hub": [HUB]},
+        ledgers=("org/sums:train",),
+        evaluation={**EVALUATION, "generated": generated},
+    )
+    block = re.search(r"^(`{3,})text\n(.*?)\n\1$", card(run), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    assert block[2] == text
+
+
+def test_names_from_files_are_code_and_not_markdown(tmp_path: Path) -> None:
+    about = {"device": "<img src=x>\n# Owned", "hub": [{**HUB, "license": "a`\n# b | <i>"}]}
+    run = run_with(tmp_path, about=about, ledgers=("a|b`<i>\n# Owned.jsonl",))
+    text = card(run)
+    assert not re.search("^# (Owned|b)", text, re.MULTILINE)
+    assert "<img" not in text
+    table = [line for line in text.split("\n") if line.startswith("| `")]
+    assert [line.count("|") for line in table] == [8]

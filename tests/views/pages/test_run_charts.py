@@ -1,0 +1,36 @@
+"""The charts of runs: averages are those of the paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mlxtune.views.pages.run_charts import smooth, span_for
+
+
+def test_average_is_the_exponential_one_corrected_for_its_start() -> None:
+    values = [4.0, 2.0, 3.0, 1.0, 5.0, 2.0, 2.5, 9.0, 1.0, 1.0, 4.0, 0.5]
+    span = span_for(len(values))
+    assert span == 3
+    keep = (span - 1) / (span + 1)
+    # As a sum with weights that fall by `keep`, divided by the sum of these.
+    expected = [
+        sum(keep ** (i - j) * values[j] for j in range(i + 1))
+        / sum(keep ** (i - j) for j in range(i + 1))
+        for i in range(len(values))
+    ]
+    assert smooth(values) == pytest.approx(expected)
+    assert smooth(values[:5]) == values[:5], "too few to average"
+    assert smooth([]) == []
+
+
+def test_value_that_is_missing_stays_missing_and_does_not_count() -> None:
+    found = smooth([1.0, math.nan, 1.0, math.inf, 1.0, *[1.0] * 7])
+    assert [found[i] for i in (0, 2, 4)] == pytest.approx([1.0, 1.0, 1.0])
+    assert math.isnan(found[1])
+    assert math.isnan(found[3])
+
+
+def test_span_grows_with_the_run() -> None:
+    assert [span_for(count) for count in (0, 1, 8, 40, 600, 20_000)] == [1, 1, 2, 10, 12, 400]

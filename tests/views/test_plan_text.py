@@ -1,0 +1,140 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mlxtune.core.run.run_plan import LongestFit, RunPlan
+from mlxtune.core.run.speed import Speed
+from mlxtune.core.steps.execution import Execution, Prediction
+from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.scaling import Scaling
+from mlxtune.views.plan_text import (
+    larger_limit_line,
+    micro_batches_line,
+    peak_line,
+    plan_lines,
+)
+from tests.core.steps.shapes import shapes
+
+MEMORY = MemoryPlan(
+    shapes=shapes(),
+    execution=Execution(None, 256),
+    peak=Prediction(1_200_000_000, 20_000_000, 400_000_000, 80_000_000),
+    limit=24_000_000_000,
+    time=1.0,
+    micro_batches_per_step=2.1,
+    padding_share=0.03,
+    run_share=0.8,
+)
+RUN = RunPlan(
+    *("qwen3, 28 layers", "float32", "AMD EPYC (cpu)", 512, MEMORY),
+    **{"rows": 80, "steps_per_epoch": 20, "steps": 60, "tokens": 9000, "supervised": 2000},
+    all_tokens=27_000,
+    lora="rank 8 on q_proj",
+    trainable_parameters=4096,
+    expert_matrices=12,
+)
+
+
+def text(plan: RunPlan) -> str:
+    return "\n".join(f"{name}: {line}" for name, line in plan_lines(plan))
+
+
+def test_micro_batches_and_peak_take_a_line_each() -> None:
+    assert micro_batches_line(MEMORY) == (
+        "micro-batches of up to 256 tokens, 2.1 a step with 3.0% padding; activations kept"
+    )
+    alone = replace(MEMORY, execution=Execution(None, 1))
+    assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
+    again = replace(MEMORY, execution=Execution(None, 256, recompute=True))
+    assert "recomputed" in micro_batches_line(again)
+    assert peak_line(MEMORY) == "predicted peak memory 1.7 GB of 24 GB"
+
+
+def test_larger_limit_is_named_with_what_it_gains() -> None:
+    recomputed = replace(MEMORY, execution=Execution(None, 256, recompute=True))
+    # 1.9 GB with the plan's margin of 15% are 2.185.
+    peak = replace(MEMORY.peak, weights=1_400_000_000)
+    wide = replace(MEMORY, execution=Execution(None, 8192), peak=peak)
+    assert larger_limit_line(recomputed, wide, 64) == (
+        "the device has 64 GB: --memory-limit 3 would run micro-batches of up to 8,192 tokens "
+        "without recomputing activations, which takes 25 to 33% of a step"
+    )
+    assert larger_limit_line(MEMORY, wide, 64).endswith(
+        "would run micro-batches of up to 8,192 tokens"
+    )
+    assert larger_limit_line(recomputed, MEMORY, 64).endswith(
+        "would run without recomputing activations, which takes 25 to 33% of a step"
+    )
+    assert "--memory-limit 1 would" in larger_limit_line(recomputed, MEMORY, 1)
+    assert larger_limit_line(MEMORY, replace(MEMORY, limit=64_000_000_000), 64) == ""
+    assert larger_limit_line(wide, MEMORY, 64) == ""
+
+
+def test_lines_give_memory_parts_steps_and_shares() -> None:
+    lines = text(RUN)
+    for part in ("weights        1.2 GB", "optimizer       20 MB", "head            80 MB"):
+        assert part in lines
+    assert "80 training rows: 9,000 tokens, 2,000 of them supervised" in lines
+    assert "the model reads 80% of them, padding included" in lines
+    assert "60 steps, 20 in an epoch" in lines
+
+
+def test_time_is_given_once_a_speed_is_known() -> None:
+    assert "Time: unknown until a first run" in text(RUN)
+    timed = replace(RUN, speed=Speed(37.5, "2026-03-04"))
+    assert timed.seconds == 720.0
+    assert "about 12m 00s at 38 tokens/s measured on 2026-03-04" in text(timed)
+
+
+def test_ranks_say_what_they_gain_and_what_it_takes() -> None:
+    # 4 ranks: 12.5 MB take 15.6 ms at 10 Gbit/s, with 6 messages.
+    scaling = Scaling(4, 10.0, 0.3, 12_500_000)
+    unknown = text(replace(RUN, scaling=scaling))
+    share = "one computes up to 30% of a step"
+    exchange = "adding 12.5 MB of gradients takes 15.6 ms at 10 Gbit/s"
+    assert f"Ranks: 4: {share}; {exchange}" in unknown
+    timed = replace(RUN, speed=Speed(37.5, "2026-03-04"), scaling=replace(scaling, step_s=12.0))
+    gain = 12 / (0.3 * 12 + 0.0156)
+    assert f"Ranks: 4, at most 3.3 times as fast as one: {share} of 12 s; {exchange}" in text(timed)
+    assert timed.seconds == pytest.approx(720 / gain)
+    assert timed.as_dict()["ranks"]["speedup"] == pytest.approx(gain)
+    slower = replace(RUN, scaling=replace(scaling, step_s=0.02))
+    assert "Ranks: 4, slower than one: only steps of over 22.3 ms gain" in text(slower)
+
+
+@pytest.mark.parametrize(
+    ("longest", "line"),
+    [
+        (LongestFit(0, 0, 4096), "not even one token fits: raise --memory-limit, or use"),
+        (LongestFit(0, 96, 4096), "no example; 96 with --grad-checkpoint on"),
+        (LongestFit(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad"),
+        (LongestFit(1500, 4096, 4096), "4,096 with --grad-checkpoint on, all that the model"),
+        (LongestFit(4096, 4096, 4096), "4,096 tokens with activations kept, all that the model"),
+    ],
+)
+def test_longest_example_is_told_with_what_it_takes(longest: LongestFit, line: str) -> None:
+    found = text(replace(RUN, longest=longest))
+    assert line in found
+    assert RUN.as_dict()["longest"] is None
+    assert replace(RUN, longest=longest).as_dict()["longest"]["context"] == 4096
+
+
+def test_without_data_only_memory_is_planned() -> None:
+    bare = RunPlan("qwen3", "float32", "cpu", 2048, replace(MEMORY, micro_batches_per_step=0.0))
+    assert "for one example of 2,048 tokens" in text(bare)
+    assert "Time" not in text(bare)
+    assert bare.as_dict()["data"] is None
+
+
+def test_json_has_the_same_numbers() -> None:
+    found = json.loads(json.dumps(RUN.as_dict()))
+    assert found["memory"]["peak"] == 1_700_000_000
+    assert found["memory"]["activations"] == 400_000_000
+    assert found["data"]["steps"] == 60
+    assert found["data"]["padding_share"] == 0.03
+    assert found["seconds"] is None

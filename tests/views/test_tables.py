@@ -1,0 +1,79 @@
+"""The table of runs fits the terminal and keeps what matters."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from mlxtune.core.run.summary import RunView
+from mlxtune.views.tables import show_runs, sparkline
+from tests.core.run.listed_runs import runs
+
+__all__ = ["runs"]
+
+
+def shown(runs: Sequence[RunView], width: int | None = None) -> list[str]:
+    """The lines on a terminal of a width, or in a pipe."""
+    file, terminal = io.StringIO(), width is not None
+    console = Console(
+        file=file, width=width or 10_000, force_terminal=terminal, color_system=None, _environ={}
+    )
+    show_runs(runs, console)
+    return file.getvalue().splitlines()
+
+
+def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1, 0]) == "██▇▆▅▄▃▂▁"
+    assert sparkline([2, 2]) == "▁▁"
+    assert sparkline([1000, 10, 1]) == "█▃▁", "far apart, by their logarithms"
+    assert sparkline([]) == ""
+
+
+def test_list_has_all_columns_where_there_is_room(runs: list[RunView]) -> None:
+    lines = shown(runs)
+    assert lines[0].split() == [
+        *("run", "started", "model", "data", "steps", "train", "val", "loss", "curve", "tok/s")
+    ]
+    cells = lines[1].split("  ")
+    assert [cell.strip() for cell in cells if cell.strip()] == [
+        *("first", "2026-01-01 00:00", "tiny", "chat.jsonl", "160 in 4 epochs", "0.750"),
+        *("4.00 → 0.500", "█▄▂▁▁", "2,000"),
+    ]
+    assert "60/80 unfinished" in lines[3]
+    rest = "\n".join(lines[4:])
+    assert "adapters:\n  first/adapters.safetensors\n  second/adapters.safetensors" in rest
+    assert "to resume:\n  mlxtune train --resume third" in rest
+    assert "damaged" not in rest
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunView], width: int) -> None:
+    lines = shown(runs, width)
+    table = lines[: 1 + len(runs)]
+    assert max(map(cell_len, table)) <= width
+    assert table[0].startswith("run")
+    assert "val loss" in table[0]
+    assert ("steps" in table[0]) is (width >= 60)
+    assert ("model" in table[0]) is (width >= 120)
+
+
+def test_long_name_takes_several_lines_and_is_whole(runs: list[RunView]) -> None:
+    name = "a/very/long/path/to/the/folder/of/this/run"
+    long = replace(runs[0], name=name)
+    _, first, second, *_ = shown([long], 50)
+    assert first.split()[0] + second.split()[0] == name
+
+
+def test_what_a_terminal_would_act_on_is_escaped(runs: list[RunView]) -> None:
+    bad = "\x1b[31mred\n"
+    run = replace(
+        runs[0], name=bad, model=bad, data=(bad,), adapter=bad, problems=(bad,), folder=bad
+    )
+    text = "\n".join(shown([run]))
+    assert "\x1b" not in text
+    assert "\\x1b[31mred\\n" in text
