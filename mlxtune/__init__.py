@@ -45,8 +45,8 @@ from mlxtune.errors import (
     ModelError,
     NonFiniteLossError,
     OutputError,
-    RankError,
     TrainingInterrupted,
+    WorkerError,
 )
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ __all__ = [
     "ModelError",
     "NonFiniteLossError",
     "OutputError",
-    "RankError",
     "TrainConfig",
     "TrainResult",
     "TrainingInterrupted",
+    "WorkerError",
     "doctor",
     "evaluate",
     "export",

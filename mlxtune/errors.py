@@ -7,7 +7,7 @@ MlxTuneError
 ├── OutputError            a file or folder to be written      (also OSError)
 ├── MemoryLimitError       a run that does not fit             (also MemoryError)
 ├── GpuError               work that the GPU stopped           (also RuntimeError)
-├── RankError              another rank of a run              (also RuntimeError)
+├── WorkerError              another worker of a run              (also RuntimeError)
 └── NonFiniteLossError     a loss that is not a number         (also FloatingPointError)
 
 Each message is one line that names the file, line or option and the remedy. Any other exception
@@ -53,8 +53,8 @@ class GpuError(MlxTuneError, RuntimeError):
     """The GPU stopped the work, and trying again did not help."""
 
 
-class RankError(MlxTuneError, RuntimeError):
-    """Another rank of the run is gone, or does not do the same."""
+class WorkerError(MlxTuneError, RuntimeError):
+    """Another worker of the run is gone, or does not do the same."""
 
 
 class NonFiniteLossError(MlxTuneError, FloatingPointError):

@@ -1,4 +1,4 @@
-"""Runs of several ranks on this machine, as mlx.launch starts them."""
+"""Runs of several workers on this machine, as mlx.launch starts them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ needs_ring = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no ring"
 )
 
-# More than the pipes to the launcher and from it to a rank hold.
+# More than the pipes to the launcher and from it to a worker hold.
 _FULL = 1 << 18
 
 
 @contextmanager
-def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command on so many ranks; what they write goes to a file. All are killed at the end.
+def launched(
+    workers: int, command: Sequence[object], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command on so many workers; what they write goes to a file. All are killed at the
+    end.
 
     The command is what stands behind `python`, or begins with `bash`.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
-    port = free_port(ranks)
+    port = free_port(workers)
     program = [] if command[0] == "bash" else [sys.executable]
     options = [
-        *("-n", ranks, "--backend", "ring", "--starting-port", port),
+        *("-n", workers, "--backend", "ring", "--starting-port", port),
         *("--env", f"PYTHONPATH={ROOT}", "--env", "OMP_NUM_THREADS=1", "--"),
     ]
     with log.open("wb") as file:
@@ -49,7 +52,7 @@ def launched(ranks: int, command: Sequence[object], log: Path) -> Iterator[subpr
         )
         assert process.stdin
         try:
-            # While the ranks could read more of their input, mlx.launch 0.32 keeps a core busy.
+            # While the workers could read more of their input, mlx.launch 0.32 keeps a core busy.
             with suppress(BrokenPipeError):
                 process.stdin.write(bytes(_FULL))
             yield process
@@ -80,21 +83,21 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def run(ranks: int, command: Sequence[object], log: Path, timeout: float = 600) -> str:
-    """Run a command on so many ranks to its end; return what they wrote."""
-    with launched(ranks, command, log) as process:
+def run(workers: int, command: Sequence[object], log: Path, timeout: float = 600) -> str:
+    """Run a command on so many workers to its end; return what they wrote."""
+    with launched(workers, command, log) as process:
         process.wait(timeout)
     return log.read_text()
 
 
-def pid_of(launch: subprocess.Popen[bytes], rank: int) -> int:
-    """Return the process of a rank; skip the test where the system does not show environments."""
+def pid_of(launch: subprocess.Popen[bytes], worker: int) -> int:
+    """Return the process of a worker; skip the test where the system does not show environments."""
     if not Path("/proc/self").is_dir():
-        pytest.skip("needs /proc to find the process of a rank")
+        pytest.skip("needs /proc to find the process of a worker")
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             environment = (folder / "environ").read_bytes().split(b"\0")
             of_launch = os.getsid(int(folder.name)) == launch.pid
-            if of_launch and f"MLX_RANK={rank}".encode() in environment:
+            if of_launch and f"MLX_RANK={worker}".encode() in environment:
                 return int(folder.name)
-    raise LookupError(rank)
+    raise LookupError(worker)

@@ -21,7 +21,7 @@ TREE = {
     "OutputError": OSError,
     "MemoryLimitError": MemoryError,
     "GpuError": RuntimeError,
-    "RankError": RuntimeError,
+    "WorkerError": RuntimeError,
     "NonFiniteLossError": FloatingPointError,
 }
 

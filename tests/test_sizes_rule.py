@@ -23,7 +23,7 @@ PACKAGED = "part of an installed package"
 SYSTEM = "a file of the operating system, or of mlx.launch"
 LIMITED_PROCESS = "in a process whose memory and time are limited"
 LINE = "a line of bounded length from such a process"
-PEERS = "from the other ranks, which run the same command"
+PEERS = "from the other workers, which run the same command"
 ALLOWED: dict[str, dict[str, str]] = {
     # The bounded readers
     "config/limits.py": {"json.loads": "the bounded reader: values are counted before"},
@@ -51,7 +51,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/machine/children.py": dict.fromkeys(("json.loads", "read_bytes"), OWN_CHILD),
     "diagnosis/workbench.py": dict.fromkeys(("json.loads", "read_text", "read_bytes"), OWN_CHILD),
     "backend/workers/launch.py": {"json.loads": PEERS},
-    "backend/workers/joined.py": {"json.loads": PEERS, "read_text": SYSTEM},
+    "backend/workers/worker_run.py": {"json.loads": PEERS, "read_text": SYSTEM},
     "views/run_text.py": {"json.loads": "a row of the demonstration's own data"},
     "commands/push.py": {"read_text": "the card that this command has just written"},
     # The machine

@@ -12,7 +12,7 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
-from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import LoadedModel, load_model
 from mlxtune.config import RunParts, UseConfig
@@ -40,9 +40,9 @@ _LONGEST_SAMPLE = 128
 
 
 def compare_losses(
-    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole, ranks: Ranks = ALONE
+    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole, workers: Workers = ALONE
 ) -> Evaluation:
-    """Compute the losses of rows without and with the adapter, each rank a share of them.
+    """Compute the losses of rows without and with the adapter, each worker a share of them.
 
     The model may compute by faster functions meanwhile, and by its own again afterwards.
     """
@@ -52,7 +52,9 @@ def compare_losses(
         return sums_of(rows, evaluator.losses, _show(console, "evaluating", with_adapter))
 
     base = loaded.base
-    with closing(Evaluator(base.model, base.parameters, console.warn, ranks=ranks)) as evaluator:
+    with closing(
+        Evaluator(base.model, base.parameters, console.warn, workers=workers)
+    ) as evaluator:
         without = sums(False)
         adapted = None if loaded.adapted is None else sums(True)
     console.close()
@@ -103,7 +105,7 @@ def answer_rows(
 
 
 def judge(
-    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole, ranks: Ranks = ALONE
+    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole, workers: Workers = ALONE
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
@@ -115,8 +117,8 @@ def judge(
     use = parts.step.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
     target = parts.run.checkpoint_path / EVALUATION
     try:
-        loaded = load_model(use, folder, RunConsole(quiet=True), ranks)
-        evaluation = compare_losses(loaded, rows, parts.data.seed, console, ranks)
+        loaded = load_model(use, folder, RunConsole(quiet=True), workers)
+        evaluation = compare_losses(loaded, rows, parts.data.seed, console, workers)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")

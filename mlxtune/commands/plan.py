@@ -53,10 +53,10 @@ def plan(config: PlanConfig) -> RunPlan:
     costs = [ExampleCosts(base.model).of(examples) for examples in steps]
     shared = config.parallel == "tensor"
     if shared:
-        base = split_base(base, PlannedGroup(config.ranks))
-    elif config.ranks > 1:
+        base = split_base(base, PlannedGroup(config.workers))
+    elif config.workers > 1:
         steps = [
-            [examples[i] for i in dearest_items(each, config.ranks)]
+            [examples[i] for i in dearest_items(each, config.workers)]
             for examples, each in zip(steps, costs, strict=True)
         ]
     longest = longest_example(step, lora, base) if config.longest else None
@@ -83,7 +83,7 @@ def plan(config: PlanConfig) -> RunPlan:
     if dataset is None:
         return planned
     planned = _with_data(planned, training, dataset)
-    return planned if config.ranks == 1 else _on_ranks(planned, config, costs)
+    return planned if config.workers == 1 else _on_workers(planned, config, costs)
 
 
 def show(config: PlanConfig) -> None:
@@ -117,22 +117,22 @@ def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Datase
     )
 
 
-def _on_ranks(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[float]]) -> RunPlan:
+def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[float]]) -> RunPlan:
     step_s = None
     if planned.speed is not None:
         step_s = planned.tokens / planned.steps_per_epoch / planned.speed.tokens_per_s
     # Gradients are added in float32.
     gradients = 4 * planned.trainable_parameters
-    scaling = Scaling(config.ranks, config.link, dearest_share(costs, config.ranks), gradients)
+    scaling = Scaling(config.workers, config.link, dearest_share(costs, config.workers), gradients)
     if config.parallel == "tensor":
         # Two sums in the forward pass of a layer, as many in the backward pass; again to recompute.
         shapes, execution = planned.memory.shapes, planned.memory.execution
         sums = shapes.layers * (6 if execution.recompute else 4)
         hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize
         scaling = Scaling(
-            ranks=config.ranks,
+            workers=config.workers,
             gbps=config.link,
-            dearest=1 / config.ranks,
+            dearest=1 / config.workers,
             exchanged=round(sums * hidden) + gradients,
             exchanges=sums + 1,
         )

@@ -17,7 +17,7 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.joined import Joined, joined
+from mlxtune.backend.workers.worker_run import WorkerRun, join_run
 from mlxtune.commands.judge import judge
 from mlxtune.commands.prepare.dataset import (
     Dataset,
@@ -125,9 +125,9 @@ def train(
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
-    with joined(config, _console) as joint:
-        joint.config = with_hub_data(joint.config, joint.console)
-        return _train(joint, dry_run=dry_run, resume=resume, stop_after=stop_after)
+    with join_run(config, _console) as worker_run:
+        worker_run.config = with_hub_data(worker_run.config, worker_run.console)
+        return _train(worker_run, dry_run=dry_run, resume=resume, stop_after=stop_after)
 
 
 def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
@@ -140,30 +140,34 @@ def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
 
 
 def _train(
-    joint: Joined[RunConsole], *, dry_run: bool, resume: ResumePoint | None, stop_after: int | None
+    worker_run: WorkerRun[RunConsole],
+    *,
+    dry_run: bool,
+    resume: ResumePoint | None,
+    stop_after: int | None,
 ) -> TrainResult:
-    console, parts = joint.console, joint.config.split()
-    run, is_first = parts.run, joint.ranks.rank == 0
+    console, parts = worker_run.console, worker_run.config.split()
+    run, is_first = parts.run, worker_run.workers.index == 0
     folder = check_paths(parts.data, run)
     result = evaluation = None
     with ExitStack() as held:
-        if not (dry_run or run.allow_sleep) and joint.first_on_machine:
+        if not (dry_run or run.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
         # A missing folder is made only once there is something to put into it.
         if is_locked := not dry_run and run.checkpoint_path.is_dir():
             lock_folder(run, resume, held)
-        setup = prepare(parts, folder, joint, None if dry_run else held, resume)
+        setup = prepare(parts, folder, worker_run, None if dry_run else held, resume)
         dataset = setup.dataset
         with (
             stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
             watched_surroundings(run, asked) as surroundings,
         ):
-            trainer = make_trainer(parts, setup, joint, asked, stop_after, surroundings)
-            joint.step = lambda: trainer.progress.step
+            trainer = make_trainer(parts, setup, worker_run, asked, stop_after, surroundings)
+            worker_run.step = lambda: trainer.progress.step
             print_plan(parts, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
-            check_ranks(joint, trainer, resume)
+            check_workers(worker_run, trainer, resume)
             if not dry_run:
                 if not is_locked:  # another run may have made the folder meanwhile
                     lock_folder(run, resume, held)
@@ -174,13 +178,15 @@ def _train(
                 result = trainer.train({LEDGER: ledgers, ABOUT: about}, resume=resume)
         peak_gb = memory.peak_gb()
         if result is not None:
-            finish(parts, setup, trainer, result, joint)
+            finish(parts, setup, trainer, result, worker_run)
             peak_gb, rows = memory.peak_gb(), trainer.val_rows
             # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
             try:
-                evaluation = judge(parts, folder, rows, console, joint.ranks) if rows else None
+                evaluation = (
+                    judge(parts, folder, rows, console, worker_run.workers) if rows else None
+                )
             finally:  # also after Ctrl-C during the evaluation
                 if is_first and (page := write_page(run.checkpoint_path, console.warn)) is not None:
                     console.say("Report", str(page))
@@ -265,7 +271,7 @@ class Setup:
 def prepare(
     parts: RunParts,
     folder: Path,
-    joint: Joined[RunConsole],
+    worker_run: WorkerRun[RunConsole],
     held: ExitStack | None,
     resume: ResumePoint | None,
 ) -> Setup:
@@ -273,10 +279,10 @@ def prepare(
 
     Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
     """
-    data, lora, step, console = parts.data, parts.lora, parts.step, joint.console
+    data, lora, step, console = parts.data, parts.lora, parts.step, worker_run.console
     operations.load_ahead(folder)
     # The data first: its problems show before minutes of loading.
-    with closing(console), joint.in_turn():
+    with closing(console), worker_run.in_turn():
         dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
     report_findings(dataset, console)
     if parts.training.val_steps and dataset.validation is not None and not dataset.validation:
@@ -285,14 +291,14 @@ def prepare(
         )
 
     # Then the memory: a run that does not fit ends before its weights are read.
-    base = open_model(step, folder, console, joint.ranks)
+    base = open_model(step, folder, console, worker_run.workers)
     if lora.init_adapter is not None and resume is None:
         weights = find_adapter(lora.init_adapter, "--init-adapter")
         if other := base_mismatch(weights, base, trust_remote_code=step.trust_remote_code):
             console.warn(f"--init-adapter {other}")
     work = planned_work(lora, first_steps(parts.training, dataset), dataset)
     planned = choose_plan(step, lora, base, work)
-    settled, products = settle_products(step, base, work, planned, resume, joint.ranks)
+    settled, products = settle_products(step, base, work, planned, resume, worker_run.workers)
     if settled is not base:
         base, planned = settled, choose_plan(step, lora, settled, work)
     if held is not None:
@@ -303,7 +309,7 @@ def prepare(
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
     pipeline, plan = build_pipeline(
-        step, lora, base, work, planned, console, provenance, resume, joint.ranks
+        step, lora, base, work, planned, console, provenance, resume, worker_run.workers
     )
     return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work), products)
 
@@ -311,13 +317,13 @@ def prepare(
 def make_trainer(
     parts: RunParts,
     setup: Setup,
-    joint: Joined[RunConsole],
+    worker_run: WorkerRun[RunConsole],
     should_stop: Callable[[], bool],
     stop_after: int | None,
     surroundings: Callable[[TrainingObserver], Surroundings],
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
-    run, dataset, console = parts.run, setup.dataset, joint.console
+    run, dataset, console = parts.run, setup.dataset, worker_run.console
     observer = Observers([console, *trackers_of(run, parts.options, console.warn)])
     profiler = None
     if run.profile_interval:
@@ -328,10 +334,10 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
-    ranks, decide = joint.ranks, None
-    if ranks.size > 1:
+    workers, decide = worker_run.workers, None
+    if workers.size > 1:
         # They can only stop together, after a step.
-        decide, should_stop = partial(ranks.decide, should_stop), lambda: False
+        decide, should_stop = partial(workers.decide, should_stop), lambda: False
     trainer = InstructTrainer(
         setup.pipeline,
         dataset.corpus,
@@ -350,14 +356,14 @@ def make_trainer(
     return trainer
 
 
-def check_ranks(
-    joint: Joined[RunConsole], trainer: InstructTrainer, resume: ResumePoint | None
+def check_workers(
+    worker_run: WorkerRun[RunConsole], trainer: InstructTrainer, resume: ResumePoint | None
 ) -> None:
-    """Raise RankError if another rank has other data, weights, options or versions."""
+    """Raise WorkerError if another worker has other data, weights, options or versions."""
     hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
     step = {"step": resume.progress.step if resume else 0}
-    joint.check_same(
-        joint.config.split().options, {**trainer.pipeline.describe(), **hashes, **step}
+    worker_run.check_same(
+        worker_run.config.split().options, {**trainer.pipeline.describe(), **hashes, **step}
     )
 
 
@@ -383,12 +389,12 @@ def finish(
     setup: Setup,
     trainer: InstructTrainer,
     result: InstructTrainResult,
-    joint: Joined[RunConsole],
+    worker_run: WorkerRun[RunConsole],
 ) -> None:
     """Write the adapter and the run's result, and print a summary. Raises OutputError."""
-    console = joint.console
+    console = worker_run.console
     if result.best_epoch is not None:
-        if joint.ranks.rank == 0:
+        if worker_run.workers.index == 0:
             setup.pipeline.load(trainer.best_folder)
         setup.pipeline.take_first()
     setup.pipeline.write(parts.run.output_path)

@@ -127,7 +127,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
     },
     "Plan": {
         "longest": Option("Say how long an example may be to fit --memory-limit.", COMMAND),
-        "ranks": Option("Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1),
+        "workers": Option("Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1),
         "link": Option(
             "Bandwidth between the machines, in Gbit/s.", COMMAND, above=0, metavar="GBPS"
         ),
@@ -298,7 +298,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
             choices=("auto", "on", "off"),
         ),
         "parallel": Option(
-            "What the ranks that mlx.launch starts share: the examples of each step (data), or "
+            "What the workers that mlx.launch starts share: the examples of each step (data), or "
             "the model, of which each holds a part (tensor).",
             EXECUTION,
         ),

@@ -213,7 +213,7 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
             return []
         if self.parallel.startswith("tensor:"):
             return [
-                f"--parallel {shorten(self.parallel)}: MLX cannot divide the ranks of its ring "
+                f"--parallel {shorten(self.parallel)}: MLX cannot divide the workers of its ring "
                 "into groups: give tensor, for a part of the model on each of them"
             ]
         if self.parallel != "tensor":
@@ -262,16 +262,16 @@ class PlanConfig(TrainConfig):
         "data", (), "Data to plan for; without it, one example of --max-seq-len.", required=False
     )
     longest: bool = option("longest", False)
-    ranks: int = option("ranks", 1)
+    workers: int = option("workers", 1)
     link: float = option("link", 10.0)
     json: bool = option("json", False, "Print JSON for programs; docs/plan.md describes it.")
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
-        if self.ranks > 1 and not self.data and self.parallel == "data":
-            problems.append("--ranks needs --data: steps are shared by their examples")
-        if self.ranks == 1 and self.parallel == "tensor":
-            problems.append("--parallel tensor needs --ranks: say how many share the model")
+        if self.workers > 1 and not self.data and self.parallel == "data":
+            problems.append("--workers needs --data: steps are shared by their examples")
+        if self.workers == 1 and self.parallel == "tensor":
+            problems.append("--parallel tensor needs --workers: say how many share the model")
         return problems
 
 

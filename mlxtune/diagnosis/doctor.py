@@ -21,7 +21,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     """Look at this machine and its packages, and judge whether training works here.
 
     Under mlx.launch, look at all machines, the network between them, and whether all have the same
-    model and data. Raises RankError when they cannot be reached; else problems are among the
+    model and data. Raises WorkerError when they cannot be reached; else problems are among the
     checks.
     """
     device, problem = probe_device()
@@ -49,18 +49,18 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     if not launched_several() or device is None:
         return diagnosis
     # MLX, which may crash where it is imported.
-    from mlxtune.backend.workers.launch import check_ranks, join
+    from mlxtune.backend.workers.launch import check_workers, join
 
-    ranks = join()
-    joint = check_ranks(ranks, diagnosis.checks, model_path, data)
-    return replace(diagnosis, checks=(*diagnosis.checks, *joint), rank=ranks.rank)
+    workers = join()
+    worker_run = check_workers(workers, diagnosis.checks, model_path, data)
+    return replace(diagnosis, checks=(*diagnosis.checks, *worker_run), worker=workers.index)
 
 
 def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
     """Print the checks as lines or JSON; return whether training is possible."""
     diagnosis = doctor(model_path, data)
-    if diagnosis.rank:
-        # Rank 0 prints them.
+    if diagnosis.worker:
+        # Worker 0 prints them.
         return diagnosis.can_train
     if as_json:
         print_json(diagnosis.as_dict())

@@ -62,7 +62,7 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     )
     yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
     if run.scaling:
-        yield "Ranks", _ranks_line(run.scaling)
+        yield "Workers", _workers_line(run.scaling)
     yield "Time", _time(run)
 
 
@@ -77,7 +77,7 @@ def _longest_line(longest: LongestFit) -> str:
     return f"{kept}; {recomputed}{whole if longest.recomputed == longest.context else ''}"
 
 
-def _ranks_line(scaling: Scaling) -> str:
+def _workers_line(scaling: Scaling) -> str:
     what = "gradients" if scaling.exchanges == 1 else "hidden states and gradients"
     exchange = (
         f"adding {byte_size(scaling.exchanged)} of {what} takes "
@@ -85,11 +85,11 @@ def _ranks_line(scaling: Scaling) -> str:
     )
     share = f"one computes up to {scaling.dearest:.0%} of a step"
     if scaling.speedup is None or scaling.step_s is None:
-        return f"{scaling.ranks}: {share}; {exchange}"
+        return f"{scaling.workers}: {share}; {exchange}"
     gain = f"at most {scaling.speedup:.1f} times as fast as one"
     if scaling.speedup < 1:
         gain = f"slower than one: only steps of over {short_duration(scaling.least_step_s)} gain"
-    return f"{scaling.ranks}, {gain}: {share} of {short_duration(scaling.step_s)}; {exchange}"
+    return f"{scaling.workers}, {gain}: {share} of {short_duration(scaling.step_s)}; {exchange}"
 
 
 def _time(run: RunPlan) -> str:

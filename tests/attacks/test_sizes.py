@@ -72,7 +72,7 @@ ADAPTER_COMMANDS: dict[str, list[str]] = {
 
 
 def _large_adapter(weights: Path, *, rank: int) -> int:
-    """Give an adapter this rank in both of its files, and nothing but holes; return its size."""
+    """Give an adapter this worker in both of its files, and nothing but holes; return its size."""
     shapes = {
         name: (dtype, tuple(rank if each == 8 else each for each in shape))
         for name, (dtype, shape) in shapes_of(weights).items()

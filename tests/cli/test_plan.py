@@ -53,18 +53,20 @@ def test_plan_says_memory_steps_and_time_and_writes_nothing(plan: Cli, tmp_path:
     assert files_in(tmp_path) == ["chat.jsonl"]
 
 
-def test_ranks_share_each_step(plan: Cli) -> None:
+def test_workers_share_each_step(plan: Cli) -> None:
     alone = json.loads(plan("--json").out)
-    found = json.loads(plan("--json", "--ranks", 4, "--link", 40).out)
-    assert alone["ranks"] is None
-    ranks = found["ranks"]
-    assert ranks["exchanged"] == 4 * found["lora"]["trainable_parameters"]
-    assert ranks["gbps"] == 40
+    found = json.loads(plan("--json", "--workers", 4, "--link", 40).out)
+    assert alone["workers"] is None
+    workers = found["workers"]
+    assert workers["exchanged"] == 4 * found["lora"]["trainable_parameters"]
+    assert workers["gbps"] == 40
     # Four rows a step, of not quite one length.
-    assert 1 / 4 < ranks["dearest"] < 1 / 3
+    assert 1 / 4 < workers["dearest"] < 1 / 3
     assert found["memory"]["peak"] < alone["memory"]["peak"]
     assert found["data"]["steps"] == alone["data"]["steps"]
-    assert json.loads(plan("--json", "--ranks", 64).out)["ranks"]["dearest"] == ranks["dearest"]
+    assert (
+        json.loads(plan("--json", "--workers", 64).out)["workers"]["dearest"] == workers["dearest"]
+    )
 
 
 def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
@@ -82,10 +84,10 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
     assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.003).out
 
 
-def test_ranks_need_data(cli: Cli, model: Path) -> None:
-    outcome = cli("plan", "--model-path", model, "--ranks", 2)
+def test_workers_need_data(cli: Cli, model: Path) -> None:
+    outcome = cli("plan", "--model-path", model, "--workers", 2)
     assert outcome.code != 0
-    assert "--ranks needs --data" in outcome.err
+    assert "--workers needs --data" in outcome.err
 
 
 def test_json_has_the_same(plan: Cli) -> None:

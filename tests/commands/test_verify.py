@@ -82,7 +82,7 @@ def without_last(path: Path) -> None:
 
 
 def other_shapes(run: Path) -> None:
-    """Write an adapter of another rank, with a manifest that says it is whole."""
+    """Write an adapter of another worker, with a manifest that says it is whole."""
     from mlxtune.core.run.checkpoint import _manifest
 
     path = run / "best" / "adapters.safetensors"

@@ -1,6 +1,6 @@
-"""Measure the memory of each rank that shares a model, beside that of one machine with all of it.
+"""Measure the memory of each worker that shares a model, beside that of one machine with all of it.
 
-    python -m tests.long.split_memory [--ranks 2] [--shape qwen3-0.6b] [--execution gpu|auto]
+    python -m tests.long.split_memory [--workers 2] [--shape qwen3-0.6b] [--execution gpu|auto]
 
 Takes a step of 4 rows of WikiSQL on a model of random weights, as on a GPU on both sides unless the
 one machine shall use what is best here (auto). Needs ../shared.
@@ -20,7 +20,7 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.models.loading import open_base, read_weights
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InstructConfig
@@ -30,12 +30,12 @@ from tests.paths import SHARED
 
 
 def work(folder: Path, kind: str) -> None:
-    """Take a step on a model, or this rank's part of it, and print what it took."""
-    ranks = Ranks.launched(tensor=True)
+    """Take a step on a model, or this worker's part of it, and print what it took."""
+    workers = Workers.launched(tensor=True)
     memory.set_limits(100.0)
     base = open_base(folder, "float32")
-    if ranks.split_model:
-        base = split_base(base, ranks.group)
+    if workers.split_model:
+        base = split_base(base, workers.group)
     read_weights(base)
     loaded = memory.peak_bytes()
     config = DataConfig(
@@ -45,7 +45,7 @@ def work(folder: Path, kind: str) -> None:
     step = [example for i in range(4) for example in corpus.row(i)]
     execution = best_execution(base.parameters, base.dtype, kind)
     pipeline = InstructPipeline(
-        base.model, InstructConfig(lora_rank=8), execution=execution, ranks=ranks
+        base.model, InstructConfig(lora_rank=8), execution=execution, workers=workers
     )
     memory.release()
     memory.forget_peak()
@@ -57,13 +57,13 @@ def work(folder: Path, kind: str) -> None:
 def main() -> None:
     """Measure, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--execution", choices=("gpu", "auto"), default="gpu")
     parser.add_argument("--model", type=Path, help="internal: the model to take a step on")
     given = parser.parse_args()
     if given.model is not None:
-        work(given.model, "gpu" if Ranks.launched().size > 1 else given.execution)
+        work(given.model, "gpu" if Workers.launched().size > 1 else given.execution)
         return
     with tempfile.TemporaryDirectory(prefix="mlxtune-split-") as scratch:
         model = Path(scratch) / "model"
@@ -75,13 +75,15 @@ def main() -> None:
             capture_output=True,
             text=True,
         ).stdout
-        together = run(given.ranks, [*command, "gpu"], Path(scratch) / "log", timeout=1800)
+        together = run(given.workers, [*command, "gpu"], Path(scratch) / "log", timeout=1800)
     (one,), parts = _found(alone), _found(together)
     for what in ("loaded", "step"):
         shares = ", ".join(f"{each[what] / 1e9:.2f}" for each in parts)
         largest = max(each[what] for each in parts) / one[what]
         alone_gb = one[what] / 1e9
-        print(f"{what}: {shares} GB on {given.ranks} ranks, {alone_gb:.2f} on one: {largest:.2f}")
+        print(
+            f"{what}: {shares} GB on {given.workers} workers, {alone_gb:.2f} on one: {largest:.2f}"
+        )
     print(f"loss: {parts[0]['loss']:.6f} and {one['loss']:.6f}")
 
 

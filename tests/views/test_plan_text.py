@@ -91,20 +91,22 @@ def test_time_is_given_once_a_speed_is_known() -> None:
     assert "about 12m 00s at 38 tokens/s measured on 2026-03-04" in text(timed)
 
 
-def test_ranks_say_what_they_gain_and_what_it_takes() -> None:
-    # 4 ranks: 12.5 MB take 15.6 ms at 10 Gbit/s, with 6 messages.
+def test_workers_say_what_they_gain_and_what_it_takes() -> None:
+    # 4 workers: 12.5 MB take 15.6 ms at 10 Gbit/s, with 6 messages.
     scaling = Scaling(4, 10.0, 0.3, 12_500_000)
     unknown = text(replace(RUN, scaling=scaling))
     share = "one computes up to 30% of a step"
     exchange = "adding 12.5 MB of gradients takes 15.6 ms at 10 Gbit/s"
-    assert f"Ranks: 4: {share}; {exchange}" in unknown
+    assert f"Workers: 4: {share}; {exchange}" in unknown
     timed = replace(RUN, speed=Speed(37.5, "2026-03-04"), scaling=replace(scaling, step_s=12.0))
     gain = 12 / (0.3 * 12 + 0.0156)
-    assert f"Ranks: 4, at most 3.3 times as fast as one: {share} of 12 s; {exchange}" in text(timed)
+    assert f"Workers: 4, at most 3.3 times as fast as one: {share} of 12 s; {exchange}" in text(
+        timed
+    )
     assert timed.seconds == pytest.approx(720 / gain)
-    assert timed.as_dict()["ranks"]["speedup"] == pytest.approx(gain)
+    assert timed.as_dict()["workers"]["speedup"] == pytest.approx(gain)
     slower = replace(RUN, scaling=replace(scaling, step_s=0.02))
-    assert "Ranks: 4, slower than one: only steps of over 22.3 ms gain" in text(slower)
+    assert "Workers: 4, slower than one: only steps of over 22.3 ms gain" in text(slower)
 
 
 @pytest.mark.parametrize(

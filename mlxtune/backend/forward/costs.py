@@ -1,4 +1,4 @@
-"""What an example costs, as the ranks that share a step weigh it."""
+"""What an example costs, as the workers that share a step weigh it."""
 
 from collections.abc import Sequence
 

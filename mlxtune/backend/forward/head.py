@@ -53,8 +53,8 @@ class SplitModel:
 
     `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
     of a head which is one product and no more, else None; `dtype` is that of the hidden states.
-    `vocabulary` says for which tokens this rank has logits, if not for all. `packing_problem` says
-    why examples do not run in one line, once `packs` found that they do not.
+    `vocabulary` says for which tokens this worker has logits, if not for all. `packing_problem`
+    says why examples do not run in one line, once `packs` found that they do not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,7 +90,7 @@ class SplitModel:
         return slot.hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits (P, V) of hidden states (P, H), those of this rank's tokens."""
+        """Return the logits (P, V) of hidden states (P, H), those of this worker's tokens."""
         if self.vocabulary is not None:
             hidden = self.vocabulary.enter(hidden)
         with self._without_layers():

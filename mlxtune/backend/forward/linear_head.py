@@ -27,7 +27,7 @@ class _OnlineSoftmax:
         return shares, correction
 
     def merge(self, vocabulary: Vocabulary) -> mx.array:
-        """Take what the other ranks found in their parts; return what corrects this rank's."""
+        """Take what the other workers found in their parts; return what corrects this worker's."""
         highest = vocabulary.highest(self._highest)
         correction = mx.exp(self._highest - highest)
         self._highest, self.total = highest, vocabulary.sum(self.total * correction)
@@ -46,7 +46,7 @@ def head_loss_sum(
 ) -> mx.array:
     """Return the summed cross-entropy, in nats, of a head that is one product.
 
-    `weight` is (V, H), in any dtype, or the rows that a rank has of a `vocabulary` in parts;
+    `weight` is (V, H), in any dtype, or the rows that a worker has of a `vocabulary` in parts;
     `hidden` is float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the
     hidden states, too.
     """
@@ -101,7 +101,7 @@ def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]
 def _rows(
     weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
 ) -> mx.array:
-    """Return the rows of tokens in float32 (P, H), zeros for those that another rank has."""
+    """Return the rows of tokens in float32 (P, H), zeros for those that another worker has."""
     if vocabulary is None:
         return weight[tokens].astype(mx.float32)
     places, here = vocabulary.find(tokens)

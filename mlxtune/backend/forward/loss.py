@@ -48,9 +48,10 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.array) -> mx.array:
-    """Return float32 (P,), in nats, where a rank has the logits (P, v) of a part of the vocabulary.
+    """Return float32 (P,), in nats, where a worker has the logits (P, v) of a part of the
+    vocabulary.
 
-    The gradient is that of the rank's logits.
+    The gradient is that of the worker's logits.
     """
     places, here = vocabulary.find(targets[:, None])
 

@@ -81,7 +81,7 @@ def _tried(model: nn.Module) -> _Calls:
 
 
 def _runs_alone(module: nn.Module) -> bool:
-    """Return whether a projection has a mask of dropout, PiSSA's factors, or parts on ranks."""
+    """Return whether a projection has a mask of dropout, PiSSA's factors, or parts on workers."""
     return isinstance(module, LoRALinear) and (
         module.has_dropout or module.principal is not None or isinstance(module.linear, Split)
     )

@@ -117,7 +117,7 @@ class LoRALinear(nn.Module):
         )
 
     def own_factors(self) -> tuple[mx.array, mx.array]:
-        """Return the parts of A and B that belong to this rank's part of the frozen layer."""
+        """Return the parts of A and B that belong to this worker's part of the frozen layer."""
         if isinstance(self.linear, Split):
             return self.linear.part.factors(self.lora_a, self.lora_b)
         return self.factors()

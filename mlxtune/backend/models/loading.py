@@ -54,7 +54,7 @@ class BaseModel:
     weights, `quantize` is the format they were quantised to while loading, and
     `quantized_compute` how they are multiplied; each is None if it does not apply. `passed_over`
     counts the tensors for images and sound, which mlx-lm does not load. Of a model in several
-    `parts`, a rank has one, with the logits of `own_vocab` tokens.
+    `parts`, a worker has one, with the logits of `own_vocab` tokens.
     """
 
     model: nn.Module
@@ -87,7 +87,7 @@ class BaseModel:
         unpacked = ", matrices dequantised for each use"
         return (
             f"{self.model_type}, {self.num_layers} layers, {short_number(self.parameters)} "
-            f"parameters{f' over {self.parts} ranks' if self.parts > 1 else ''}, "
+            f"parameters{f' over {self.parts} workers' if self.parts > 1 else ''}, "
             f"{quantization}computing in {self.dtype}"
             f"{unpacked if self.quantized_compute == DEQUANTIZED else ''}"
             f"{others if self.passed_over else ''}"

@@ -16,7 +16,7 @@ from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.stages import Stages
-from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.execution import Execution, Load, load_of, vocabulary_block
@@ -48,10 +48,10 @@ class ExampleLosses:
         batches: MicroBatches,
         stages: Stages,
         parameters: int,
-        ranks: Ranks = ALONE,
+        workers: Workers = ALONE,
         held: int = 0,
     ) -> None:
-        self._ranks = ranks
+        self._workers = workers
         self._forward = forward
         self._batches = batches
         self._stages = stages
@@ -70,13 +70,13 @@ class ExampleLosses:
         `on_progress` gets the number of examples done after each batch; what it raises ends the
         evaluation. Raises MemoryLimitError where even one example takes too much memory.
         """
-        ranks, losses = self._ranks, np.zeros(len(examples))
-        if ranks.size == 1:
+        workers, losses = self._workers, np.zeros(len(examples))
+        if workers.size == 1:
             return self._own(examples, on_progress)
-        mine = ranks.share(self._forward.costs.of(examples))
-        show = lambda done: on_progress(min(done * ranks.size, len(examples)))  # noqa: E731
+        mine = workers.share(self._forward.costs.of(examples))
+        show = lambda done: on_progress(min(done * workers.size, len(examples)))  # noqa: E731
         losses[mine] = self._own([examples[i] for i in mine], show)
-        return ranks.merge(losses)
+        return workers.merge(losses)
 
     def _own(
         self, examples: Sequence[Example], on_progress: Callable[[int], None]
@@ -218,16 +218,16 @@ class Evaluator:
         warn: Callable[[str], None],
         *,
         execution: Execution | None = None,
-        ranks: Ranks = ALONE,
+        workers: Workers = ALONE,
     ) -> None:
         model.eval()
-        kind = "gpu" if ranks.split_model else "auto"
+        kind = "gpu" if workers.split_model else "auto"
         execution = execution or best_execution(parameters, kind=kind)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         stages = Stages(self.forward.mixers, parameters)
         remedy = "lower --max-seq-len, or use a quantised base"
         batches = MicroBatches(self.forward, remedy=remedy, warn=warn, shorten=stages.shorten)
-        self._losses = ExampleLosses(self.forward, batches, stages, parameters, ranks)
+        self._losses = ExampleLosses(self.forward, batches, stages, parameters, workers)
 
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None

@@ -28,7 +28,7 @@ class MicroBatches:
     again: `max_tokens` is halved where memory ran out, or where the GPU stopped a command that took
     too long and `shorten`, which makes the evaluations of a pass shorter, returns False. `warn` is
     called each time; `remedy` is what an error advises where not even one example fits. Not where
-    the ranks `run_alike`: the others wait for this one within the pass.
+    the workers `run_alike`: the others wait for this one within the pass.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MicroBatches:
         what = fault.meaning
         if self._run_alike:
             out = fault is Fault.OUT_OF_MEMORY
-            raise fault_error(fault, text, "on this rank", "lower --memory-limit" if out else "")
+            raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self._shorten():

@@ -19,9 +19,9 @@ class StepGradients:
 
     `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are vectors, or
     by parameter where a caller asks for them; both are float32. `run_tokens` go through the model
-    in `micro_batches`, `padding` among them. `graph` computes the last of them. With several ranks,
-    loss and gradients are those of all, and `counts` has the three numbers and what the ranks ask
-    for, float32 (5,), as sums.
+    in `micro_batches`, `padding` among them. `graph` computes the last of them. With several
+    workers, loss and gradients are those of all, and `counts` has the three numbers and what the
+    workers ask for, float32 (5,), as sums.
     """
 
     loss: Any

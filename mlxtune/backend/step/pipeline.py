@@ -30,7 +30,7 @@ from mlxtune.backend.step.pending import (
 )
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.stages import Graph, Stages
-from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder
@@ -50,8 +50,8 @@ class InstructPipeline:
     neither loss nor gradient; its micro-batches are halved, and `warn` called, where memory runs
     out. Written adapters record `base_model` and `base_quantization`, how it was quantised while
     loading. Unless `fresh`, LoRA gets its values from `restore`. `provenance` returns further
-    entries of a checkpoint's metadata. With several `ranks`, each has a pipeline that is given the
-    same steps, and computes its share of their examples.
+    entries of a checkpoint's metadata. With several `workers`, each has a pipeline that is given
+    the same steps, and computes its share of their examples.
 
     Raises ModelError when a target matches nothing.
     """
@@ -67,7 +67,7 @@ class InstructPipeline:
         fresh: bool = True,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warnings.warn,
-        ranks: Ranks = ALONE,
+        workers: Workers = ALONE,
     ) -> None:
         self.model = model
         self.config = config
@@ -81,17 +81,17 @@ class InstructPipeline:
             "fewer --num-layers",
             warn=warn,
             shorten=lambda: self._stages.shorten(),
-            run_alike=ranks.split_model,
+            run_alike=workers.split_model,
         )
         parameters = self.lora.total_parameters
         self._stages = Stages(self.forward.mixers, parameters)
-        self._ranks = ranks
+        self._workers = workers
         self._losses = ExampleLosses(
             self.forward,
             self._micro_batches,
             self._stages,
             parameters,
-            ranks,
+            workers,
             # AdamW's two moments, in float32.
             held=2 * 4 * self.lora.trainable_parameters,
         )
@@ -123,7 +123,7 @@ class InstructPipeline:
     def halve_micro_batches(self, examples: Sequence[Example]) -> int | None:
         """Halve the bound of a micro-batch, from the largest of a step on these examples.
 
-        Return it; None, and change nothing, if each is one example, or ranks share the model.
+        Return it; None, and change nothing, if each is one example, or workers share the model.
         """
         halved = self._micro_batches.halve(self._share(examples))
         return self.micro_batch_tokens if halved else None
@@ -219,7 +219,7 @@ class InstructPipeline:
         counts = [result.micro_batches, result.run_tokens, result.padding]
         if result.counts is not None:
             *counts, stop, save = map(round, result.counts.tolist())
-            self._ranks.agree((stop, save))
+            self._workers.agree((stop, save))
         if not update.finite:
             return NonFiniteLossError(describe_non_finite(step, rate, loss, grad_norm))
         self._steps = step
@@ -292,32 +292,32 @@ class InstructPipeline:
         finally:
             # Tracing left its own arrays in the model.
             self.model.update(own)
-        if grads is None:  # with more ranks than examples
+        if grads is None:  # with more workers than examples
             grads = tree_map(mx.zeros_like, vectors)
         if raised != 1:
             loss, grads = tree_map(lambda each: each / raised, (loss, grads))
         graph, counts = graph or self._stages.graph(0, {}, loss), None
-        if self._ranks.size > 1:
+        if self._workers.size > 1:
             counts = [micro_batches, run_tokens, padding]
-            loss, grads, counts = self._sum_over_ranks(loss, grads, counts)
+            loss, grads, counts = self._sum_over_workers(loss, grads, counts)
             graph = replace(graph, arrays=(loss, grads, counts))
         return StepGradients(loss, grads, tokens, micro_batches, run_tokens, padding, graph, counts)
 
-    def _sum_over_ranks(
+    def _sum_over_workers(
         self, loss: mx.array, gradients: list[mx.array], counts: list[int]
     ) -> list[Any]:
-        if not self._ranks.split_model:
-            return self._ranks.sum_step(loss, gradients, counts, ())
+        if not self._workers.split_model:
+            return self._workers.sum_step(loss, gradients, counts, ())
         # By name: not all of them are weighed alike.
         named = self.vectors.split(gradients)
-        loss, named, counts = self._ranks.sum_step(loss, named, counts, self.lora.alike)
+        loss, named, counts = self._workers.sum_step(loss, named, counts, self.lora.alike)
         return [loss, self.vectors.join(named), counts]
 
     def _share(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return the examples of a step that this rank computes."""
-        if self._ranks.size == 1:
+        """Return the examples of a step that this worker computes."""
+        if self._workers.size == 1:
             return examples
-        return [examples[i] for i in self._ranks.share(self.forward.costs.of(examples))]
+        return [examples[i] for i in self._workers.share(self.forward.costs.of(examples))]
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -347,7 +347,7 @@ class InstructPipeline:
         It writes what is now, whenever it is called, and raises OutputError.
         """
         self._settle()
-        self._ranks.check_same(self.model.trainable_parameters(), self._steps)
+        self._workers.check_same(self.model.trainable_parameters(), self._steps)
         settings = {"step": self._steps, "micro_batch_tokens": self.micro_batch_tokens}
         adapter = checkpoints.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoints.parameters_writer(self.model, self.lora)
@@ -367,9 +367,9 @@ class InstructPipeline:
         self._adopt()
 
     def take_first(self) -> None:
-        """Take the adapter of rank 0."""
+        """Take the adapter of worker 0."""
         self._settle()
-        self.model.update(self._ranks.from_first(self.model.trainable_parameters()))
+        self.model.update(self._workers.from_first(self.model.trainable_parameters()))
         self._adopt()
 
     def restore(self, folder: Path) -> None:
@@ -393,7 +393,7 @@ class InstructPipeline:
             "lora_rank": self.config.lora_rank,
             "lora_alpha": self.config.lora_alpha,
             "targets": list(self.config.targets),
-            "ranks": self._ranks.describe(),
+            "workers": self._workers.describe(),
             **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),
             **self._provenance(),
         }

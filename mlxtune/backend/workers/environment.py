@@ -1,4 +1,4 @@
-"""The ranks of a launch: whether there are several, and whether their machines train as one."""
+"""The workers of a launch: whether there are several, and whether their machines train as one."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +18,21 @@ _EXCHANGED, _STEP_S = 10_000_000, 1.0
 def launched_several() -> bool:
     """Return whether a launcher started this process as one of several."""
     if "MLX_HOSTFILE" in os.environ:
-        # Empty with one rank, which MLX refuses.
+        # Empty with one worker, which MLX refuses.
         with suppress(OSError):
             return bool(read_text(Path(os.environ["MLX_HOSTFILE"])).strip())
     return "MLX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
-def launched_rank() -> int:
-    """Return this process's rank, before it has joined the others; 0 if it is alone."""
+def launched_worker() -> int:
+    """Return this process's worker, before it has joined the others; 0 if it is alone."""
     text = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
     return int(text) if text.isdecimal() else 0
 
 
 @dataclass(frozen=True)
-class RankReport:
-    """What a rank says of its machine.
+class WorkerReport:
+    """What a worker says of its machine.
 
     `files` has the hash of each path that is asked for, or None where it cannot be read;
     `problems` are what its own checks found, with their remedies.
@@ -50,28 +50,30 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds to add one number over all ranks, and to add `size` bytes."""
+    """Seconds to add one number over all workers, and to add `size` bytes."""
 
     one_s: float
     many_s: float
     size: int
 
-    def gbps(self, ranks: int) -> float:
-        """Return Gbit/s: each rank sends (n - 1) / n of the bytes twice."""
-        return 2 * (ranks - 1) / ranks * 8 * self.size / max(self.many_s - self.one_s, 1e-9) / 1e9
+    def gbps(self, workers: int) -> float:
+        """Return Gbit/s: each worker sends (n - 1) / n of the bytes twice."""
+        return (
+            2 * (workers - 1) / workers * 8 * self.size / max(self.many_s - self.one_s, 1e-9) / 1e9
+        )
 
 
-def judge_ranks(reports: Sequence[RankReport], link: Link) -> Iterator[Check]:
-    """Yield checks of what the ranks, from 0 on, have in common, and of the network between."""
+def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
+    """Yield checks of what the workers, from 0 on, have in common, and of the network between."""
     first, *others = reports
     machines = len({report.machine for report in reports})
-    yield Check(OK, "ranks", f"{len(reports)} on {count(machines, 'machine')}")
-    for rank, report in enumerate(others, 1):
+    yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")
+    for worker, report in enumerate(others, 1):
         if differ := _difference(report.versions, first.versions):
-            found = f"rank {rank} has {differ}"
+            found = f"worker {worker} has {differ}"
             yield Check(PROBLEM, "versions", found, "install the same on all machines", stops=True)
         for found, remedy in report.problems:
-            yield Check(PROBLEM, "rank", f"rank {rank}: {found}", remedy)
+            yield Check(PROBLEM, "worker", f"worker {worker}: {found}", remedy)
     for path, expected in first.files.items():
         yield _file(path, [report.files.get(path) for report in reports], expected)
     yield _network(link, len(reports))
@@ -79,29 +81,32 @@ def judge_ranks(reports: Sequence[RankReport], link: Link) -> Iterator[Check]:
 
 def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(
-        f"{name} {own.get(name, 'missing')} (rank 0: {first.get(name, 'missing')})"
+        f"{name} {own.get(name, 'missing')} (worker 0: {first.get(name, 'missing')})"
         for name in sorted({*own, *first})
         if own.get(name) != first.get(name)
     )
 
 
 def _file(path: str, hashes: Sequence[str | None], expected: str | None) -> Check:
-    for problem, ranks in (
-        ("cannot be read", [rank for rank, found in enumerate(hashes) if found is None]),
-        ("is not that of rank 0", [rank for rank, found in enumerate(hashes) if found != expected]),
+    for problem, workers in (
+        ("cannot be read", [worker for worker, found in enumerate(hashes) if found is None]),
+        (
+            "is not that of worker 0",
+            [worker for worker, found in enumerate(hashes) if found != expected],
+        ),
     ):
-        if ranks:
-            where = ", ".join(map(str, ranks))
+        if workers:
+            where = ", ".join(map(str, workers))
             remedy = "copy it to the same place on every machine"
-            found = f"{path} {problem} on rank {where}"
+            found = f"{path} {problem} on worker {where}"
             return Check(PROBLEM, "files", found, remedy, stops=True)
-    return Check(OK, "files", f"{path} is the same on all ranks")
+    return Check(OK, "files", f"{path} is the same on all workers")
 
 
-def _network(link: Link, ranks: int) -> Check:
-    gbps = link.gbps(ranks)
+def _network(link: Link, workers: int) -> Check:
+    gbps = link.gbps(workers)
     exchange = link.one_s + (link.many_s - link.one_s) * _EXCHANGED / link.size
-    gain = _STEP_S / (_STEP_S / ranks + exchange)
+    gain = _STEP_S / (_STEP_S / workers + exchange)
     return Check(
         OK,
         "network",

@@ -11,14 +11,14 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.core.steps.deal import deal
-from mlxtune.errors import RankError
+from mlxtune.errors import WorkerError
 
 # Bytes of the number before what is gathered, and of a text's size.
 _NUMBER_SIZE = 8
 
 
-class Ranks:
-    """A group of ranks; without one, this process alone.
+class Workers:
+    """A group of workers; without one, this process alone.
 
     They share the examples of a step or, with `tensor`, the model: each then computes its part of
     it for all examples. All have to call the methods that communicate, in the same order.
@@ -27,7 +27,7 @@ class Ranks:
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
         self.group = group
         self.split_model = tensor and group is not None
-        self.rank = 0 if group is None else int(group.rank())
+        self.index = 0 if group is None else int(group.rank())
         self.size = 1 if group is None else int(group.size())
         self._asked = [False, False]
         self._agreed = [False, False]
@@ -35,25 +35,25 @@ class Ranks:
         self._gathered = 0
 
     @classmethod
-    def launched(cls, *, tensor: bool = False) -> "Ranks":
-        """Return the ranks of this launch; this process alone where there was none."""
+    def launched(cls, *, tensor: bool = False) -> "Workers":
+        """Return the workers of this launch; this process alone where there was none."""
         if not launched_several():
             return cls()
         group = mx.distributed.init()
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Return what a result to the byte depends on: how many ranks share what."""
-        return f"{self.size} ranks that share the model" if self.split_model else self.size
+        """Return what a result to the byte depends on: how many workers share what."""
+        return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:
-        """Return which of the items are this rank's, as ascending indices; see `deal`."""
+        """Return which of the items are this worker's, as ascending indices; see `deal`."""
         if self.split_model:
             return list(range(len(costs)))
-        return deal(costs, self.size)[self.rank]
+        return deal(costs, self.size)[self.index]
 
     def sum(self, tree: Any) -> Any:
-        """Return a tree of float32 arrays added over all ranks, in one flat sum, not evaluated."""
+        """Return a tree of float32 arrays summed over all workers, in one flat sum, unevaluated."""
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
@@ -71,10 +71,10 @@ class Ranks:
     def sum_step(
         self, loss: mx.array, gradients: Any, counts: Sequence[int], alike: Collection[str]
     ) -> list[Any]:
-        """Return loss, gradients and counts added over all ranks, and what the ranks ask for.
+        """Return loss, gradients and counts added over all workers, and what the workers ask for.
 
-        Each has those of its examples. Where the ranks share the model, they have the same loss and
-        counts, and the same gradients of the modules that are `alike`: those count once.
+        Each has those of its examples. Where the workers share the model, they have the same loss
+        and counts, and the same gradients of the modules that are `alike`: those count once.
         """
         share = 1 / self.size if self.split_model else 1.0
 
@@ -87,7 +87,7 @@ class Ranks:
         return self.sum([loss * share, gradients, numbers])
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return values (n,) of which each rank has some, and zeros for the rest, to the bit."""
+        """Return values (n,) of which each worker has some, and zeros for the rest, to the bit."""
         if self.size == 1 or self.split_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
@@ -95,7 +95,7 @@ class Ranks:
         return np.array(summed).view(np.float64)
 
     def texts(self, own: str) -> list[str]:
-        """Return the texts of all ranks, by rank. Raises RankError where one is gone."""
+        """Return the texts of all workers, by worker. Raises WorkerError where one is gone."""
         if self.size == 1:
             return [own]
         data = own.encode()
@@ -105,56 +105,56 @@ class Ranks:
         return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     def check_same(self, tree: Any, step: int) -> None:
-        """Raise RankError if the adapter after a step, a tree of arrays, is not the same on all."""
+        """Raise WorkerError if the adapter after a step, a tree of arrays, differs somewhere."""
         if self.size == 1:
             return
         digest = hashlib.sha256()
         for _, value in tree_flatten(tree):
             digest.update(np.array(value).tobytes())
         first, *others = self.texts(digest.hexdigest())
-        if differ := [str(rank) for rank, other in enumerate(others, 1) if other != first]:
-            raise RankError(
-                f"after step {step}, the adapter of rank {' and '.join(differ)} differs from that "
-                "of rank 0: check that all machines run the same versions"
+        if differ := [str(worker) for worker, other in enumerate(others, 1) if other != first]:
+            raise WorkerError(
+                f"after step {step}, the adapter of worker {' and '.join(differ)} differs from "
+                "that of worker 0: check that all machines run the same versions"
             )
 
     def add_zeros(self, count: int) -> None:
-        """Add so many float32 numbers over all ranks."""
+        """Add so many float32 numbers over all workers."""
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
     def wait(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all workers are here."""
         self.texts("")
 
     def from_first(self, tree: Any) -> Any:
-        """Return a tree of arrays as rank 0 has it, evaluated."""
+        """Return a tree of arrays as worker 0 has it, evaluated."""
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
         found = []
         for name, value in named:
             raw = value.reshape(-1).view(mx.uint8) if value.size else value
-            mine = raw if self.rank == 0 else mx.zeros_like(raw)
+            mine = raw if self.index == 0 else mx.zeros_like(raw)
             same = mx.distributed.all_sum(mine, group=self.group)
             found.append((name, same.view(value.dtype).reshape(value.shape)))
         mx.eval([value for _, value in found])
         return tree_unflatten(found)
 
     def bytes_from_first(self, own: bytes) -> bytes:
-        """Return the bytes that rank 0 has; those of the others are ignored."""
+        """Return the bytes that worker 0 has; those of the others are ignored."""
         (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
-        mine = np.frombuffer(own, np.uint8) if self.rank == 0 else np.zeros(size, np.uint8)
+        mine = np.frombuffer(own, np.uint8) if self.index == 0 else np.zeros(size, np.uint8)
         return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""
 
     @property
     def asks(self) -> list[float]:
-        """What this rank asks for with the next step: to stop, and to save."""
+        """What this worker asks for with the next step: to stop, and to save."""
         return [float(asked) for asked in self._asked]
 
     def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
-        """Ask to stop or to save after the next step; return what any rank asked for before.
+        """Ask to stop or to save after the next step; return what any worker asked for before.
 
-        The same on all ranks, as all count what came with the gradients of the last step.
+        The same on all workers, as all count what came with the gradients of the last step.
         """
         # Several steps may be under way before an answer: to save is asked for once.
         self._asked = [should_stop(), save and not self._waits_to_save]
@@ -165,15 +165,15 @@ class Ranks:
         return agreed[0], agreed[1]
 
     def agree(self, asks: Sequence[float]) -> None:
-        """Note what was asked for with a step, summed over the ranks."""
+        """Note what was asked for with a step, summed over the workers."""
         self._agreed = [
             before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
         ]
 
     def _gather(self, own: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, as many from each.
+        """Return the bytes of all workers, as many from each.
 
-        Raises RankError where one is gone: MLX's ring then returns whatever the memory held, so
+        Raises WorkerError where one is gone: MLX's ring then returns whatever the memory held, so
         what is gathered begins with the number of the call.
         """
         self._gathered += 1
@@ -182,8 +182,8 @@ class Ranks:
         found = np.array(mx.distributed.all_gather(mine, group=self.group))
         rows = [row.tobytes() for row in found]
         if not all(row.startswith(number) for row in rows):
-            raise RankError("another rank is gone, or is not where this one is")
+            raise WorkerError("another worker is gone, or is not where this one is")
         return [row[_NUMBER_SIZE:] for row in rows]
 
 
-ALONE = Ranks()
+ALONE = Workers()

@@ -1,4 +1,4 @@
-"""Signs of life between the ranks of a run: collectives wait for ever for one that is gone."""
+"""Signs of life between the workers of a run: collectives wait for ever for one that is gone."""
 
 import contextlib
 import errno
@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Seconds between two signs of life, and without one until a rank counts as lost.
+# Seconds between two signs of life, and without one until a worker counts as lost.
 INTERVAL, PATIENCE = 2.0, 16.0
-# Bytes of the token by which ranks know each other, and of the rank after it.
-TOKEN_SIZE, _RANK_SIZE = 32, 4
+# Bytes of the token by which workers know each other, and of the worker after it.
+TOKEN_SIZE, _WORKER_SIZE = 32, 4
 # Connections that have not said who they are: a stranger may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE = b".", b"q"
@@ -21,20 +21,20 @@ _ALIVE, _BYE = b".", b"q"
 
 @dataclass
 class _Peer:
-    """A connection to another rank; `said_bye` once it has ended as it should."""
+    """A connection to another worker; `said_bye` once it has ended as it should."""
 
-    rank: int
+    worker: int
     connection: socket.socket
     heard: float = field(default_factory=time.monotonic)
     said_bye: bool = False
 
 
 class Heartbeat:
-    """A thread that sends signs of life, and calls `on_lost(rank)` where one stays out.
+    """A thread that sends signs of life, and calls `on_lost(worker)` where one stays out.
 
-    Rank 0 listens and hears all others; they hear rank 0, whose end is theirs. A rank whose
+    Worker 0 listens and hears all others; they hear worker 0, whose end is theirs. A worker whose
     connection ends, or from which nothing comes for PATIENCE seconds, is lost. Whoever connects
-    shows the `token`, which the ranks share in another way.
+    shows the `token`, which the workers share in another way.
     """
 
     def __init__(self, on_lost: Callable[[int], None], token: bytes) -> None:
@@ -43,12 +43,12 @@ class Heartbeat:
         self._peers: list[_Peer] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        # The rank that is lost, if one is.
+        # The worker that is lost, if one is.
         self.lost: int | None = None
 
     @staticmethod
     def listen(host: str) -> socket.socket:
-        """Return a socket on a free port of the address that the others use, for rank 0."""
+        """Return a socket on a free port of the address that the others use, for worker 0."""
         try:
             family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, 0), family=family, backlog=256)
@@ -70,7 +70,7 @@ class Heartbeat:
                 while len(self._peers) < others:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        raise TimeoutError(errno.ETIMEDOUT, "not all ranks came")
+                        raise TimeoutError(errno.ETIMEDOUT, "not all workers came")
                     for key, _ in selector.select(left):
                         if key.fileobj is server:
                             _let_in(server, selector, waiting)
@@ -87,8 +87,8 @@ class Heartbeat:
         selector: selectors.BaseSelector,
         waiting: dict[socket.socket, bytes],
     ) -> None:
-        """Read more of a handshake; at its end, keep the connection of a rank, close any other."""
-        size = TOKEN_SIZE + _RANK_SIZE
+        """Read more of a handshake; keep the connection of a worker, close any other at its end."""
+        size = TOKEN_SIZE + _WORKER_SIZE
         try:
             more = connection.recv(size - len(waiting[connection]))
         except BlockingIOError:
@@ -100,23 +100,23 @@ class Heartbeat:
             return
         selector.unregister(connection)
         del waiting[connection]
-        rank = int.from_bytes(said[TOKEN_SIZE:], "big")
+        worker = int.from_bytes(said[TOKEN_SIZE:], "big")
         known = hmac.compare_digest(said[:TOKEN_SIZE], self._token)
-        new = rank > 0 and all(rank != peer.rank for peer in self._peers)
+        new = worker > 0 and all(worker != peer.worker for peer in self._peers)
         if known and new and len(said) == size:
-            self._peers.append(_Peer(rank, connection))
+            self._peers.append(_Peer(worker, connection))
         else:
             connection.close()
 
-    def connect(self, host: str, port: int, rank: int) -> None:
-        """Connect to rank 0, and start. Raises OSError."""
+    def connect(self, host: str, port: int, worker: int) -> None:
+        """Connect to worker 0, and start. Raises OSError."""
         connection = socket.create_connection((host, port), timeout=PATIENCE)
-        connection.sendall(self._token + rank.to_bytes(_RANK_SIZE, "big"))
+        connection.sendall(self._token + worker.to_bytes(_WORKER_SIZE, "big"))
         self._peers.append(_Peer(0, connection))
         self._thread.start()
 
     def wait_for_loss(self, seconds: float) -> None:
-        """Wait until the rank that is lost is known, at most so long."""
+        """Wait until the worker that is lost is known, at most so long."""
         self._thread.join(seconds)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Heartbeat:
                     self._send()
                 for peer in self._peers:
                     if not peer.said_bye and now - peer.heard > PATIENCE:
-                        self.lost = peer.rank
+                        self.lost = peer.worker
         if self.lost is not None and not self._ended.is_set():
             self._on_lost(self.lost)
 
@@ -174,7 +174,7 @@ class Heartbeat:
             selector.unregister(peer.connection)
             peer.connection.close()
             if not peer.said_bye:
-                self.lost = peer.rank
+                self.lost = peer.worker
 
     def _send(self) -> None:
         for peer in self._peers:
@@ -194,7 +194,7 @@ def _let_in(
     except BlockingIOError:
         return
     if len(waiting) == _MOST_WAITING:
-        # A rank shows its token at once, so the one that waits longest is none.
+        # A worker shows its token at once, so the one that waits longest is none.
         longest = next(iter(waiting))
         selector.unregister(longest)
         del waiting[longest]

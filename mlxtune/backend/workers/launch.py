@@ -1,4 +1,4 @@
-"""Joining the ranks of a launch, and what doctor asks of them."""
+"""Joining the workers of a launch, and what doctor asks of them."""
 
 import faulthandler
 import hashlib
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlxtune.backend.models.model_folder import find_folder
-from mlxtune.backend.workers.environment import Link, RankReport, judge_ranks, launched_several
-from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.environment import Link, WorkerReport, judge_workers, launched_several
+from mlxtune.backend.workers.group import Workers
 from mlxtune.config import user_cache
 from mlxtune.core.files.files import file_hash
 from mlxtune.core.files.hashing import model_hash
@@ -20,43 +20,45 @@ from mlxtune.core.machine.checks import PROBLEM, Check
 from mlxtune.core.machine.facts import machine_id, versions
 from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
-from mlxtune.errors import MlxTuneError, RankError
+from mlxtune.errors import MlxTuneError, WorkerError
 
-# Seconds to wait for ranks that never start.
+# Seconds to wait for workers that never start.
 _JOIN_SECONDS = 120
 # Bytes that are added to measure a link, and how often.
 _MEASURED, _TIMES = 16_000_000, 5
 
 
-def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Ranks:
-    """Return the ranks of this launch, once all are here; this process alone where there are none.
+def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Workers:
+    """Return the workers of this launch, once all are here; this process alone where there are
+    none.
 
     With `tensor`, they share a model.
 
-    Ends the process where they do not come. Raises RankError when they cannot be reached.
+    Ends the process where they do not come. Raises WorkerError when they cannot be reached.
     """
     if not launched_several():
-        return Ranks()
+        return Workers()
     say(f"waiting for the others, up to {_JOIN_SECONDS} s")
     with nowhere() as dropped:
         # MLX waits in C, where no signal and no other thread of Python ends it.
         faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True, file=dropped)
         try:
-            return Ranks.launched(tensor=tensor)
+            return Workers.launched(tensor=tensor)
         except RuntimeError as error:
-            raise RankError(f"the other ranks cannot be reached: {error}") from error
+            raise WorkerError(f"the other workers cannot be reached: {error}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
-def from_rank_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, ResumePoint]:
-    """Return the run's folder and checkpoint that rank 0 finds: a copy of it on the other ranks.
+def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, ResumePoint]:
+    """Return the run's folder and checkpoint that worker 0 finds: a copy of it on the other
+    workers.
 
     The copy goes with the process. Raises what `find` raises.
     """
-    ranks, packed, run = join(), io.BytesIO(), Path()
+    workers, packed, run = join(), io.BytesIO(), Path()
     found, problem = None, None
-    if ranks.rank == 0:
+    if workers.index == 0:
         try:
             run, found = find()
         except MlxTuneError as error:
@@ -66,12 +68,12 @@ def from_rank_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, Res
                 for folder in dict.fromkeys([found.checkpoint.folder, run / BEST]):
                     for path in folder.glob("*"):
                         files.write(path, path.relative_to(run))
-    content = ranks.bytes_from_first(packed.getvalue())
-    run = Path(ranks.texts(str(run))[0])
+    content = workers.bytes_from_first(packed.getvalue())
+    run = Path(workers.texts(str(run))[0])
     if problem is not None:
         raise problem
     if not content:
-        # Rank 0 says why.
+        # Worker 0 says why.
         raise SystemExit(1)
     if found is None:
         copy = lasting_folder("resumed")
@@ -82,31 +84,33 @@ def from_rank_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, Res
     return run, found
 
 
-def check_ranks(
-    ranks: Ranks, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
+def check_workers(
+    workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return checks of all ranks, the same on each; `checks` are those of this machine."""
+    """Return checks of all workers, the same on each; `checks` are those of this machine."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)
-    report = RankReport(
+    report = WorkerReport(
         machine=machine_id(),
         versions=versions(),
         files=files,
         problems=[(check.found, check.remedy) for check in checks if check.level == PROBLEM],
     )
-    reports = [RankReport(**json.loads(text)) for text in ranks.texts(json.dumps(report.as_dict()))]
-    link = Link(_seconds_to_add(ranks, 4), _seconds_to_add(ranks, _MEASURED), _MEASURED)
-    return list(judge_ranks(reports, link))
+    reports = [
+        WorkerReport(**json.loads(text)) for text in workers.texts(json.dumps(report.as_dict()))
+    ]
+    link = Link(_seconds_to_add(workers, 4), _seconds_to_add(workers, _MEASURED), _MEASURED)
+    return list(judge_workers(reports, link))
 
 
-def _seconds_to_add(ranks: Ranks, size: int) -> float:
+def _seconds_to_add(workers: Workers, size: int) -> float:
     """Return the least seconds in which float32 numbers of so many bytes are added."""
     found = []
     for _ in range(_TIMES):
-        ranks.wait()
+        workers.wait()
         started = time.perf_counter()
-        ranks.add_zeros(size // 4)
+        workers.add_zeros(size // 4)
         found.append(time.perf_counter() - started)
     return min(found)
 

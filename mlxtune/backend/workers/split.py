@@ -1,8 +1,8 @@
-"""A model split over ranks: each has a part of every large projection, and of the vocabulary.
+"""A model split over workers: each has a part of every large projection, and of the vocabulary.
 
 Tensor parallelism, as in Megatron-LM, arXiv:1909.08053, section 3: of two projections in a row, the
-first is split by its outputs and the second by its inputs, and one sum over ranks follows them. How
-an architecture is split is mlx-lm's own `shard`.
+first is split by its outputs and the second by its inputs, and one sum over workers follows them.
+How an architecture is split is mlx-lm's own `shard`.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.text import count
 from mlxtune.errors import ModelError, one_line
 
-# The architectures whose split gradients were tried, and equal those of one rank. mlx-lm made the
+# The architectures whose split gradients were tried, and equal those of one worker. mlx-lm made the
 # parts of some others for inference alone.
 ARCHITECTURES = (
     *("glm4_moe", "gpt_oss", "llama", "ministral3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
@@ -32,7 +32,7 @@ ARCHITECTURES = (
 )
 # The modules that have a row for each token of the vocabulary.
 _ROWS = ("embed_tokens", "lm_head")
-# What ranks have equal parts of, by the options of a model.
+# What workers have equal parts of, by the options of a model.
 _DIVIDED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -42,24 +42,25 @@ _BY_INPUTS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
 class PlannedGroup:
-    """Stands for a group of ranks where nothing is computed, only planned."""
+    """Stands for a group of workers where nothing is computed, only planned."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def rank(self) -> int:
-        """Return the rank whose part is planned."""
+        """Return the worker whose part is planned."""
         return 0
 
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of workers."""
         return self._size
 
 
 class Entrance:
-    """Where inputs that all ranks have come to projections that are split by their outputs.
+    """Where inputs that all workers have come to projections that are split by their outputs.
 
-    Gradients are added over the ranks once for projections of the same inputs, one after the other.
+    Gradients are added over the workers once for projections of the same inputs, one after the
+    other.
     """
 
     def __init__(self, group: Any) -> None:
@@ -74,7 +75,7 @@ class Entrance:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Which outputs, or else inputs, of a projection a rank has: those of the slice `own`."""
+    """Which outputs, or else inputs, of a projection a worker has: those of the slice `own`."""
 
     group: Any
     entrance: Entrance
@@ -82,11 +83,11 @@ class Part:
     own: slice
 
     def enter(self, x: mx.array) -> mx.array:
-        """Return inputs x, whose gradient is then added over the ranks."""
+        """Return inputs x, whose gradient is then added over the workers."""
         return self.entrance(x) if self.by_outputs else x
 
     def leave(self, y: mx.array) -> mx.array:
-        """Return the outputs of the whole, or the part of them that this rank has."""
+        """Return the outputs of the whole, or the part of them that this worker has."""
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
@@ -94,17 +95,17 @@ class Part:
         return (a, b[:, self.own]) if self.by_outputs else (a[self.own], b)
 
     def inputs(self, x: mx.array) -> mx.array:
-        """Return the part of inputs x (..., in) that this rank multiplies."""
+        """Return the part of inputs x (..., in) that this worker multiplies."""
         return x if self.by_outputs else x[..., self.own]
 
     def whole(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Return the dimensions of the whole by those of this part."""
-        ranks = self.group.size()
-        return (outputs * ranks, inputs) if self.by_outputs else (outputs, inputs * ranks)
+        workers = self.group.size()
+        return (outputs * workers, inputs) if self.by_outputs else (outputs, inputs * workers)
 
 
 class Split(nn.Module):
-    """A rank's part of a linear layer, of whose class it is, too."""
+    """A worker's part of a linear layer, of whose class it is, too."""
 
     part: Part
 
@@ -118,7 +119,7 @@ class Split(nn.Module):
         return self.part.leave(self.own_product(self.part.enter(x)))
 
     def own_product(self, x: mx.array) -> mx.array:
-        """Return what this rank adds to the outputs, or its part of them."""
+        """Return what this worker adds to the outputs, or its part of them."""
         return super().__call__(x)
 
     def like(self, linear: nn.Module) -> nn.Module:
@@ -128,35 +129,35 @@ class Split(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Which tokens' rows a rank has of embeddings and head: `size` from `start` on."""
+    """Which tokens' rows a worker has of embeddings and head: `size` from `start` on."""
 
     group: Any
     start: int
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return where this rank has the rows of tokens, any place for others', and if it does."""
+        """Return where tokens have their rows here, any place for others, and whether they do."""
         places = tokens - self.start
         here = (places >= 0) & (places < self.size)
         return mx.where(here, places, 0), here
 
     def enter(self, hidden: mx.array) -> mx.array:
-        """Return hidden states, whose gradient is then added over the ranks."""
+        """Return hidden states, whose gradient is then added over the workers."""
         return sum_gradients(self.group)(hidden)
 
     def sum(self, x: mx.array) -> mx.array:
-        """Return an array added over the ranks."""
+        """Return an array added over the workers."""
         return _sum(x, self.group)
 
     def highest(self, x: mx.array) -> mx.array:
-        """Return the largest of each entry over the ranks."""
+        """Return the largest of each entry over the workers."""
         if isinstance(self.group, PlannedGroup):
             return x
         return mx.distributed.all_max(x, group=self.group)
 
 
 class SplitRows(nn.Module):
-    """A rank's rows of a head or of embeddings, of whose class it is, too."""
+    """A worker's rows of a head or of embeddings, of whose class it is, too."""
 
     vocabulary: Vocabulary
 
@@ -170,7 +171,7 @@ class SplitRows(nn.Module):
 
 
 class SplitEmbedding(SplitRows):
-    """A rank's rows of embeddings."""
+    """A worker's rows of embeddings."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         places, here = self.vocabulary.find(tokens)
@@ -190,18 +191,20 @@ def _class_of(part: type, whole: type) -> Any:
 
 
 def split_base(base: BaseModel, group: Any) -> BaseModel:
-    """Return an opened base of which this rank of a group has its part; no weight is read.
+    """Return an opened base of which this worker of a group has its part; no weight is read.
 
     Raises ModelError if it cannot be split so.
     """
-    ranks, model = group.size(), base.model
-    _check(base, ranks)
+    workers, model = group.size(), base.model
+    _check(base, workers)
     before = dict(model.named_modules())
     shapes = {path: module.weight.shape for path, module in before.items() if "weight" in module}
     try:
         model.shard(group)
     except (ValueError, AssertionError) as error:
-        raise _refuse(f"{base.folder} over {count(ranks, 'rank')}: {one_line(error)}") from error
+        raise _refuse(
+            f"{base.folder} over {count(workers, 'worker')}: {one_line(error)}"
+        ) from error
     made: dict[str, nn.Module] = {}
     entrance = Entrance(group)
     for path, module in model.named_modules():
@@ -210,8 +213,8 @@ def split_base(base: BaseModel, group: Any) -> BaseModel:
         elif path in shapes and module.weight.shape != shapes[path]:
             module.split_in_place = True
     rows = {path: module for path, module in before.items() if path.endswith(_ROWS)}
-    if even := base.vocab_size % ranks == 0:
-        size = base.vocab_size // ranks
+    if even := base.vocab_size % workers == 0:
+        size = base.vocab_size // workers
         vocabulary = Vocabulary(group, group.rank() * size, size)
         for path, module in rows.items():
             part = SplitRows if path.endswith("lm_head") else SplitEmbedding
@@ -219,11 +222,11 @@ def split_base(base: BaseModel, group: Any) -> BaseModel:
         # Where mlx-lm splits the head, it gathers the logits of each token.
         getattr(model, "language_model", model).sharding_group = None
     model.update_modules(tree_unflatten(list(made.items())))
-    return replace(base, parts=ranks, own_vocab=base.vocab_size // (ranks if even else 1))
+    return replace(base, parts=workers, own_vocab=base.vocab_size // (workers if even else 1))
 
 
 def parts_of(module: nn.Module) -> int:
-    """Return over how many ranks a module is split."""
+    """Return over how many workers a module is split."""
     return int(module.part.group.size()) if isinstance(module, Split) else 1
 
 
@@ -237,26 +240,26 @@ def _split_linear(
     start = group.rank() * size
     arrays = {name: value for name, value in sharded.items() if isinstance(value, mx.array)}
     if not by_outputs and group.rank() and "bias" in arrays:
-        # It is added once, by rank 0.
+        # It is added once, by worker 0.
         arrays["bias"] = mx.zeros_like(arrays["bias"])
     part = Part(group, entrance, by_outputs, slice(start, start + size))
     return _class_of(Split, type(linear))(linear, arrays, part)
 
 
-def _check(base: BaseModel, ranks: int) -> None:
+def _check(base: BaseModel, workers: int) -> None:
     """Raise ModelError for a model that has no equal parts."""
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "
-            "leave it out, so that each rank has the whole model"
+            "leave it out, so that each worker has the whole model"
         )
     config = base.text_config
     for name in _DIVIDED:
         size = config.get(name)
-        if isinstance(size, int) and size % ranks:
+        if isinstance(size, int) and size % workers:
             raise _refuse(
-                f"{base.folder} over {count(ranks, 'rank')}: its {name} is {size}: "
-                "start as many ranks as divide it"
+                f"{base.folder} over {count(workers, 'worker')}: its {name} is {size}: "
+                "start as many workers as divide it"
             )
 
 

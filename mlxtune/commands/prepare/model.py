@@ -14,7 +14,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.quantize import format_name
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Generator, seed
-from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.memory import confirm
@@ -29,16 +29,16 @@ from mlxtune.views.console import RunConsole
 
 
 def open_model(
-    step: StepConfig, folder: Path, console: RunConsole, ranks: Ranks = ALONE
+    step: StepConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
 ) -> BaseModel:
-    """Set the memory limits and open the model to train, or this rank's part of it.
+    """Set the memory limits and open the model to train, or this worker's part of it.
 
     Its weights are not read yet.
     """
     console.say("Memory", memory.set_limits(step.memory_limit).describe())
     base = loading.open_base(folder, step.dtype, **step.loading())
-    if ranks.split_model:
-        base = split_base(base, ranks.group)
+    if workers.split_model:
+        base = split_base(base, workers.group)
     if slow := loading.slow_products(base):
         console.warn(slow)
     return base
@@ -53,7 +53,7 @@ def build_pipeline(
     console: RunConsole,
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
-    ranks: Ranks = ALONE,
+    workers: Workers = ALONE,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
@@ -69,7 +69,7 @@ def build_pipeline(
         provenance=provenance,
         base_quantization=loading.base_quantization(base),
         warn=console.warn,
-        ranks=ranks,
+        workers=workers,
     )
     if resume is not None:
         pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
@@ -116,16 +116,16 @@ def find_model(config: UseConfig) -> Path:
 
 
 def load_model(
-    config: UseConfig, folder: Path, console: RunConsole, ranks: Ranks = ALONE
+    config: UseConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
 ) -> LoadedModel:
-    """Load the model, or this rank's part, and put its adapter on it, within the limits given.
+    """Load the model, or this worker's part, and put its adapter on it, within the limits given.
 
     Each stage is reported on the console. Raises ModelError.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, **_base_options(config, folder))
-    if ranks.split_model:
-        base = split_base(base, ranks.group)
+    if workers.split_model:
+        base = split_base(base, workers.group)
     loading.read_weights(base)
     console.say("Model", base.describe())
     if config.adapter is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
-from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import StepConfig
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work
@@ -17,22 +17,22 @@ def settle_products(
     work: Work,
     plan: MemoryPlan,
     resume: ResumePoint | None = None,
-    ranks: Ranks = ALONE,
+    workers: Workers = ALONE,
 ) -> tuple[BaseModel, str]:
     """Return the model with its products as --quantized-compute auto chooses them, and a line.
 
     The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its own,
-    and rank 0 decides for all. The line is empty where the device alone decides.
+    and worker 0 decides for all. The line is empty where the device alone decides.
     """
-    if step.quantized_compute != "auto" or base.quantized_compute is None or ranks.split_model:
+    if step.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
         return base, ""
     recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
     form, line = base.quantized_compute, ""
     if recorded:
         form = recorded
-    elif ranks.rank == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
+    elif workers.index == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
         form, line = timed.faster, timed.describe()
-    form, _, line = ranks.texts(f"{form} {line}")[0].partition(" ")
+    form, _, line = workers.texts(f"{form} {line}")[0].partition(" ")
     return loading.with_products(base, form), line
 
 

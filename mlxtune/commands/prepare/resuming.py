@@ -10,7 +10,7 @@ from typing import Any
 from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
-from mlxtune.backend.workers.launch import from_rank_0
+from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.fields import Affects, field_types, flag
 from mlxtune.config.options import OPTIONS
@@ -72,7 +72,7 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
     Raises ConfigError or OutputError.
     """
     find = partial(_find_point, folder, given)
-    run, found = from_rank_0(find) if launched_several() else find()
+    run, found = from_worker_0(find) if launched_several() else find()
     return options_of(run, found.checkpoint, given), found
 
 
@@ -245,9 +245,9 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
     for name, (error, problem) in _UNCHANGED.items():
         if metadata.get(name) != now.get(name):
             raise error(problem.format(now=now.get(name), before=metadata.get(name)))
-    if (ranks := metadata.get("ranks", 1)) != now["ranks"]:
+    if (workers := metadata.get("workers", 1)) != now["workers"]:
         console.warn(
-            f"the run was on {_ranks(ranks)} and goes on with {_ranks(now['ranks'])}: its "
+            f"the run was on {_workers(workers)} and goes on with {_workers(now['workers'])}: its "
             "result is the same but for rounding, not to the byte"
         )
     before = mapping(metadata, "versions")
@@ -274,6 +274,6 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _ranks(described: object) -> str:
-    """Return on what ranks a run was, as `Ranks.describe` has it."""
-    return count(described, "rank") if isinstance(described, int) else shorten(str(described))
+def _workers(described: object) -> str:
+    """Return on what workers a run was, as `Workers.describe` has it."""
+    return count(described, "worker") if isinstance(described, int) else shorten(str(described))

@@ -46,11 +46,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The facts of a machine, the checks of them, and which rank of a launch it is."""
+    """The facts of a machine, the checks of them, and which worker of a launch it is."""
 
     machine: Machine
     checks: tuple[Check, ...]
-    rank: int = 0
+    worker: int = 0
 
     @property
     def can_train(self) -> bool:

@@ -26,7 +26,7 @@ RUN_FILES: dict[str, str] = {
     f"{_CHECKPOINT}/adapter_config.json": "the same as next to --output",
     f"{_CHECKPOINT}/optimizer.safetensors": "AdamW's moments and step, for --resume",
     f"{_CHECKPOINT}/parameters.safetensors": "the trained parameters, for --resume, if the adapter "
-    "stores an equivalent LoRA: with --init pissa, or with several ranks",
+    "stores an equivalent LoRA: with --init pissa, or with several workers",
     f"{_CHECKPOINT}/metrics.jsonl": "the records up to that step",
     f"{_CHECKPOINT}/metadata.json": "every option, seeds, versions, hashes of the data and base "
     "model",

@@ -26,7 +26,7 @@ class RunPlan:
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
     larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the
-    training rows, `all_tokens` those of all steps. With `scaling`, memory is that of a rank.
+    training rows, `all_tokens` those of all steps. With `scaling`, memory is that of a worker.
     """
 
     model: str
@@ -76,7 +76,7 @@ class RunPlan:
             "larger_limit": self.larger_limit or None,
             "longest": None if self.longest is None else asdict(self.longest),
             "data": self._data() if self.steps else None,
-            "ranks": None if self.scaling is None else self.scaling.as_dict(),
+            "workers": None if self.scaling is None else self.scaling.as_dict(),
             "speed": None if self.speed is None else asdict(self.speed),
             "seconds": self.seconds,
         }

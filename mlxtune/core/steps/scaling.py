@@ -12,14 +12,14 @@ _LATENCY = 1e-4
 
 @dataclass(frozen=True)
 class Scaling:
-    """A step on `ranks` machines with links of so many Gbit/s.
+    """A step on `workers` machines with links of so many Gbit/s.
 
     One of them computes at most the share `dearest` of the step. In `exchanges`, `exchanged` bytes
     are added over all: gradients or, where they share the model, what its parts give. `step_s` is
     the time of a step on one machine, if known.
     """
 
-    ranks: int
+    workers: int
     gbps: float
     dearest: float
     exchanged: int
@@ -33,8 +33,8 @@ class Scaling:
         Each machine sends (n - 1) / n of the bytes twice, 2 (n - 1) messages each (Patarasu, Yuan,
         "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
         """
-        sent = 8 * self.exchanged / self.ranks / (self.gbps * 1e9)
-        return 2 * (self.ranks - 1) * (_LATENCY * self.exchanges + sent)
+        sent = 8 * self.exchanged / self.workers / (self.gbps * 1e9)
+        return 2 * (self.workers - 1) * (_LATENCY * self.exchanges + sent)
 
     @property
     def speedup(self) -> float | None:
@@ -53,15 +53,15 @@ class Scaling:
         return asdict(self) | {"exchange_s": self.exchange_s, "speedup": self.speedup}
 
 
-def dearest_share(steps: Iterable[Sequence[float]], ranks: int) -> float:
-    """Return what share of all costs is that of each step's dearest rank; costs by example."""
+def dearest_share(steps: Iterable[Sequence[float]], workers: int) -> float:
+    """Return what share of all costs is that of each step's dearest worker; costs by example."""
     dearest = total = 0.0
     for costs in steps:
-        dearest += max(sum(costs[i] for i in items) for items in deal(costs, ranks))
+        dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))
         total += sum(costs)
     return dearest / total if total else 1.0
 
 
-def dearest_items(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the items of the rank whose items cost most."""
-    return max(deal(costs, ranks), key=lambda items: sum(costs[i] for i in items))
+def dearest_items(costs: Sequence[float], workers: int) -> list[int]:
+    """Return the items of the worker whose items cost most."""
+    return max(deal(costs, workers), key=lambda items: sum(costs[i] for i in items))

@@ -51,7 +51,7 @@ class InstructTrainer:
     `validation` replaces the split: its examples are evaluated and the whole corpus trains; if it
     is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop` is
     called after each step and during validation; after step `stop_after`, it need not be. With
-    several ranks, `decide` takes whether this one would save, and returns if all stop, and save.
+    several workers, `decide` takes whether this one would save, and returns if all stop, and save.
 
     Raises ValueError when the corpus is empty or too small to split.
     """

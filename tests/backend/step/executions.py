@@ -19,7 +19,7 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import ALONE, Ranks
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
@@ -89,7 +89,7 @@ def fresh(
     how: Execution = PLAIN,
     tokens: int = 1,
     fixed_cost: int = 0,
-    ranks: Ranks = ALONE,
+    workers: Workers = ALONE,
     quantized_compute: str | None = None,
     **config: Any,
 ) -> InstructPipeline:
@@ -97,13 +97,13 @@ def fresh(
     settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, "targets": ("all",), **config})
     options = {"quantized_compute": quantized_compute} if quantized_compute else {}
     base = load_base(folder, "float32", **options)
-    if ranks.split_model:
-        base = split_base(base, ranks.group)
+    if workers.split_model:
+        base = split_base(base, workers.group)
     made = InstructPipeline(
         base.model,
         settings,
         execution=replace(how, micro_batch_tokens=tokens, fixed_cost=fixed_cost),
-        ranks=ranks,
+        workers=workers,
     )
     fill_lora_b(made)
     return made

@@ -8,27 +8,27 @@ import pytest
 
 from mlxtune.backend.workers.environment import (
     Link,
-    RankReport,
-    judge_ranks,
-    launched_rank,
+    WorkerReport,
+    judge_workers,
     launched_several,
+    launched_worker,
 )
 from mlxtune.core.machine.checks import OK, PROBLEM, Check
 
-# 16 MB on two ranks: each sends 16 MB, in 0.1 s.
+# 16 MB on two workers: each sends 16 MB, in 0.1 s.
 LINK = Link(0.001, 0.101, 16_000_000)
-REPORT = RankReport("mac1/501", {"mlx": "0.32.4"}, {"chat.jsonl": "a"})
+REPORT = WorkerReport("mac1/501", {"mlx": "0.32.4"}, {"chat.jsonl": "a"})
 
 
-def judged(*reports: RankReport) -> dict[str, Check]:
-    return {check.name: check for check in judge_ranks(reports, LINK)}
+def judged(*reports: WorkerReport) -> dict[str, Check]:
+    return {check.name: check for check in judge_workers(reports, LINK)}
 
 
-def test_ranks_that_agree_have_nothing_to_fix() -> None:
-    found = judged(REPORT, RankReport("mac2/501", REPORT.versions, REPORT.files))
+def test_workers_that_agree_have_nothing_to_fix() -> None:
+    found = judged(REPORT, WorkerReport("mac2/501", REPORT.versions, REPORT.files))
     assert [check.level for check in found.values()] == [OK] * 3
-    assert found["ranks"].found == "2 on 2 machines"
-    assert found["files"].found == "chat.jsonl is the same on all ranks"
+    assert found["workers"].found == "2 on 2 machines"
+    assert found["files"].found == "chat.jsonl is the same on all workers"
     # 10 MB take 63.5 ms; two machines take half a second for their shares.
     assert found["network"].found == (
         "1.3 Gbit/s, 1 ms to add one number: steps of 1 s that add 10 MB run at most 1.8 times as "
@@ -39,22 +39,26 @@ def test_ranks_that_agree_have_nothing_to_fix() -> None:
 @pytest.mark.parametrize(
     "changed, name, found",
     [
-        ({"versions": {"mlx": "0.32.3"}}, "versions", "rank 1 has mlx 0.32.3 (rank 0: 0.32.4)"),
-        ({"versions": {}}, "versions", "rank 1 has mlx missing (rank 0: 0.32.4)"),
-        ({"files": {"chat.jsonl": "b"}}, "files", "chat.jsonl is not that of rank 0 on rank 1"),
-        ({"files": {"chat.jsonl": None}}, "files", "chat.jsonl cannot be read on rank 1"),
-        ({"problems": [("MLX does not start", "reinstall")]}, "rank", "rank 1: MLX does not start"),
+        ({"versions": {"mlx": "0.32.3"}}, "versions", "worker 1 has mlx 0.32.3 (worker 0: 0.32.4)"),
+        ({"versions": {}}, "versions", "worker 1 has mlx missing (worker 0: 0.32.4)"),
+        ({"files": {"chat.jsonl": "b"}}, "files", "chat.jsonl is not that of worker 0 on worker 1"),
+        ({"files": {"chat.jsonl": None}}, "files", "chat.jsonl cannot be read on worker 1"),
+        (
+            {"problems": [("MLX does not start", "reinstall")]},
+            "worker",
+            "worker 1: MLX does not start",
+        ),
     ],
 )
-def test_ranks_that_differ_are_named(changed: dict[str, object], name: str, found: str) -> None:
+def test_workers_that_differ_are_named(changed: dict[str, object], name: str, found: str) -> None:
     fields = {"versions": REPORT.versions, "files": REPORT.files, **changed}
-    check = judged(REPORT, RankReport("mac1/501", **fields))[name]  # type: ignore[arg-type]
+    check = judged(REPORT, WorkerReport("mac1/501", **fields))[name]  # type: ignore[arg-type]
     assert (check.level, check.found) == (PROBLEM, found)
     assert check.remedy
 
 
 @pytest.mark.parametrize(
-    "variables, several, rank",
+    "variables, several, worker",
     [
         ({}, False, 0),
         ({"MLX_RANK": "2"}, True, 2),
@@ -65,7 +69,7 @@ def test_ranks_that_differ_are_named(changed: dict[str, object], name: str, foun
 def test_a_launch_is_told_by_its_variables(
     variables: dict[str, str],
     several: bool,
-    rank: int,
+    worker: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -75,4 +79,4 @@ def test_a_launch_is_told_by_its_variables(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (launched_several(), launched_rank()) == (several, rank)
+    assert (launched_several(), launched_worker()) == (several, worker)

@@ -1,4 +1,4 @@
-"""What ranks tell each other, where MLX answers with what the memory held."""
+"""What workers tell each other, where MLX answers with what the memory held."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.workers.group import Ranks
-from mlxtune.errors import RankError
+from mlxtune.backend.workers.group import Workers
+from mlxtune.errors import WorkerError
 
 
 class Group:
-    """A group of two as rank 0 sees it."""
+    """A group of two as worker 0 sees it."""
 
     def rank(self) -> int:
         return 0
@@ -24,7 +24,7 @@ class Group:
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Rank 1, which answers as rank 0 does until it is gone."""
+    """Worker 1, which answers as worker 0 does until it is gone."""
     state: dict[str, Any] = {"gone": None, "last": {}}
 
     def all_gather(own: mx.array, group: Any) -> mx.array:
@@ -36,23 +36,23 @@ def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def test_ranks_that_are_there_tell_each_other_texts(other: dict[str, Any]) -> None:
-    ranks = Ranks(Group())
-    assert ranks.texts("naïve") == ["naïve", "naïve"]
-    assert ranks.texts("") == ["", ""]
+def test_workers_that_are_there_tell_each_other_texts(other: dict[str, Any]) -> None:
+    workers = Workers(Group())
+    assert workers.texts("naïve") == ["naïve", "naïve"]
+    assert workers.texts("") == ["", ""]
 
 
 @pytest.mark.parametrize("held", ["noise", "zeros", "the answer before"])
-def test_memory_is_not_taken_for_the_answer_of_a_rank_that_is_gone(
+def test_memory_is_not_taken_for_the_answer_of_a_worker_that_is_gone(
     other: dict[str, Any], held: str
 ) -> None:
-    ranks = Ranks(Group())
-    ranks.texts("before")
+    workers = Workers(Group())
+    workers.texts("before")
     generator = np.random.default_rng(0)
     other["gone"] = {
         "noise": lambda own: mx.array(generator.integers(0, 256, own.shape, np.uint8)),
         "zeros": mx.zeros_like,
         "the answer before": lambda own: other["last"][own.size],
     }[held]
-    with pytest.raises(RankError, match="another rank is gone"):
-        ranks.texts("before")
+    with pytest.raises(WorkerError, match="another worker is gone"):
+        workers.texts("before")

@@ -1,4 +1,4 @@
-"""Signs of life between ranks."""
+"""Signs of life between workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def closing() -> Iterator[list[Callable[[], None]]]:
 
 
 def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
-    """Return rank 0's heartbeat, and the connection that rank 3 has to it."""
+    """Return worker 0's heartbeat, and the connection that worker 3 has to it."""
     first = Heartbeat(lost.append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     other = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
@@ -41,7 +41,7 @@ def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
     return first, other
 
 
-def test_a_rank_whose_connection_ends_is_lost(closing: list[Callable[[], None]]) -> None:
+def test_a_worker_whose_connection_ends_is_lost(closing: list[Callable[[], None]]) -> None:
     lost: list[int] = []
     first, other = connected(lost)
     closing.append(first.close)
@@ -50,7 +50,7 @@ def test_a_rank_whose_connection_ends_is_lost(closing: list[Callable[[], None]])
     assert (lost, first.lost) == ([3], 3)
 
 
-def test_a_rank_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> None:
+def test_a_worker_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> None:
     lost: list[int] = []
     started = time.monotonic()
     first, other = connected(lost)
@@ -60,7 +60,9 @@ def test_a_rank_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> Non
     assert time.monotonic() - started > heartbeat.PATIENCE
 
 
-def test_ranks_that_run_hear_each_other_and_part_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_run_hear_each_other_and_part_in_peace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, readers = SimpleNamespace(now=0.0), set()
 
     def monotonic() -> float:
@@ -111,7 +113,7 @@ def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) 
 
 
 def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
-    """Return the ranks that rank 0 knows, after a stranger said something and rank 3 came."""
+    """Return the workers that worker 0 knows, after a stranger said something and worker 3 came."""
     first = Heartbeat([].append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     place = server.getsockname()
@@ -119,11 +121,11 @@ def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
     stranger.sendall(said)
     if hang_up:
         stranger.close()
-    rank = socket.create_connection(place)
-    rank.sendall(TOKEN + (3).to_bytes(4, "big"))
+    worker = socket.create_connection(place)
+    worker.sendall(TOKEN + (3).to_bytes(4, "big"))
     first.accept(server, 1)
-    known = [peer.rank for peer in first._peers]
-    for connection in (stranger, rank):
+    known = [peer.worker for peer in first._peers]
+    for connection in (stranger, worker):
         connection.close()
     first.close()
     return known
@@ -141,31 +143,31 @@ def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
         TOKEN + bytes(4),
         b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     ],
-    ids=["silent", "rank", "zeros", "one bit", "half", "rank 0", "http"],
+    ids=["silent", "worker", "zeros", "one bit", "half", "worker 0", "http"],
 )
-def test_a_stranger_takes_no_ranks_place(said: bytes, hang_up: bool) -> None:
+def test_a_stranger_takes_no_workers_place(said: bytes, hang_up: bool) -> None:
     assert answered(said, hang_up=hang_up) == [3]
 
 
-def test_many_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_strangers_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_MOST_WAITING", 8)
     first = Heartbeat([].append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     strangers = [socket.create_connection(server.getsockname()) for _ in range(40)]
-    rank = socket.create_connection(server.getsockname())
-    rank.sendall(TOKEN + (3).to_bytes(4, "big"))
+    worker = socket.create_connection(server.getsockname())
+    worker.sendall(TOKEN + (3).to_bytes(4, "big"))
     first.accept(server, 1)
-    assert [peer.rank for peer in first._peers] == [3]
-    for connection in (*strangers, rank):
+    assert [peer.worker for peer in first._peers] == [3]
+    for connection in (*strangers, worker):
         connection.close()
     first.close()
 
 
-def test_a_rank_that_never_comes_is_not_waited_for() -> None:
+def test_a_worker_that_never_comes_is_not_waited_for() -> None:
     server = Heartbeat.listen("127.0.0.1")
     silent = socket.create_connection(server.getsockname())
     started = time.monotonic()
-    with pytest.raises(OSError, match="not all ranks came"):
+    with pytest.raises(OSError, match="not all workers came"):
         Heartbeat([].append, TOKEN).accept(server, 1)
     assert time.monotonic() - started < 3
     silent.close()

@@ -1,4 +1,4 @@
-"""The form of quantised products that several ranks share."""
+"""The form of quantised products that several workers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from mlxtune.backend.models import layers, loading
 from mlxtune.backend.models.timed_products import TimedProducts
-from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.group import Workers
 from mlxtune.commands.prepare.products import settle_products
 from mlxtune.config import StepConfig
 from mlxtune.core.data.encode import Example
@@ -21,14 +21,14 @@ from mlxtune.core.steps.memory_plan import Work
 from tests.models import write_model
 
 
-class Rank(Ranks):
-    """One of two ranks; what they say is kept in `said`, by rank."""
+class Worker(Workers):
+    """One of two workers; what they say is kept in `said`, by worker."""
 
     said: list[str]
 
-    def __init__(self, rank: int, said: list[str]) -> None:
+    def __init__(self, index: int, said: list[str]) -> None:
         super().__init__()
-        self.rank, self.size, self.said = rank, 2, said
+        self.index, self.size, self.said = index, 2, said
 
     def texts(self, own: str) -> list[str]:
         self.said.append(own)
@@ -68,12 +68,12 @@ def opened(tmp_path: Path) -> loading.BaseModel:
 STEP = StepConfig(model_path="m")
 
 
-def test_rank_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
+def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
     said: list[str] = []
     lines = set()
-    for rank in range(2):
+    for index in range(2):
         base = opened(tmp_path)
-        found, line = settle_products(STEP, base, work([8]), plan(1), ranks=Rank(rank, said))
+        found, line = settle_products(STEP, base, work([8]), plan(1), workers=Worker(index, said))
         assert found.quantized_compute == "dequantized"
         lines.add(line)
     assert len(timed) == len(lines) == 1

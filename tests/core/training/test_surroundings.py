@@ -189,8 +189,8 @@ def test_ctrl_c_ends_a_pause_and_the_run_with_its_state_saved(tmp_path: Path, st
     assert caught.value.checkpoint == (tmp_path / f"step-{step}" if step else None)
 
 
-def test_paused_rank_takes_the_step_after_which_all_stop(tmp_path: Path) -> None:
-    """Ranks stop together: one that left during a pause would keep the others waiting."""
+def test_paused_worker_takes_the_step_after_which_all_stop(tmp_path: Path) -> None:
+    """Workers stop together: one that left during a pause would keep the others waiting."""
     pressed: list[bool] = []
     pipeline = FakePipeline()
     lines = run(

@@ -1,4 +1,4 @@
-"""A run on several ranks: which one prints and writes, and what all of them have to agree on."""
+"""A run on several workers: which one prints and writes, and what all of them have to agree on."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
 
 from mlxtune.backend.device import memory
-from mlxtune.backend.workers.environment import launched_rank
-from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.environment import launched_worker
+from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.heartbeat import TOKEN_SIZE, Heartbeat
 from mlxtune.backend.workers.launch import join
 from mlxtune.config import TrainConfig
@@ -29,25 +29,25 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import (
     ConfigError,
     MlxTuneError,
-    RankError,
     TrainingInterrupted,
+    WorkerError,
     printable,
 )
 
-# Seconds for the main thread to end by itself once another rank is gone.
+# Seconds for the main thread to end by itself once another worker is gone.
 _GRACE = 3.0
-# Seconds in which the end of another rank's connection is seen.
+# Seconds in which the end of another worker's connection is seen.
 _MOMENT = 0.5
-# What the ranks of a run have in common, and the error if they have not.
+# What the workers of a run have in common, and the error if they have not.
 _COMMON = {
     "versions": "runs other versions ({}): install the same on all machines",
-    "options": "was given other options ({}): start all ranks with one command",
-    "base_hash": "--model-path: has other weights than rank 0: copy the folder",
-    "data_hash": "--data: gives other examples than on rank 0: copy the files",
-    "validation_hash": "--val-data: gives other examples than on rank 0: copy the file",
+    "options": "was given other options ({}): start all workers with one command",
+    "base_hash": "--model-path: has other weights than worker 0: copy the folder",
+    "data_hash": "--data: gives other examples than on worker 0: copy the files",
+    "validation_hash": "--val-data: gives other examples than on worker 0: copy the file",
     "dtype": "computes in another --dtype ({}): give one",
     "quantized_compute": "computes otherwise with quantised weights ({}): give --quantized-compute",
-    "step": "starts at another step ({}): start all ranks with one command",
+    "step": "starts at another step ({}): start all workers with one command",
 }
 
 
@@ -84,10 +84,10 @@ ConsoleT = TypeVar("ConsoleT", bound=Says)
 
 
 @dataclass
-class Joined(Generic[ConsoleT]):
-    """A rank's part of a run: its own options and console. `step` returns the last step taken."""
+class WorkerRun(Generic[ConsoleT]):
+    """A worker's part of a run: its own options and console. `step` returns the last step taken."""
 
-    ranks: Ranks
+    workers: Workers
     config: TrainConfig
     console: ConsoleT
     first_on_machine: bool = True
@@ -95,83 +95,83 @@ class Joined(Generic[ConsoleT]):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Let the first rank of each machine do something before the others do it."""
-        if self.ranks.size > 1 and not self.first_on_machine:
-            self.ranks.wait()
+        """Let the first worker of each machine do something before the others do it."""
+        if self.workers.size > 1 and not self.first_on_machine:
+            self.workers.wait()
         yield
-        if self.ranks.size > 1 and self.first_on_machine:
-            self.ranks.wait()
+        if self.workers.size > 1 and self.first_on_machine:
+            self.workers.wait()
 
     def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-        """Raise RankError where another rank would not do the same as rank 0."""
-        if self.ranks.size == 1:
+        """Raise WorkerError where another worker would not do the same as worker 0."""
+        if self.workers.size == 1:
             return
         kinds = (Affects.RESULT, Affects.LENGTH)
         own = {name: value for name, value in options.items() if OPTIONS[name].affects in kinds}
         facts = {**described, "options": own}
-        texts = self.ranks.texts(json.dumps({name: facts.get(name) for name in _COMMON}))
+        texts = self.workers.texts(json.dumps({name: facts.get(name) for name in _COMMON}))
         first, *others = map(json.loads, texts)
-        for rank, other in enumerate(others, 1):
+        for worker, other in enumerate(others, 1):
             for name, problem in _COMMON.items():
                 if other[name] != first[name]:
                     how = problem.format(_difference(first, other, name))
-                    if self.ranks.rank:
-                        # Rank 0 says it.
-                        self.console.warn(f"rank {rank} {how}")
+                    if self.workers.index:
+                        # Worker 0 says it.
+                        self.console.warn(f"worker {worker} {how}")
                         raise SystemExit(1)
-                    raise RankError(f"rank {rank} {how}")
+                    raise WorkerError(f"worker {worker} {how}")
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> str:
-    """Return how an entry differs, as `name: value, on rank 0 value`."""
+    """Return how an entry differs, as `name: value, on worker 0 value`."""
     here, there = first[name], other[name]
     if not isinstance(here, dict):
         here, there = {name: here}, {name: there}
     return "; ".join(
-        f"{key} {there.get(key)}, on rank 0 {here.get(key)}"
+        f"{key} {there.get(key)}, on worker 0 {here.get(key)}"
         for key in sorted({*here, *there})
         if here.get(key) != there.get(key)
     )
 
 
 @contextmanager
-def joined(
+def join_run(
     config: TrainConfig, console_of: Callable[[TrainConfig, TextIO | None], ConsoleT]
-) -> Iterator[Joined[ConsoleT]]:
-    """Join the other ranks of the launch, if there are any.
+) -> Iterator[WorkerRun[ConsoleT]]:
+    """Join the other workers of the launch, if there are any.
 
     `console_of` makes the console of a run, which prints, or writes to a log.
 
-    Rank 0 has the run's folder and prints. The others keep theirs in a temporary folder, and log
-    to rank-N.log in the run's folder.
+    Worker 0 has the run's folder and prints. The others keep theirs in a temporary folder, and log
+    to worker-N.log in the run's folder.
 
-    Raises RankError when another rank is lost.
+    Raises WorkerError when another worker is lost.
     """
-    waiting = console_of(replace(config, quiet=config.quiet or launched_rank() > 0), None)
+    waiting = console_of(replace(config, quiet=config.quiet or launched_worker() > 0), None)
     tensor = config.parallel == "tensor"
-    ranks = join(partial(waiting.say, "Ranks"), tensor=tensor)
-    if ranks.size == 1:
+    workers = join(partial(waiting.say, "Workers"), tensor=tensor)
+    if workers.size == 1:
         if tensor:
             raise ConfigError(
                 [
-                    "--parallel tensor needs several ranks: "
+                    "--parallel tensor needs several workers: "
                     "start them with mlx.launch -n 2 -- mlxtune train …"
                 ]
             )
-        yield Joined(ranks, config, console_of(config, None))
+        yield WorkerRun(workers, config, console_of(config, None))
         return
     with ExitStack() as held:
-        machines = ranks.texts(machine_id())
-        here = machines[ranks.rank]
+        machines = workers.texts(machine_id())
+        here = machines[workers.index]
         own = replace(config, memory_limit=config.memory_limit / machines.count(here))
         if tensor:
-            own = _alike(own, ranks)
+            own = _alike(own, workers)
         console = console_of(own, None)
-        if ranks.rank:
-            log = _Log(config.checkpoint_path / f"rank-{ranks.rank}.log")
+        if workers.index:
+            log = _Log(config.checkpoint_path / f"worker-{workers.index}.log")
             held.callback(log.flush)
             console = console_of(own, cast(TextIO, log))
-            scratch = held.enter_context(scratch_folder("rank"))
+            scratch = held.enter_context(scratch_folder("worker"))
             own = replace(
                 own,
                 output=str(scratch / ADAPTER),
@@ -180,64 +180,64 @@ def joined(
                 track=(),
                 samples=0,
             )
-        joint = Joined(ranks, own, console, machines.index(here) == ranks.rank)
-        watch = _Watch(joint, config.checkpoint_path)
+        worker_run = WorkerRun(workers, own, console, machines.index(here) == workers.index)
+        watch = _Watch(worker_run, config.checkpoint_path)
         held.callback(watch.close)
-        console.say("Ranks", f"{ranks.size} on {len(set(machines))} machine(s)")
+        console.say("Workers", f"{workers.size} on {len(set(machines))} machine(s)")
         try:
-            yield joint
+            yield worker_run
         except ConfigError:
             raise
         except TrainingInterrupted as interrupt:
             # Once one has ended, mlx.launch ends the others, saved or not.
-            ranks.wait()
-            if ranks.rank:
-                # Rank 0 says where the run was saved.
+            workers.wait()
+            if workers.index:
+                # Worker 0 says where the run was saved.
                 raise SystemExit(128 + interrupt.signal) from None
             raise
         except Exception as error:
             if (lost := watch.found(error)) is not None:
-                raise RankError(lost) from error
-            if ranks.rank and isinstance(error, MlxTuneError):
-                error.args = (f"rank {ranks.rank}: {error}",)
+                raise WorkerError(lost) from error
+            if workers.index and isinstance(error, MlxTuneError):
+                error.args = (f"worker {workers.index}: {error}",)
             raise
 
 
-def _alike(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Return options by which ranks that share a model run the same micro-batches.
+def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
+    """Return options by which workers that share a model run the same micro-batches.
 
-    Raises RankError where they were given different ones.
+    Raises WorkerError where they were given different ones.
     """
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
-    found = [json.loads(text) for text in ranks.texts(json.dumps([config.parallel, limit]))]
+    found = [json.loads(text) for text in workers.texts(json.dumps([config.parallel, limit]))]
     if len({parallel for parallel, _ in found}) > 1:
-        raise RankError("--parallel differs between the ranks: start all with one command")
-    # Answers are generated token by token, for which no rank has the whole model.
+        raise WorkerError("--parallel differs between the workers: start all with one command")
+    # Answers are generated token by token, for which no worker has the whole model.
     return replace(config, memory_limit=min(each for _, each in found), samples=0)
 
 
 class _Watch:
-    """Ends this process where another rank is gone and a collective waits for it."""
+    """Ends this process where another worker is gone and a collective waits for it."""
 
-    def __init__(self, joint: Joined, run: Path) -> None:
-        self._joint, self._run = joint, run
+    def __init__(self, worker_run: WorkerRun, run: Path) -> None:
+        self._worker_run, self._run = worker_run, run
         self._found = threading.Event()
-        ranks, server, port = joint.ranks, None, 0
+        workers, server, port = worker_run.workers, None, 0
         # Over MLX's own connections, which nobody else has.
-        token = ranks.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
+        token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
         self._heartbeat = heartbeat = Heartbeat(self._end, token)
-        if ranks.rank == 0:
+        if workers.index == 0:
             server = Heartbeat.listen(_address())
             port = server.getsockname()[1]
-        place = json.loads(ranks.texts(json.dumps([_address(), port]))[0])
+        place = json.loads(workers.texts(json.dumps([_address(), port]))[0])
         try:
             if server is not None:
-                heartbeat.accept(server, ranks.size - 1)
+                heartbeat.accept(server, workers.size - 1)
             else:
-                heartbeat.connect(place[0], place[1], ranks.rank)
+                heartbeat.connect(place[0], place[1], workers.index)
         except OSError as error:
-            raise RankError(
-                f"rank 0 cannot be reached at {place[0]}:{place[1]} ({error.strerror or error}): "
+            raise WorkerError(
+                f"worker 0 cannot be reached at {place[0]}:{place[1]} ({error.strerror or error}): "
                 "allow connections between the machines"
             ) from error
 
@@ -246,7 +246,7 @@ class _Watch:
         self._heartbeat.close()
 
     def found(self, error: Exception) -> str | None:
-        """Return what to say of an error, if it is that another rank is gone."""
+        """Return what to say of an error, if it is that another worker is gone."""
         self._found.set()
         # What MLX's ring returned after a loss may have led to an error of any kind.
         of_ring = "[ring]" in str(error)
@@ -255,15 +255,15 @@ class _Watch:
 
     def _line(self) -> str:
         lost = self._heartbeat.lost
-        who = "another rank" if lost is None else f"rank {lost}"
-        log = f", see {self._run / f'rank-{lost}.log'}" if lost else ""
+        who = "another worker" if lost is None else f"worker {lost}"
+        log = f", see {self._run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with mlxtune train --resume {shlex.quote(str(self._run))}"
-        return f"{who} is gone after step {self._joint.step()}{log}; {again}"
+        return f"{who} is gone after step {self._worker_run.step()}{log}; {again}"
 
     def _end(self, lost: int) -> None:
         if not self._found.wait(_GRACE):
-            line = self._line()
-            name = f"rank {self._joint.ranks.rank}: " if self._joint.ranks.rank else ""
+            line, index = self._line(), self._worker_run.workers.index
+            name = f"worker {index}: " if index else ""
             sys.stderr.write(printable(f"mlxtune: error: {name}{line}") + "\n")
             sys.stderr.flush()
             os._exit(1)

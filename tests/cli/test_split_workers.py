@@ -1,4 +1,4 @@
-"""`mlxtune train --parallel tensor`: ranks that share one model."""
+"""`mlxtune train --parallel tensor`: workers that share one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from mlxtune import TrainConfig, train
 from mlxtune.errors import ConfigError
-from tests.cli.test_ranks import adapter, arguments, has_ended, resumed, steps_in
+from tests.cli.test_workers import adapter, arguments, has_ended, resumed, steps_in
 from tests.launch import launched, needs_ring, pid_of, run
 from tests.models import sums, write_chat, write_model
 from tests.paths import DATA
@@ -31,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_ring
-def test_ranks_that_share_a_model_write_the_adapter_that_one_does(
+def test_workers_that_share_a_model_write_the_adapter_that_one_does(
     whole: Path, tmp_path: Path
 ) -> None:
     options = {**OPTIONS, "parallel": "data", "val_rows": 8, "samples": 0, "dropout": 0.1}
@@ -64,13 +64,13 @@ def test_ranks_that_share_a_model_write_the_adapter_that_one_does(
     )
     assert one["adapted"]["loss"] == pytest.approx(other["adapted"]["loss"], rel=1e-5)
     said = (whole / "log").read_text()
-    assert "parameters over 2 ranks" in said
+    assert "parameters over 2 workers" in said
     assert said.count("Verdict") == 1
 
 
 @needs_ring
 @pytest.mark.slow
-def test_a_killed_rank_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_path: Path) -> None:
     with launched(2, arguments(tmp_path, **OPTIONS), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 3)
         first = pid_of(launch, 0)
@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_pa
         wait_until(lambda: has_ended(first))
         launch.wait(SECONDS)
     said = (tmp_path / "log").read_text()
-    assert "rank 1 is gone after step" in said
+    assert "worker 1 is gone after step" in said
     resumed(2, tmp_path)
     assert adapter(tmp_path) == adapter(whole)
 
@@ -102,6 +102,6 @@ def test_options_that_do_not_go_with_a_split_model_are_refused(tmp_path: Path) -
     assert "--dora does not work with --parallel tensor" in problem(parallel="tensor", dora=True)
     assert "--init pissa does not work" in problem(parallel="tensor", init="pissa")
     assert "--quantize nf4 does not work" in problem(parallel="tensor", quantize="nf4")
-    assert "ranks of its ring into groups" in problem(parallel="tensor:2")
+    assert "workers of its ring into groups" in problem(parallel="tensor:2")
     assert "must be data or tensor, not 'both'" in problem(parallel="both")
-    assert "needs several ranks" in problem(parallel="tensor")
+    assert "needs several workers" in problem(parallel="tensor")

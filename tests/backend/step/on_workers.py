@@ -1,6 +1,7 @@
-"""What test_ranks.py runs on each of several ranks: everything beside the same on this one alone.
+"""What test_workers.py runs on each of several workers: everything beside the same on this one
+alone.
 
-python -m tests.backend.step.on_ranks
+python -m tests.backend.step.on_workers
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.group import Workers
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.errors import RankError
+from mlxtune.errors import WorkerError
 from tests.backend.step.executions import (
     WAYS,
     assert_same,
@@ -42,13 +43,13 @@ if find_spec("numba") is None:  # as on a Mac
 
 
 def check_step(
-    ranks: Ranks, how: str, folder: Path, step: Sequence[Example], **config: object
+    workers: Workers, how: str, folder: Path, step: Sequence[Example], **config: object
 ) -> None:
-    """Compare loss, gradients, an update and an evaluation with those of one rank."""
+    """Compare loss, gradients, an update and an evaluation with those of one worker."""
     together, alone = (
-        fresh(folder, WAYS[how], 64, ranks=each, **config) for each in (ranks, Ranks())
+        fresh(folder, WAYS[how], 64, workers=each, **config) for each in (workers, Workers())
     )
-    # All but one rank have nothing to do in a step of one example.
+    # All but one worker have nothing to do in a step of one example.
     for examples in (step, step[1:2]):
         assert_same(computed(together, examples), computed(alone, examples))
     results = [each.train_batch(step, step=1) for each in (together, alone)]
@@ -57,13 +58,13 @@ def check_step(
     np.testing.assert_allclose(results[0].grad_norm or 0, results[1].grad_norm or 0, rtol=1e-4)
     losses = [each.evaluate(step).avg_loss for each in (together, alone)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    _check_equal_on_all(ranks, together)
+    _check_equal_on_all(workers, together)
 
 
-def _check_equal_on_all(ranks: Ranks, pipeline: InstructPipeline) -> None:
+def _check_equal_on_all(workers: Workers, pipeline: InstructPipeline) -> None:
     values = gradients_of(pipeline.model.trainable_parameters()).values()
-    texts = ranks.texts(str([value.tobytes().hex()[:64] for value in values]))
-    assert len(texts) == ranks.size
+    texts = workers.texts(str([value.tobytes().hex()[:64] for value in values]))
+    assert len(texts) == workers.size
     assert len(set(texts)) == 1
 
 
@@ -79,37 +80,37 @@ def real_step(folder: Path) -> list[Example]:
     return [example for i in range(len(rows)) for example in corpus.row(i)]
 
 
-def check_words(ranks: Ranks) -> None:
-    """Check what ranks tell each other, of unequal length."""
-    assert ranks.texts("é" * ranks.rank) == ["é" * rank for rank in range(ranks.size)]
+def check_words(workers: Workers) -> None:
+    """Check what workers tell each other, of unequal length."""
+    assert workers.texts("é" * workers.index) == ["é" * worker for worker in range(workers.size)]
     values = np.zeros(5)
-    mine = ranks.share([1.0] * 5)
+    mine = workers.share([1.0] * 5)
     values[mine] = np.pi * np.array(mine) + 1e-12
-    np.testing.assert_array_equal(ranks.merge(values), np.pi * np.arange(5) + 1e-12)
+    np.testing.assert_array_equal(workers.merge(values), np.pi * np.arange(5) + 1e-12)
 
 
-def check_decisions(ranks: Ranks) -> None:
+def check_decisions(workers: Workers) -> None:
     """Check that all stop after the same step, whichever is interrupted."""
-    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, ranks=ranks)
-    last = ranks.size - 1
+    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
+    last = workers.size - 1
     decided = []
     for step in range(1, 6):
         pipeline.train_batch(fixed_step(), step=step)
-        stop = step >= 2 and ranks.rank == last
-        decided.append(ranks.decide(lambda stop=stop: stop, step == 1 and ranks.rank == 0))
+        stop = step >= 2 and workers.index == last
+        decided.append(workers.decide(lambda stop=stop: stop, step == 1 and workers.index == 0))
     assert decided == [(False, False), (False, True), (True, False), (True, False), (True, False)]
 
 
-def check_unlike(ranks: Ranks) -> None:
-    """Check that an adapter that differs on one rank is found."""
-    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, ranks=ranks)
-    if ranks.rank == 1:
+def check_unlike(workers: Workers) -> None:
+    """Check that an adapter that differs on one worker is found."""
+    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
+    if workers.index == 1:
         tree = pipeline.model.trainable_parameters()
         pipeline.model.update(_changed(tree))
     try:
         pipeline.snapshot()
-    except RankError as error:
-        assert "the adapter of rank 1 differs" in str(error)
+    except WorkerError as error:
+        assert "the adapter of worker 1 differs" in str(error)
     else:
         raise AssertionError
     pipeline.take_first()
@@ -123,18 +124,18 @@ def _changed(tree: object) -> object:
 
 
 def main() -> None:
-    ranks = Ranks.launched()
-    assert ranks.size > 1
-    check_words(ranks)
+    workers = Workers.launched()
+    assert workers.size > 1
+    check_words(workers)
     for name, (how, quantize, config) in CASES.items():
-        check_step(ranks, how, model_folder("qwen3", quantize), fixed_step(), **config)
-        print(f"rank {ranks.rank}: {name}", flush=True)
+        check_step(workers, how, model_folder("qwen3", quantize), fixed_step(), **config)
+        print(f"worker {workers.index}: {name}", flush=True)
     if SHARED.is_dir():
         folder = SHARED / "models" / "stories260k"
-        check_step(ranks, "in one line", folder, real_step(folder), dropout=0.1)
-    check_decisions(ranks)
-    check_unlike(ranks)
-    print(f"rank {ranks.rank}: done", flush=True)
+        check_step(workers, "in one line", folder, real_step(folder), dropout=0.1)
+    check_decisions(workers)
+    check_unlike(workers)
+    print(f"worker {workers.index}: done", flush=True)
 
 
 if __name__ == "__main__":

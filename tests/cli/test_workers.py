@@ -1,4 +1,4 @@
-"""`mlxtune train` on several ranks, as a person starts, stops and resumes it."""
+"""`mlxtune train` on several workers, as a person starts, stops and resumes it."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def assert_same_but_for_rounding(run: Path, other: Path) -> None:
         assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
 
 
-def resumed(ranks: int, folder: Path) -> str:
+def resumed(workers: int, folder: Path) -> str:
     command = ["-m", "mlxtune", "train", "--resume", folder / "checkpoints"]
-    return run(ranks, command, folder / "log")
+    return run(workers, command, folder / "log")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks that nothing disturbed."""
+    """A run on two workers that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     run(2, arguments(folder), folder / "log")
     return folder
 
 
-def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
+def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     config = TrainConfig(
         model_path=str(DATA / "demo-qwen3"),
         data=(str(DATA / "bookings.jsonl"),),
@@ -91,8 +91,8 @@ def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     assert_same_but_for_rounding(whole, tmp_path)
     # One writes, the other keeps a log; the verdict is of all rows.
     files = {path.name for path in (whole / "checkpoints").iterdir()}
-    assert {"best", "rank-1.log", "report.html", "result.json"} <= files
-    assert "Training" in (whole / "checkpoints" / "rank-1.log").read_text()
+    assert {"best", "worker-1.log", "report.html", "result.json"} <= files
+    assert "Training" in (whole / "checkpoints" / "worker-1.log").read_text()
     one, other = (
         json.loads((each / "checkpoints" / "evaluation.json").read_text())
         for each in (whole, tmp_path)
@@ -105,7 +105,7 @@ def test_two_ranks_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
+def test_a_worker_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
     pressure = tmp_path / "proc" / "pressure" / "memory"
     pressure.parent.mkdir(parents=True)
     pressure.write_text("some avg10=90.00\nfull avg10=50.00\n")
@@ -121,12 +121,12 @@ def test_a_rank_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_pa
     log = run(2, [tmp_path / "short.py", *options], tmp_path / "log")
     line = "very short after step 0: micro-batches of up to "
     assert line not in log
-    assert line in (tmp_path / "checkpoints" / "rank-1.log").read_text()
+    assert line in (tmp_path / "checkpoints" / "worker-1.log").read_text()
     assert_same_but_for_rounding(tmp_path, whole)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
     with launched(2, arguments(tmp_path), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 8)
         first, second = pid_of(launch, 0), pid_of(launch, 1)
@@ -135,9 +135,9 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path)
         launch.wait(SECONDS)
     said = (tmp_path / "log").read_text()
     (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
-    assert "rank 1 is gone after step" in line
+    assert "worker 1 is gone after step" in line
     assert f"resume with mlxtune train --resume {tmp_path / 'checkpoints'}" in line
-    # On a machine that has nothing of the run, rank 1 gets its checkpoint.
+    # On a machine that has nothing of the run, worker 1 gets its checkpoint.
     script = tmp_path / "resume.sh"
     start, folder = f"{sys.executable} -m mlxtune train --resume", tmp_path / "checkpoints"
     elsewhere = tmp_path / "elsewhere"
@@ -147,7 +147,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path)
 
 
 def test_ctrl_c_stops_all_after_one_step_and_saves_once(whole: Path, tmp_path: Path) -> None:
-    # Rank 0 waits in a step, so that the run does not end first, and then long for its disk.
+    # Worker 0 waits in a step, so that the run does not end first, and then long for its disk.
     pressed = tmp_path / "pressed"
     patch = f"""import time
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -165,19 +165,19 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
     command = patched(tmp_path, 0, patch, save_steps=100, val_steps=100)
     with launched(2, command, tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 4)
-        ranks = [pid_of(launch, rank) for rank in range(2)]
-        # Not to mlx.launch, which ends all ranks once one has ended.
-        for process in ranks:
+        workers = [pid_of(launch, worker) for worker in range(2)]
+        # Not to mlx.launch, which ends all workers once one has ended.
+        for process in workers:
             os.kill(process, signal.SIGINT)
         pressed.touch()
-        for process in ranks:
+        for process in workers:
             wait_until(lambda process=process: has_ended(process))
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     said = (tmp_path / "log").read_text().splitlines()
     (line,) = [line for line in said if line.startswith("mlxtune: ")]
     assert f"; saved to {saved};" in line
-    # On another number of ranks, it says what that means.
-    assert "goes on with 1 rank: its result is the same but for rounding" in resumed(1, tmp_path)
+    # On another number of workers, it says what that means.
+    assert "goes on with 1 worker: its result is the same but for rounding" in resumed(1, tmp_path)
     found, expected = (load_file(each / "adapters.safetensors") for each in (tmp_path, whole))
     largest = max(np.abs(value).max() for value in expected.values())
     assert max(np.abs(found[name] - expected[name]).max() for name in found) <= 1e-4 * largest
@@ -187,12 +187,15 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
 @pytest.mark.parametrize(
     "other, problem",
     [
-        ("--seed 1", "was given other options (seed 1, on rank 0 42): start all ranks with one"),
-        ("--data {}", "--data: gives other examples than on rank 0: copy the files"),
+        (
+            "--seed 1",
+            "was given other options (seed 1, on worker 0 42): start all workers with one",
+        ),
+        ("--data {}", "--data: gives other examples than on worker 0: copy the files"),
     ],
     ids=["options", "data"],
 )
-def test_ranks_that_would_differ_end_before_the_first_step(
+def test_workers_that_would_differ_end_before_the_first_step(
     tmp_path: Path, other: str, problem: str
 ) -> None:
     rows = (DATA / "bookings.jsonl").read_text().splitlines(keepends=True)
@@ -207,17 +210,17 @@ def test_ranks_that_would_differ_end_before_the_first_step(
     script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*lines))
     said = run(2, ["bash", script], tmp_path / "log")
     (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
-    assert line.startswith(f"mlxtune: error: rank 1 {problem}")
+    assert line.startswith(f"mlxtune: error: worker 1 {problem}")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def patched(folder: Path, rank: int, patch: str, **changed: object) -> list[object]:
-    """Return the command of a run in which one rank runs some Python first."""
+def patched(folder: Path, worker: int, patch: str, **changed: object) -> list[object]:
+    """Return the command of a run in which one worker runs some Python first."""
     script = folder / "patched.py"
     lines = [
         "import errno, os, sys, importlib.metadata as metadata",
         "from pathlib import Path",
-        f"if os.environ['MLX_RANK'] == '{rank}':",
+        f"if os.environ['MLX_RANK'] == '{worker}':",
         *(f"    {line}" for line in patch.splitlines()),
         "from mlxtune.cli import main",
         "main()",
@@ -233,13 +236,15 @@ metadata.version = lambda name: "0.0.9" if name == "mlxtune" else real(name)"""
     said = run(2, patched(tmp_path, 1, patch), tmp_path / "log")
     (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
     own = version("mlxtune")
-    differs = f"rank 1 runs other versions (mlxtune 0.0.9, on rank 0 {own}): install the same on"
+    differs = (
+        f"worker 1 runs other versions (mlxtune 0.0.9, on worker 0 {own}): install the same on"
+    )
     assert differs in line
     assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.slow
-def test_a_full_disk_on_rank_0_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_on_worker_0_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints" / "step-5"
     patch = f"""real = os.fsync
 def fsync(file):
@@ -257,38 +262,38 @@ os.fsync = fsync"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_hangs_ends_all(ranks: int, tmp_path: Path) -> None:
-    with launched(ranks, arguments(tmp_path), tmp_path / "log") as launch:
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_that_hangs_ends_all(workers: int, tmp_path: Path) -> None:
+    with launched(workers, arguments(tmp_path), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 8)
-        processes = [pid_of(launch, rank) for rank in range(ranks)]
+        processes = [pid_of(launch, worker) for worker in range(workers)]
         os.kill(processes[-1], signal.SIGSTOP)
         for process in processes[:-1]:
             wait_until(lambda process=process: has_ended(process))
         # The launcher waits for the last one.
-        gone = f"rank {ranks - 1} is gone after step"
+        gone = f"worker {workers - 1} is gone after step"
         wait_until(lambda: gone in (tmp_path / "log").read_text())
 
 
 def test_one_rank_of_the_launcher_is_a_plain_run(tmp_path: Path) -> None:
     said = run(1, arguments(tmp_path, max_steps=2), tmp_path / "log")
     assert "Verdict" in said
-    assert "Ranks" not in said
+    assert "Workers" not in said
 
 
 @pytest.mark.slow
-def test_doctor_looks_at_all_ranks(tmp_path: Path) -> None:
+def test_doctor_looks_at_all_workers(tmp_path: Path) -> None:
     model = DATA / "demo-qwen3"
     options = ["--model-path", model, "--data", DATA / "bookings.jsonl", "--data", "none.jsonl"]
     said = run(2, ["-m", "mlxtune", "doctor", *options], tmp_path / "log")
-    assert "ranks         2 on 1 machine" in said
-    assert f"{model} is the same on all ranks" in said
-    assert "none.jsonl cannot be read on rank 0, 1" in said
+    assert "workers         2 on 1 machine" in said
+    assert f"{model} is the same on all workers" in said
+    assert "none.jsonl cannot be read on worker 0, 1" in said
     assert " Gbit/s, " in said
     assert said.count("mlxtune cannot train here: 1 problem") == 1
 
 
-def test_ranks_that_never_come_are_not_waited_for(
+def test_workers_that_never_come_are_not_waited_for(
     tmp_path: Path,
 ) -> None:
     ports = free_ports(2)

@@ -1,6 +1,7 @@
-"""What test_ranks.py runs on each of several ranks that share a model: steps equal one rank's.
+"""What test_workers.py runs on each of several workers that share a model: steps equal one
+worker's.
 
-python -m tests.backend.step.on_split_ranks [ARCHITECTURE ...]
+python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.workers.group import Ranks
+from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.split import ARCHITECTURES
 from mlxtune.core.data.encode import Example
 from tests.backend.step.executions import WAYS, assert_same, computed, fixed_step, fresh
@@ -39,10 +40,10 @@ CASES: list[tuple[str, int | None, dict[str, Any]]] = [
 PACKED_HEAD = ("in one line", 4, {"targets": ATTENTION, "quantized_compute": "quantized"})
 
 
-def check(ranks: Ranks, how: str, folder: Path, step: Sequence[Example], **config: Any) -> None:
-    """Compare loss, gradients, an update and an evaluation with those of one rank."""
+def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **config: Any) -> None:
+    """Compare loss, gradients, an update and an evaluation with those of one worker."""
     together, alone = (
-        fresh(folder, WAYS[how], 64, ranks=each, **config) for each in (ranks, Ranks())
+        fresh(folder, WAYS[how], 64, workers=each, **config) for each in (workers, Workers())
     )
     assert_same(computed(together, list(step)), computed(alone, list(step)))
     results = [each.train_batch(step, step=1) for each in (together, alone)]
@@ -55,8 +56,8 @@ def check(ranks: Ranks, how: str, folder: Path, step: Sequence[Example], **confi
 
 def main() -> None:
     """Check the architectures that are named, or all."""
-    ranks = Ranks.launched(tensor=True)
-    assert ranks.size > 1
+    workers = Workers.launched(tensor=True)
+    assert workers.size > 1
     names = sys.argv[1:] or ARCHITECTURES
     for name in names:
         for how, quantize, config in [*CASES, *([PACKED_HEAD] if name == names[0] else [])]:
@@ -71,9 +72,9 @@ def main() -> None:
                 else:
                     options = {**options, **SIZES}
                 write_model(model, name, quantize=quantize, **options)
-                check(ranks, how, model, fixed_step(), **config)
-            print(f"rank {ranks.rank}: {name}, {how}, {quantize}", flush=True)
-    print(f"rank {ranks.rank}: done", flush=True)
+                check(workers, how, model, fixed_step(), **config)
+            print(f"worker {workers.index}: {name}, {how}, {quantize}", flush=True)
+    print(f"worker {workers.index}: done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Write the table of docs/ranks.md: what 2 to 64 machines gain, computed from measured sizes.
+"""Write the table of docs/workers.md: what 2 to 64 machines gain, computed from measured sizes.
 
-    python -m tests.long.ranks_table
+    python -m tests.long.workers_table
 
 The gradients' bytes are those of models of real shapes (see memory_table), and the share of a step
-that its dearest rank computes is that of WikiSQL's rows, read by Qwen3's tokenizer. How long a step
-takes on one machine is given, not measured. Needs ../shared; takes a minute.
+that its dearest worker computes is that of WikiSQL's rows, read by Qwen3's tokenizer. How long a
+step takes on one machine is given, not measured. Needs ../shared; takes a minute.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mlxtune.core.steps.scaling import Scaling
 from tests.long.memory_table import MODELS, holes_allowed, write_headers
 from tests.paths import DOCS, SHARED
 
-PAGE = DOCS / "ranks.md"
-BEGIN, END = "<!-- gains: tests/long/ranks_table.py -->", "<!-- end of gains -->"
+PAGE = DOCS / "workers.md"
+BEGIN, END = "<!-- gains: tests/long/workers_table.py -->", "<!-- end of gains -->"
 RANKS, LINKS = (2, 4, 8, 16, 32, 64), (1, 10, 40)
 ROWS, STEP_S = 64, 4.0
 ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
-    "Qwen3 0.6B, rank 8 on `q_proj`, `v_proj`": ("Qwen3 0.6B", {}),
-    "Qwen3 8B, rank 16 on all": ("Qwen3 8B", {"rank": 16, "targets": ("all",)}),
+    "Qwen3 0.6B, worker 8 on `q_proj`, `v_proj`": ("Qwen3 0.6B", {}),
+    "Qwen3 8B, worker 16 on all": ("Qwen3 8B", {"rank": 16, "targets": ("all",)}),
 }
 
 
-def planned(model: str, options: dict[str, object], ranks: int) -> Scaling:
+def planned(model: str, options: dict[str, object], workers: int) -> Scaling:
     """Return what a step of WikiSQL's rows gains, without its time."""
     with tempfile.TemporaryDirectory() as scratch, holes_allowed():
         folder = Path(scratch)
@@ -38,7 +38,7 @@ def planned(model: str, options: dict[str, object], ranks: int) -> Scaling:
         for file in (SHARED / "tokenizers" / "qwen3").iterdir():
             shutil.copy(file, folder)
         data = str(SHARED / "chat" / "wikisql_train.jsonl")
-        given = {"batch_size": ROWS, "ranks": ranks, "quiet": True, "memory_limit": 1000.0}
+        given = {"batch_size": ROWS, "workers": workers, "quiet": True, "memory_limit": 1000.0}
         found = plan(PlanConfig(scratch, (data,), **given, **options)).scaling  # type: ignore[arg-type]
     assert found is not None
     return replace(found, step_s=STEP_S)
@@ -52,7 +52,7 @@ def cells(scaling: Scaling) -> list[str]:
 def table() -> str:
     """Return the table."""
     found = {
-        title: [planned(model, options, ranks) for ranks in RANKS]
+        title: [planned(model, options, workers) for workers in RANKS]
         for title, (model, options) in ADAPTERS.items()
     }
     links = [f"{gbps} Gbit/s" for gbps in LINKS]
@@ -61,10 +61,10 @@ def table() -> str:
     ]
     columns = [part for head in heads for part in (head, *links[1:])]
     lines = [["machines", "dearest share", *columns], ["---"] * (2 + len(columns))]
-    for i, ranks in enumerate(RANKS):
+    for i, workers in enumerate(RANKS):
         each = [of[i] for of in found.values()]
         gains = [cell for scaling in each for cell in cells(scaling)]
-        lines.append([str(ranks), f"{each[0].dearest:.1%}", *gains])
+        lines.append([str(workers), f"{each[0].dearest:.1%}", *gains])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -1,11 +1,12 @@
-"""Measure how much faster several ranks train than one, each with one thread on a core of its own.
+"""Measure how much faster several workers train than one, each with one thread on a core of its
+own.
 
-    python -m tests.long.ranks_speed [--ranks 2] [--batch-size 16] [--steps 8] [--repeats 3]
+    python -m tests.long.workers_speed [--workers 2] [--batch-size 16] [--steps 8] [--repeats 3]
 
-Trains the small shape of bench_table on WikiSQL's rows in float32, with one rank and with several
+Trains the small shape of bench_table on WikiSQL's rows in float32, with one worker and with several
 in turn, and prints real tokens a second of each run, the median of the ratios, and the processor
-time of each rank. mlx.launch itself takes most of a core, so the ranks are started as it starts
-them, but without it. Needs ../shared and as many idle cores as ranks.
+time of each worker. mlx.launch itself takes most of a core, so the workers are started as it starts
+them, but without it. Needs ../shared and as many idle cores as workers.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from tests.paths import SHARED
 
 
 def start(
-    rank: int, ranks: int, folder: Path, options: Sequence[object]
+    worker: int, workers: int, folder: Path, options: Sequence[object]
 ) -> subprocess.Popen[bytes]:
-    """Start a rank on the core of its number."""
+    """Start a worker on the core of its number."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if ranks > 1:
+    if workers > 1:
         hosts = folder / "hosts.json"
-        environment |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
+        environment |= {"MLX_RANK": str(worker), "MLX_HOSTFILE": str(hosts)}
     command = [sys.executable, "-m", "mlxtune", "train", *map(str, options)]
-    with (folder / f"rank-{rank}.log").open("wb") as log:
+    with (folder / f"worker-{worker}.log").open("wb") as log:
         return subprocess.Popen(
             command,
             env=environment,
             stdout=log,
             stderr=log,
-            preexec_fn=lambda: os.sched_setaffinity(0, {rank}),
+            preexec_fn=lambda: os.sched_setaffinity(0, {worker}),
         )
 
 
-def run(ranks: int, folder: Path, options: Sequence[object]) -> tuple[float, list[float]]:
-    """Train once; return real tokens a second after the first step, and each rank's CPU seconds."""
+def run(workers: int, folder: Path, options: Sequence[object]) -> tuple[float, list[float]]:
+    """Train once; return real tokens/s after the first step, and the CPU seconds of each worker."""
     folder.mkdir()
-    places = [[f"127.0.0.1:{port}"] for port in free_ports(ranks)]
+    places = [[f"127.0.0.1:{port}"] for port in free_ports(workers)]
     (folder / "hosts.json").write_text(json.dumps(places))
     output = ["--output", folder / "adapters.safetensors"]
-    started = [start(rank, ranks, folder, [*options, *output]) for rank in range(ranks)]
+    started = [start(worker, workers, folder, [*options, *output]) for worker in range(workers)]
     used = [os.wait4(process.pid, 0)[2] for process in started]
     lines = (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()
     steps = [each for line in lines if (each := json.loads(line))["kind"] == "step"][1:]
@@ -62,11 +63,11 @@ def run(ranks: int, folder: Path, options: Sequence[object]) -> tuple[float, lis
 def main() -> None:
     """Measure, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"ranks": 2, "batch-size": 16, "steps": 8, "repeats": 3}.items():
+    for name, default in {"workers": 2, "batch-size": 16, "steps": 8, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     ratios = []
-    with tempfile.TemporaryDirectory(prefix="mlxtune-ranks-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="mlxtune-workers-") as scratch:
         model = Path(scratch) / "small"
         write_model(model, "small")
         options: list[object] = ["--model-path", model, "--dtype", "float32", "--samples", 0]
@@ -74,14 +75,14 @@ def main() -> None:
         options += ["--batch-size", given.batch_size, "--max-steps", given.steps + 1]
         for repeat in range(given.repeats):
             speeds = []
-            for ranks in (1, given.ranks):
-                folder = Path(scratch) / f"{repeat}-{ranks}"
-                speed, used = run(ranks, folder, options)
+            for workers in (1, given.workers):
+                folder = Path(scratch) / f"{repeat}-{workers}"
+                speed, used = run(workers, folder, options)
                 speeds.append(speed)
                 spent = ", ".join(f"{seconds:.1f}" for seconds in used)
-                print(f"{ranks} rank(s): {speed:.1f} tokens/s, CPU seconds {spent}", flush=True)
+                print(f"{workers} worker(s): {speed:.1f} tokens/s, CPU seconds {spent}", flush=True)
             ratios.append(speeds[1] / speeds[0])
-    print(f"{given.ranks} ranks: {statistics.median(ratios):.2f} times as fast: {ratios}")
+    print(f"{given.workers} workers: {statistics.median(ratios):.2f} times as fast: {ratios}")
 
 
 if __name__ == "__main__":
