@@ -126,6 +126,8 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ({"rank_pattern": {"(" * 900: 2}}, "has no valid r and lora_alpha"),
         ({"rank_pattern": {"x" * 2000: 2}}, "is too long, or repeats too much"),
         ({"alpha_pattern": {"((x{60000}){60000}){60000}": 2}}, "repeats too much"),
+        ({"alpha_pattern": {"(((" + "ab" * 480 + "){99}){99}){99}": 2}}, "repeats too much"),
+        ({"alpha_pattern": {r"\w{1,9}\.\d{1,3}\.\w{4,9}\.q_pro{1}j": "two"}}, "to float: 'two'"),
         ({"alpha_pattern": dict.fromkeys(map(str, range(1001)), 2)}, "1,001 patterns, more than"),
         ({"lora_alpha": 1e38}, "lora_alpha 1e+38 is out of range"),
         ({"lora_alpha": 1e308}, "lora_alpha 1e+308 is out of range"),

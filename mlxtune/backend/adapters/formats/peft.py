@@ -49,10 +49,11 @@ _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
-# matching: limits of their length and number, of the time for all, and of counted repeats.
+# matching: limits of their length and number, of the time for all, and of what counted repeats
+# expand to when they are compiled, which nothing interrupts.
 _LONGEST_PATTERN, _PATTERN_SECONDS, _MOST_PATTERNS = 1000, 3.0, 1000
-_MOST_COUNTS = 3
-_COUNTS = re.compile(r"\{\d{1,2}(?:,\d{0,2})?\}")
+_MOST_EXPANDED = 1_000_000
+_COUNTS = re.compile(r"\{(\d{1,2})(?:,(\d{0,2}))?\}")
 # Limits of padding unequal ranks: in bytes, and as a multiple of the file's size.
 _PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
 # Features of PEFT's adapters that mlx-lm's LoRA does not have.
@@ -381,9 +382,7 @@ def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
         raise ValueError(f"it has {len(patterns):,} patterns, more than {_MOST_PATTERNS:,}")
     for pattern, value in (patterns or {}).items():
         try:
-            # Compiling expands counted repeats; nested ones multiply.
-            others, counts = _COUNTS.subn("", pattern)
-            if len(pattern) > _LONGEST_PATTERN or counts > _MOST_COUNTS or "{" in others:
+            if len(pattern) > _LONGEST_PATTERN or _expanded(pattern) > _MOST_EXPANDED:
                 raise ValueError(f"the pattern {pattern:.80} is too long, or repeats too much")
             if time.monotonic() > deadline:
                 raise TimeoutError
@@ -397,6 +396,17 @@ def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
         except TimeoutError as error:
             raise ValueError(f"the pattern {pattern:.80} takes too long to match") from error
     return default
+
+
+def _expanded(pattern: str) -> float:
+    """Return a bound of the characters that compiling makes of a pattern; nested counts multiply.
+
+    It is infinite for braces that are no counts.
+    """
+    if "{" in _COUNTS.sub("", pattern):
+        return math.inf
+    most = (max(int(number or 0) for number in each) for each in _COUNTS.findall(pattern))
+    return len(pattern) * math.prod(max(count, 1) for count in most)
 
 
 def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
