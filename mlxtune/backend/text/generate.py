@@ -186,12 +186,8 @@ class Generator:
         )
         with _faults_as_errors():
             for number, (token, logprobs) in enumerate(steps):
-                # Logits of minus infinity are sound: they rule tokens out.
-                if number == 0 and mx.isnan(logprobs).any().item():
-                    raise ModelError(
-                        "the model's logits are not finite numbers: its weights or its adapter "
-                        "are broken: download them again, or name another adapter"
-                    )
+                if number == 0:
+                    _check(_no_numbers(logprobs))
                 yield int(token)
 
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
@@ -215,6 +211,43 @@ class Generator:
         # mlx-lm has run each token that it returned; a cache that disagrees is dropped.
         if getattr(cache[0], "offset", len(tokens)) == len(tokens):
             self._cache, self._cached = cache, tokens
+
+
+def _no_numbers(logprobs: mx.array) -> mx.array:
+    """Return whether NaN is among the logits; minus infinity is sound, and rules a token out."""
+    return mx.isnan(logprobs).any()
+
+
+def _check(no_numbers: mx.array) -> None:
+    if no_numbers.item():
+        raise ModelError(
+            "the model's logits are not finite numbers: its weights or its adapter "
+            "are broken: download them again, or name another adapter"
+        )
+
+
+class _CheckedSampler:
+    """A sampler for batches, which raises ModelError for logits that are no numbers.
+
+    It looks at those of two calls ago, which mlx-lm has waited for: looking at the newest would
+    keep the GPU waiting. `finish` looks at the last ones.
+    """
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
+        self._sampler = sampler
+        self._found: list[mx.array] = []
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self.finish(but=1)
+        found = _no_numbers(logprobs)
+        mx.async_eval(found)  # type: ignore[no-untyped-call]
+        self._found.append(found)
+        return self._sampler(logprobs)
+
+    def finish(self, but: int = 0) -> None:
+        """Check all calls, but for so many of the last ones."""
+        while len(self._found) > but:
+            _check(self._found.pop(0))
 
 
 @contextmanager
@@ -258,28 +291,30 @@ def answers(
     `on_progress` is called after each batch, with the number of answers done and of all. A batch is
     tried again after a fault of the GPU, smaller where that helps. Stop texts are ignored.
 
-    Raises MemoryLimitError or GpuError.
+    Raises MemoryLimitError, GpuError, or ModelError for logits that are no numbers.
     """
     model.eval()
-    sampler = sampling.sampler(vocab_size)
-    texts: dict[int, str] = {}
+    answered: dict[int, str] = {}
     # Sorted by length, batches have the least padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     at_once = _AT_ONCE
 
     def batch() -> list[Prompt]:
-        return [prompts[i] for i in order[len(texts) : len(texts) + at_once]]
+        return [prompts[i] for i in order[len(answered) : len(answered) + at_once]]
 
     def answer() -> list[str]:
         ends = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
+        sampler = _CheckedSampler(sampling.sampler(vocab_size))
         try:
-            return batch_generate(
+            texts = batch_generate(
                 model,
                 _BatchTokenizer(tokenizer, ends),
                 [list(each.ids) for each in batch()],
                 max_tokens=sampling.max_new_tokens,
                 sampler=sampler,
             ).texts
+            sampler.finish()
+            return texts
         except ValueError:  # an architecture whose cache mlx-lm cannot batch
             generator = Generator(model, tokenizer, vocab_size)
             return [generator.answer(each, sampling).text for each in batch()]
@@ -291,8 +326,8 @@ def answers(
                 raise _fault_error(fault, text)
             at_once = len(batch()) // 2
 
-    while len(texts) < len(order):
-        answered = retried(answer, change)
-        texts.update(zip(order[len(texts) :], answered, strict=False))
-        on_progress(len(texts), len(order))
-    return [texts[i] for i in range(len(prompts))]
+    while len(answered) < len(order):
+        texts = retried(answer, change)
+        answered.update(zip(order[len(answered) :], texts, strict=False))
+        on_progress(len(answered), len(order))
+    return [answered[i] for i in range(len(prompts))]

@@ -314,3 +314,14 @@ def test_logits_that_are_no_numbers_end_in_one_line(folder: Path) -> None:
     model.model.norm.weight = model.model.norm.weight * float("nan")
     with pytest.raises(ModelError, match="the model's logits are not finite numbers"):
         Generator(model, Bytes(), 320).answer(Prompt((1, 2, 3), None), GREEDY)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 24])
+def test_logits_of_one_prompt_in_a_batch_that_are_no_numbers_end_in_one_line(
+    folder: Path, max_new_tokens: int
+) -> None:
+    model = load_base(folder, "float32").model
+    model.model.embed_tokens.weight[7] = float("nan")
+    prompts = [Prompt((1, 2, 3), None), Prompt((1, 7, 3), None)]
+    with pytest.raises(ModelError, match="the model's logits are not finite numbers"):
+        answers(model, Bytes(), prompts, Sampling(max_new_tokens=max_new_tokens))
