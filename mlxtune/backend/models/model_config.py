@@ -17,11 +17,16 @@ _LISTED = re.compile(
 # Where wrappers of a language model keep its part.
 _PARTS = ("text_config", "llm_config", "language_config")
 _COUNT = re.compile(
-    r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|num_experts_per_tok|(?:\w+_)?head_dim"
+    r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|(?:\w+_)?head_dim"
     r"|(?:\w+_)?(?:hidden|intermediate|vocab)_size"
+    r"|num_experts_per_tok(?:en)?|top_k_experts|moe_(?:k|topk|top_k)|topk_group|n_groups?"
+    r"|(?:kv|q|o)_lora_rank|first_k_dense_replace|decoder_sparse_step|n_(?:embd|head|layer)"
 )
 # One number for the whole model, never a list of them.
 _SINGLE = ("vocab_size", "hidden_size", "max_position_embeddings")
+# Angles are divided by these, or by powers of them.
+_ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|short)_factor")
+_NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 # Mamba's time_step_limit may end at infinity.
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
 # Digits of a number that is text.
@@ -40,7 +45,10 @@ _MULTIPLES = (
     ("n_routed_experts", "n_group"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_USED = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+_USED = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_k", "moe_topk", "moe_top_k"),
+)
 # MLX's error for a weight of another shape.
 _OTHER_SHAPE = re.compile(
     r"Expected shape \((.*?)\) but received shape \((.*?)\) for parameter (\S+)"
@@ -67,15 +75,30 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the factors at any depth that are not finite, or negative where none may be."""
+    """Yield the factors at any depth that are no finite numbers, or too small."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _senseless(value)
-        elif type(value) in (int, float) and _FINITE.fullmatch(name):
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{name} is {value}, not a finite number"
-            elif value < 0 and name.endswith(("eps", "epsilon", "theta")):
-                yield f"{name} is {value}, less than 0"
+        for each in value if isinstance(value, list) else [value]:
+            if problem := _senseless_number(name, each):
+                yield f"{name} is {problem}"
+                break
+
+
+def _senseless_number(name: str, value: Any) -> str | None:
+    if isinstance(value, str | bool):
+        return f"{value!r:.40}, not a number" if _NUMBER.fullmatch(name) else None
+    if not isinstance(value, int | float) or not (
+        _FINITE.fullmatch(name) or _NUMBER.fullmatch(name)
+    ):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}, not a finite number"
+    if value <= 0 and _ABOVE_ZERO.fullmatch(name):
+        return f"{value}, not above 0"
+    if value < 0 and _NUMBER.fullmatch(name):
+        return f"{value}, less than 0"
+    return None
 
 
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
