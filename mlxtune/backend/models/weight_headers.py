@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxtune.backend.models.model_config import FORMATS
+from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.core.files.tensor_files import TensorInfo
 
 # In the names of what encodes images and sound beside a language model.
@@ -19,7 +20,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of the language model's tensors by name."""
-    quantised = isinstance(config.get("quantization"), Mapping)
+    quantised = is_quantized(config)
     for name, info in tensors.items():
         if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
             continue

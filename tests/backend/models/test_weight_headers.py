@@ -49,6 +49,25 @@ def test_broken_weight_is_named(tensors: dict[str, TensorInfo], problem: str) ->
     assert [each[: len(problem)] for each in weight_problems(tensors, CONFIG)] == [problem]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        {"text_config": {"quantization_config": {"quant_method": "modelopt"}}},
+    ],
+)
+def test_weights_that_only_quantization_config_describes_are_looked_at(
+    config: dict[str, Any],
+) -> None:
+    arrays = mx.quantize(mx.ones((8, 128)), group_size=32, bits=4, mode="mxfp4")
+    weight, scales = (each.shape for each in arrays)
+    tensors = {"q.weight": TensorInfo("U32", weight), "q.scales": TensorInfo("U8", scales)}
+    assert list(weight_problems(tensors, config)) == []
+    tensors["q.scales"] = TensorInfo("U8", (1, *scales[1:]))
+    (problem,) = weight_problems(tensors, config)
+    assert problem == "q.scales is (1, 4), which does not fit a weight of (8, 16)"
+
+
 def test_buffers_and_weights_that_mlx_lm_converts_are_sound() -> None:
     tensors = {
         "a.weight": TensorInfo("F8_E4M3", (128, 128)),
