@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.core.files.files import file_hash
 from mlxtune.core.files.lock import Lock
 from tests.attacks.attack import contents
 from tests.command import Cli
@@ -152,12 +153,22 @@ def _forged(out: Path) -> None:
         (out / name).write_text('{"files": {}}')
 
 
+def _listed(out: Path) -> None:
+    """A file in the manifest of somebody who knew it, with its hash."""
+    place(out / "thesis.tex")
+    for path in (out / "certificate.json", out / "mlxtune-files.json"):
+        if path.exists():
+            content = json.loads(path.read_text())
+            content["files"]["thesis.tex"] = file_hash(out / "thesis.tex")
+            path.write_text(json.dumps(content))
+
+
 def _changed(out: Path) -> None:
     place(out / "adapter_config.json")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [_more, _below, _forged, _changed])
+@pytest.mark.parametrize("change", [_more, _below, _forged, _listed, _changed])
 @pytest.mark.parametrize("command", ["fuse", "export", "import"])
 def test_overwriting_removes_no_file_of_the_user(
     cli: Cli,

@@ -1,9 +1,9 @@
 """A folder that appears whole or not at all: made next to its target, then renamed."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlxtune.core.files.files import (
@@ -25,20 +25,26 @@ _Known = Mapping[str, tuple[int, int, int]]
 
 @contextmanager
 def new_folder(
-    target: Path, sources: Iterable[Path], *, manifest: str, overwrite: bool
+    target: Path,
+    sources: Iterable[Path],
+    *,
+    manifest: str,
+    names: Collection[str],
+    overwrite: bool,
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 
     The caller writes the file `manifest` there, JSON with the SHA-256 of all others in `files`. An
     existing folder is replaced only with `overwrite`, and only if it holds no files but those in
-    its manifest, unchanged. `sources` are the files and folders that are read, which the target
-    must not hold.
+    its manifest, unchanged, whose names match `names`: patterns of all that is ever written there,
+    as somebody else may have made the manifest. `sources` are the files and folders that are read,
+    which the target must not hold.
 
     Raises OutputError.
     """
     check_writable(target, "--output")
     _check_apart(target, sources)
-    known = _check_free(target, manifest, overwrite)
+    known = _check_free(target, manifest, names, overwrite)
 
     def is_known(folder: Path) -> bool:
         return is_folder(folder) and _fingerprints(folder) == known
@@ -121,7 +127,7 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
             )
 
 
-def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
+def _check_free(target: Path, manifest: str, names: Collection[str], overwrite: bool) -> _Known:
     """Return the files of the folder that is to be replaced, all of them ours."""
     with as_output_error(target, "--output"):
         if not os.path.lexists(target):
@@ -140,8 +146,15 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
                 f"{target}: already exists: choose another --output, or add --overwrite"
             )
         known = _fingerprints(target)
-        _check_written(target, {**files, manifest: None})
+        written = {name: each for name, each in files.items() if _matches(name, names)}
+        _check_written(target, {**written, manifest: None})
     return known
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    path = PurePosixPath(name)
+    # `match` looks at the last parts only.
+    return any(path.match(each) and each.count("/") == name.count("/") for each in patterns)
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:

@@ -15,10 +15,11 @@ from tests.attacks.attack import contents
 from tests.command import files_in
 
 MANIFEST = "manifest.json"
+NAMES = ("weights", "inner/template", "*.bin")
 
 
 def write(target: Path, text: str = "new", *, overwrite: bool = False) -> None:
-    with new_folder(target, [], manifest=MANIFEST, overwrite=overwrite) as folder:
+    with new_folder(target, [], manifest=MANIFEST, names=NAMES, overwrite=overwrite) as folder:
         (folder / "inner").mkdir()
         for name in ("weights", "inner/template"):
             (folder / name).write_text(text)
@@ -36,7 +37,7 @@ def test_folder_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> No
 def test_nothing_is_left_where_filling_it_failed(tmp_path: Path) -> None:
     with (
         pytest.raises(OutputError, match="No space"),
-        new_folder(tmp_path / "out", [], manifest=MANIFEST, overwrite=False) as folder,
+        new_folder(tmp_path / "out", [], manifest=MANIFEST, names=NAMES, overwrite=False) as folder,
     ):
         (folder / "weights").write_text("half")
         raise OSError(28, "No space left on device")
@@ -47,7 +48,7 @@ def test_what_stood_there_stays_where_filling_the_new_one_failed(tmp_path: Path)
     write(tmp_path / "out", "old")
     with (
         pytest.raises(KeyboardInterrupt),
-        new_folder(tmp_path / "out", [], manifest=MANIFEST, overwrite=True),
+        new_folder(tmp_path / "out", [], manifest=MANIFEST, names=NAMES, overwrite=True),
     ):
         raise KeyboardInterrupt
     assert files_in(tmp_path) == [f"out/{name}" for name in WRITTEN]
@@ -72,6 +73,12 @@ def _forged(out: Path) -> None:
     (out / "thesis.tex").write_text("mine")
 
 
+def _forged_with_hashes(out: Path) -> None:
+    """A manifest by somebody who knew the file."""
+    (out / "inner" / "a.bin").write_text("mine")
+    (out / MANIFEST).write_text(json.dumps({"files": hashes(out)}))
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file more": (lambda out: (out / "thesis.tex").write_text("mine"), "holds thesis.tex"),
     "one below": (lambda out: (out / "inner" / "a").write_text("mine"), "holds inner/a"),
@@ -81,6 +88,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a hard link": (lambda out: os.link(out / "weights", out.parent / "w"), "holds weights, not"),
     "a pipe": (lambda out: os.mkfifo(out / "pipe"), "holds pipe"),
     "a manifest of nothing": (_forged, "holds thesis.tex"),
+    "a manifest of more": (_forged_with_hashes, "holds inner/a.bin, not written"),
     "an empty manifest": (lambda out: (out / MANIFEST).write_text(""), "other files"),
     "a manifest of a list": (lambda out: (out / MANIFEST).write_text('{"files": []}'), "other"),
 }
@@ -105,7 +113,7 @@ def test_file_that_comes_into_the_old_folder_meanwhile_stays(tmp_path: Path) -> 
     write(out, "old")
     with (
         pytest.raises(OutputError, match="holds files that mlxtune did not write"),
-        new_folder(out, [], manifest=MANIFEST, overwrite=True),
+        new_folder(out, [], manifest=MANIFEST, names=NAMES, overwrite=True),
     ):
         (out / "thesis.tex").write_text("mine")
     assert (out / "thesis.tex").read_text() == "mine"
@@ -133,8 +141,8 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     for target in (model, tmp_path / "models", tmp_path / "link"):
         with (
             pytest.raises(OutputError, match="which is an input"),
-            new_folder(target, [model], manifest=MANIFEST, overwrite=True),
+            new_folder(target, [model], manifest=MANIFEST, names=NAMES, overwrite=True),
         ):
             pytest.fail("the folder was given")
-    with new_folder(model / "fused", [model], manifest=MANIFEST, overwrite=False):
+    with new_folder(model / "fused", [model], manifest=MANIFEST, names=NAMES, overwrite=False):
         pass
