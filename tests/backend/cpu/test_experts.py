@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.gemma4_text import GeGLU
@@ -18,7 +18,6 @@ from mlxtune.backend.models.layers import StoredExperts
 from tests.backend.switched import assert_same, experts, indices, with_lora
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(1, 90),
     count=st.integers(1, 7),

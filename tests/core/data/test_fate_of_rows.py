@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from mlxtune.core.data import problems
@@ -184,11 +184,9 @@ OPTIONS: dict[str, Any] = {
     "turns": st.sampled_from(["all", "all", "last"]),
     "limit": st.integers(2, 60) | st.just(NO_LIMIT),
 }
-LAW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 
 
 @pytest.mark.parametrize("name", slow_except(sorted(TEMPLATES), "qwen3"))
-@LAW
 @given(bos=st.sampled_from([None, "<bos>"]), **OPTIONS)
 def test_rows_in_a_built_in_template(
     name: str,
@@ -257,7 +255,6 @@ MODEL_OPTIONS = OPTIONS | {
 
 
 @pytest.mark.parametrize("name", slow_except(sorted(RENDERERS), sorted(RENDERERS)[0]))
-@settings(LAW, max_examples=40)
 @given(**MODEL_OPTIONS)
 def test_rows_in_a_models_template(name: str, **options: Any) -> None:
     check_model_template(*RENDERERS[name], **options)
@@ -300,7 +297,6 @@ JINJA = [
 def test_rows_in_a_real_template(shared: Path, name: str) -> None:
     found = jinja(shared / "templates" / f"{name}.jinja")
 
-    @settings(LAW, max_examples=40)
     @given(**MODEL_OPTIONS)
     def check(**options: Any) -> None:
         check_model_template(*found, **options)
@@ -308,7 +304,6 @@ def test_rows_in_a_real_template(shared: Path, name: str) -> None:
     check()
 
 
-@LAW
 @given(
     written=st.lists(texts("あ"), min_size=1, max_size=4),
     chosen=st.sampled_from(sorted(TOKENIZERS)),

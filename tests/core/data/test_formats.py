@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config.data import FIELD_NAMES, parse_fields
@@ -269,7 +269,6 @@ MESSAGES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     rows=st.lists(
         st.fixed_dictionaries({"messages": MESSAGES}, optional={"tools": st.just([TOOL])})
@@ -339,7 +338,6 @@ ANY_ROW = (
 )
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(ANY_ROW, max_size=4),
     format=st.sampled_from(("auto", *FORMATS)),

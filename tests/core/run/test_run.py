@@ -212,9 +212,7 @@ RECORDS: dict[str, dict[str, Any]] = {
 NAMES = ("run.json", "result.json", "evaluation.json", "ledger.json", "epoch-1/metadata.json")
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(NAMES), value=JSON, kind=st.sampled_from(sorted(RECORDS)))
 def test_nothing_that_a_file_may_hold_breaks_the_page(
     tmp_path: Path, name: str, value: object, kind: str

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
@@ -109,7 +109,6 @@ def test_longest_example_of_the_data_has_to_fit_too() -> None:
     assert chosen(rare, plan.limit and plan.peak.total) is None
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(3, 200), min_size=1, max_size=6), st.integers(55_000, 800_000))
 def test_what_is_chosen_fits_and_leaves_a_margin_where_anything_does(
     lengths: list[int], limit: int

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig
@@ -299,7 +299,6 @@ def test_step_whose_loss_is_not_finite_stops_the_run_and_keeps_what_was_saved(
 # Best epoch and early stopping
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     losses=st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 2.5]), min_size=1, max_size=8),
     patience=st.integers(1, 9),

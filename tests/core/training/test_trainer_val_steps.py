@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.run.metrics import InstructTrainResult
@@ -41,7 +41,6 @@ def validated_after(per_epoch: int, epochs: int, max_steps: int | None, every: i
     return sorted(map(int, found))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     per_epoch=st.integers(1, 7),
     epochs=st.integers(1, 3),
@@ -91,7 +90,6 @@ def stepwise(losses: Sequence[float]) -> FakePipeline:
 LOSSES = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 2.5]), min_size=13, max_size=13)
 
 
-@settings(deadline=None, max_examples=40)
 @given(losses=LOSSES, patience=st.integers(1, 6), every=st.integers(1, 6))
 def test_best_step_and_patience_follow_all_validations(
     losses: list[float], patience: int, every: int
@@ -181,7 +179,6 @@ def all_of(found: InstructTrainResult, made: FakePipeline, folder: Path) -> list
     return [made.batches, made.learning_rates, found.stopped_early, best, adapter, log]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     losses=LOSSES,
     patience=st.integers(1, 6),

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.inspection import Piece
@@ -173,7 +173,6 @@ def test_marked_text_is_the_supervised_text_and_control_tokens_are_chips() -> No
     assert shown.of("code")[1:] == ["<|im_start|>", "<|im_end|>"] * 4
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.lists(
         st.tuples(st.text(st.sampled_from("ab <&>\"'\n\té日$%{}"), min_size=1), st.booleans()),
