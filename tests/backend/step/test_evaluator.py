@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -76,6 +77,18 @@ def test_other_heads_and_windows_give_it_too(architecture: str, way: Execution) 
     wanted = expected(base.model, fixed_step())
     evaluator = Evaluator(base.model, base.parameters, pytest.fail, execution=way)
     np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
+
+
+def test_evaluator_runs_a_model_that_was_training_in_evaluation_mode() -> None:
+    base = load_base(model_folder("qwen3"), "float32")
+    examples = random_examples(3)
+    wanted = expected(base.model, examples)
+    base.model.model.norm = nn.Sequential(base.model.model.norm, nn.Dropout(0.5))
+    base.model.train()
+
+    evaluator = Evaluator(base.model, base.parameters, pytest.fail)
+
+    np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", [Execution(MLX), KERNELS], ids=["plain", "kernels"])

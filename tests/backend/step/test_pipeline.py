@@ -244,6 +244,20 @@ def test_validation_knows_no_dropout(make_pipeline: MakePipeline) -> None:
     assert pipeline.evaluate(examples).avg_loss == without.evaluate(examples).avg_loss
 
 
+def test_validation_after_a_step_runs_the_model_in_evaluation_mode(
+    make_pipeline: MakePipeline,
+) -> None:
+    examples = random_examples(3)
+    pipeline = make_pipeline("qwen3")
+    expected = pipeline.evaluate(examples).avg_loss
+    trunk = pipeline.model.model
+    trunk.norm = nn.Sequential(trunk.norm, nn.Dropout(0.5))
+
+    pipeline.loss_and_gradients(examples)
+
+    assert pipeline.evaluate(examples).avg_loss == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_update_is_adamw_with_bias_correction_and_clipping(
     make_pipeline: MakePipeline, clip: float
@@ -364,6 +378,23 @@ def test_infinite_gradient_norm_of_a_finite_loss_is_an_error_and_changes_nothing
     monkeypatch.setattr(pipeline, "_accumulate", lambda *_: computed)
 
     with pytest.raises(NonFiniteLossError, match="gradient norm is inf"):
+        pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)
+
+    for name, value in tree_flatten(pipeline.model.trainable_parameters()):
+        assert mx.array_equal(value, before[name]), name
+
+
+def test_infinite_loss_of_finite_gradients_is_an_error_and_changes_nothing(
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make_pipeline("qwen3")
+    before = dict(tree_flatten(pipeline.model.trainable_parameters()))
+    vectors = pipeline.vectors.join(tree_unflatten(list(before.items())))
+    loss = mx.array(float("inf"))
+    computed = replace(pipeline._accumulate(random_examples(2), 1, vectors), loss=loss)
+    monkeypatch.setattr(pipeline, "_accumulate", lambda *_: computed)
+
+    with pytest.raises(NonFiniteLossError, match="loss is inf"):
         pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)
 
     for name, value in tree_flatten(pipeline.model.trainable_parameters()):
