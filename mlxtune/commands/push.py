@@ -18,9 +18,8 @@ from mlxtune.core.run.run_folder import PREVIOUS
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
-from mlxtune.hub.card import model_card
+from mlxtune.hub.adapters import check_may_write, model_card, upload
 from mlxtune.hub.names import REPOSITORY
-from mlxtune.hub.upload import check_may_write, upload
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 from mlxtune.views.pages.model_card import card_lines, quoted_samples

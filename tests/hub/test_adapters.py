@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.errors import OutputError
-from mlxtune.hub.upload import check_may_write, upload
+from mlxtune.hub.adapters import check_may_write, upload
 from tests.hub_server import Handler, Hub, Model
 
 FILES = {

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from mlxtune.core.run.run import Run, read_run
-from mlxtune.hub.card import model_card
+from mlxtune.hub.adapters import model_card
 from tests.runs import EVALUATION, LEDGER, write_run
 from tests.views.pages.test_model_card import HUB
 
