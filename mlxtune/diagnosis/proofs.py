@@ -1,4 +1,4 @@
-"""Every way to compute a step, measured on the device at hand for `mlxtune doctor --prove`."""
+"""Every way to compute a step, measured for `mlxtune doctor --prove`, and a base that it makes."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import qwen3
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import finish, on_cpu
@@ -18,7 +20,11 @@ from mlxtune.backend.memory.shapes import model_shapes, planned_execution
 from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from mlxtune.config.limits import CONFIG
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.files import copy_file, make_folder, write_json
+from mlxtune.core.files.ours import entries
+from mlxtune.core.files.sizes import read_value
 from mlxtune.core.steps.execution import Execution, load_of, predict
 from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis.apart import cosine_and_ratio, largest_difference
@@ -28,6 +34,10 @@ _LARGE = 10**9
 _ONE_STEP, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
 _TIMED_ROWS = 4
+# The base that is made: the width of its heads, and its quantisation.
+_HEAD, _GROUP, _BITS = 64, 64, 4
+# Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
+_CPU_WIDTH, _GPU_WIDTH = 256, 1024
 # The shapes that steps are timed in; a way to round them is one more entry.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
     "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
@@ -177,3 +187,33 @@ def memory_peaks(
         memory.forget_peak()
         pipeline.train_batch(examples)
         yield size, predicted, memory.peak_bytes()
+
+
+def write_base(
+    like: Path, folder: Path, width: int | None = None, *, quantized: bool = True
+) -> None:
+    """Write a folder in Qwen 3's shape with seeded weights, `width` wide, as fits the device.
+
+    Weights are in 4 bits if `quantized`, else in bfloat16.
+    """
+    width = width or (_CPU_WIDTH if on_cpu() else _GPU_WIDTH)
+    make_folder(folder)
+    for path in entries(like):
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            copy_file(path, folder / path.name)
+    config = read_value(like / "config.json", CONFIG) | {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_attention_heads": width // _HEAD,
+        "num_key_value_heads": width // _HEAD // 2,
+        "head_dim": _HEAD,
+    }
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    if quantized:
+        nn.quantize(model, group_size=_GROUP, bits=_BITS)
+        config["quantization"] = {"group_size": _GROUP, "bits": _BITS}
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_json(folder / "config.json", config)

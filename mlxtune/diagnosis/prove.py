@@ -17,9 +17,9 @@ from mlxtune.core.files import files
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.children import ChildTimeoutError, probe_device
-from mlxtune.diagnosis import proving, requirements, sharing
-from mlxtune.diagnosis.console import show_proof
+from mlxtune.diagnosis import proving, requirements
 from mlxtune.diagnosis.proving import MachineProof, ProofCheck
+from mlxtune.diagnosis.views import shareable, show_proof
 from mlxtune.diagnosis.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.errors import ModelError, one_line
 from mlxtune.views.console import RunConsole
@@ -80,7 +80,7 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
         print_json(proof.as_dict())
     show_proof(proof, result_console(stderr=as_json))
     if share is not None:
-        files.write_json(share, sharing.shareable(proof, _names()))
+        files.write_json(share, shareable(proof, _names()))
         with closing(RunConsole()) as console:
             console.say("Share", f"{share} has no names or paths: attach it to an issue")
     return proof.passed

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.models.made_base import write_base
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, StepConfig
 from mlxtune.core.data.encode import Example
@@ -71,13 +70,13 @@ def memory(model: Path, data: Path) -> Iterator[dict[str, Any]]:
 
 def base(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Write the base in 4 bits."""
-    write_base(like, folder)
+    proving.write_base(like, folder)
     yield {}
 
 
 def dense(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Write the base in 16 bits."""
-    write_base(like, folder, quantized=False)
+    proving.write_base(like, folder, quantized=False)
     yield {}
 
 

@@ -7,8 +7,8 @@ from io import StringIO
 from rich.console import Console
 
 from mlxtune.diagnosis import proving
-from mlxtune.diagnosis.console import show_proof
 from mlxtune.diagnosis.proving import MachineProof
+from mlxtune.diagnosis.views import show_proof
 
 LONGEST = proving.check_gradients("demo-gemma3", "cpu, recomputed", 1e-7, 2e-7).taking(12.34)
 

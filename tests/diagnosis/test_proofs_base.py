@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.backend.models.loading import load_base
-from mlxtune.backend.models.made_base import write_base
+from mlxtune.diagnosis.proofs import write_base
 from tests.paths import DATA
 
 

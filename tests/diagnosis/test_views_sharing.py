@@ -9,7 +9,7 @@ import pytest
 
 from mlxtune.diagnosis import proving
 from mlxtune.diagnosis.proving import MachineProof
-from mlxtune.diagnosis.sharing import shareable
+from mlxtune.diagnosis.views import shareable
 
 NAMES = ("Annas-MacBook.local", "anna", "x")
 

@@ -1,0 +1,100 @@
+"""A proof of `mlxtune doctor --prove`: its table on a terminal, and its JSON without names."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+
+from mlxtune.core.text import count
+from mlxtune.diagnosis.proving import (
+    BYTES,
+    DTYPE,
+    GRADIENTS,
+    MEMORY,
+    PEER,
+    SPEED,
+    MachineProof,
+)
+from mlxtune.views.tables import plain_table, shown
+
+_HEADINGS = {
+    GRADIENTS: "loss and gradients",
+    DTYPE: "gradients in 16 bits",
+    BYTES: "bytes of the adapter",
+    MEMORY: "peak memory",
+    SPEED: "speed of steps",
+    PEER: "beside mlx-lm",
+}
+_RESULTS = {True: shown("pass", "green"), False: shown("FAIL", "bold red"), None: shown("–")}
+# What stands around a separator, spaces included: everything up to a bracket, a quote or a colon.
+_PATH = re.compile(r"(?:\b[A-Za-z]:)?[\w.@+~-]*[/\\][^:;,'\"()\[\]]*")
+# Shorter names would take words apart.
+_SHORTEST_NAME = 2
+
+
+def show_proof(proof: MachineProof, console: Console) -> None:
+    """Print a line for each check, and the result."""
+    table = plain_table(["check", "expected", "found", "", "s"])
+    for column in table.columns[1:3]:
+        column.justify = "left"
+    for kind, checks in groupby(proof.checks, key=lambda check: check.kind):
+        table.add_row(shown(_HEADINGS[kind], "bold"))
+        for check in checks:
+            cells = (f"  {check.name}", check.expected, check.found)
+            table.add_row(
+                *map(shown, cells),
+                _RESULTS[check.passed],
+                f"{check.seconds:.1f}",
+            )
+    console.print(table)
+    for check in proof.failures:
+        console.print(shown(check.advice), soft_wrap=True)
+    console.print(shown(summary(proof), "bold"), soft_wrap=True)
+
+
+def summary(proof: MachineProof) -> str:
+    """Return the result in a line."""
+    device = f"{proof.device['name']} ({proof.device['kind']})"
+    took = f"{proof.seconds:.0f} s on {device}"
+    if proof.passed:
+        late = f", {len(proof.unfinished)} did not end in time" if proof.unfinished else ""
+        return f"{count(len(proof.checks), 'check')}, nothing failed{late}, in {took}"
+    failed = f"{len(proof.failures)} of {count(len(proof.checks), 'check')} failed, in {took}"
+    return f"{failed}: attach the output of mlxtune doctor --prove --json to an issue"
+
+
+def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
+    """Return a proof for JSON without what tells whose machine it is.
+
+    Hashes, paths and the `names` (of the host, the user and the home folder) are left out, also of
+    the errors that ended checks. No text has a separator of paths.
+    """
+    found = proof.as_dict()
+    for check in found["checks"]:
+        check["found"] = _PATH.sub("…", _without(check["found"], names))
+        check["expected"] = _without(check["expected"], names)
+        numbers = check["values"].items()
+        check["values"] = {key: value for key, value in numbers if not isinstance(value, str)}
+    found["machine"]["system"] = _without(found["machine"]["system"], names)
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _without(text: str, names: Sequence[str]) -> str:
+    """Return a text without some names, in any case of letters, where they stand as words."""
+    # A host is also known by the first part of its name.
+    every = {part for name in names for part in (name, name.partition(".")[0])}
+    for name in sorted(every, key=len, reverse=True):
+        if len(name) >= _SHORTEST_NAME:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "…", text, flags=re.IGNORECASE)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON whose texts have no separator of paths."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return re.sub(r"[/\\]", " ", value) if isinstance(value, str) else value
