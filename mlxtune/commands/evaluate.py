@@ -18,8 +18,8 @@ from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.evaluation import Evaluation
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
-from mlxtune.views.evaluation_text import evaluation_lines
 from mlxtune.views.output import print_json, print_line
+from mlxtune.views.run_text import evaluation_lines
 
 
 def evaluate(config: EvalConfig) -> Evaluation:

@@ -62,8 +62,7 @@ from mlxtune.errors import ConfigError, OutputError
 from mlxtune.tracking import check_trackers, trackers_of
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
-from mlxtune.views.pages.result_card import ResultCard
-from mlxtune.views.pages.run_page import write_page
+from mlxtune.views.pages.run_page import ResultCard, write_page
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ They go to stderr, in a notebook to stdout, as it shows stderr like an error.
 
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO, cast
@@ -20,15 +22,16 @@ from rich.text import Text
 
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
-from mlxtune.core.text import count
+from mlxtune.core.text import count, duration
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import printable
-from mlxtune.views import profile_text, run_text
-from mlxtune.views.notebook import LiveLine, in_notebook
+from mlxtune.views import run_text
 
 _STAGE_WIDTH = 12
 # The number of steps in the mean loss that is shown.
 _AVERAGED = 10
+# Each change of a notebook's line is a message to the browser.
+_SECONDS_BETWEEN = 0.1
 
 
 class BestEffortStream:
@@ -85,7 +88,7 @@ class RunConsole(TrainingObserver):
         self._best = math.inf
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
         self._thermal = ""
-        self._profile = profile_text.ProfileSummary()
+        self._profile = run_text.ProfileSummary()
 
     @property
     def stopping(self) -> str:
@@ -210,7 +213,7 @@ class RunConsole(TrainingObserver):
     def on_profile(self, profile: StepProfile) -> None:
         """Print the times of a profiled step, and keep them for the table at the end."""
         self._profile.add(profile)
-        self.say("Profile", profile_text.step_line(profile), copyable=True)
+        self.say("Profile", run_text.profile_line(profile), copyable=True)
 
     def on_problem(self, message: str) -> None:
         """Print a warning."""
@@ -236,5 +239,45 @@ class RunConsole(TrainingObserver):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        for number, line in enumerate(profile_text.table(self._profile)):
+        for number, line in enumerate(run_text.profile_table(self._profile)):
             self.say("" if number else "Profile", line, copyable=True)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a notebook's kernel, which has imported IPython."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+class LiveLine:
+    """Shows a text and, if given, how much of the work is done and how long the rest will take."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._shown = -math.inf
+        self._first: tuple[float, float] | None = None
+        self._handle = display(_content(""), raw=True, display_id=True)
+
+    def update(self, text: str, share: float | None = None) -> None:
+        """Replace what is shown, unless it has been replaced just now."""
+        now = time.monotonic()
+        if now - self._shown < _SECONDS_BETWEEN:
+            return
+        self._shown = now
+        if share is not None:
+            self._first = self._first or (now, share)
+            started, before = self._first
+            if share > before:
+                text += f"  {duration((now - started) * (1 - share) / (share - before))} left"
+        self._handle.update(_content(text, share), raw=True)
+
+    def close(self) -> None:
+        """Remove the line."""
+        self._handle.update(_content(""), raw=True)
+
+
+def _content(text: str, share: float | None = None) -> dict[str, Any]:
+    bar = "" if share is None else f'<progress max="1" value="{share:.4f}"></progress> '
+    html = f'<div style="font-family: monospace">{bar}{escape(text)}</div>' if text else ""
+    return {"text/plain": text, "text/html": html}

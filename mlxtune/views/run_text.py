@@ -2,22 +2,30 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.evaluation import Sample
+from mlxtune.core.run.evaluation import Evaluation, Generated, RowLosses, Sample, verdict_line
 from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
     perplexity,
 )
+from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView
-from mlxtune.core.text import byte_size, count, duration
+from mlxtune.core.text import byte_size, count, duration, short_duration
 from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.views.visible import escape
+
+_NAME_WIDTH = 12
+# The samples that are shown, and the characters of each text.
+_SAMPLES = 4
+_LONGEST = 400
+_PHASE_WIDTH = 16
 
 
 def loss_and_perplexity(value: float) -> str:
@@ -229,3 +237,92 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
         '{"role": "assistant", "content": "4"}]}'
     )
     yield "started by uvx or pipx run? pip install mlxtune, or type it before mlxtune here too"
+
+
+def evaluation_lines(evaluation: Evaluation) -> Iterator[str]:
+    """Yield the losses, the verdict, the rows that changed most, and sampled answers."""
+    yield f"{'Base':<{_NAME_WIDTH}}{loss_and_perplexity(evaluation.base.loss)}"
+    if evaluation.adapted is not None:
+        yield f"{'Adapted':<{_NAME_WIDTH}}{loss_and_perplexity(evaluation.adapted.loss)}"
+        yield f"{'Verdict':<{_NAME_WIDTH}}{verdict_line(evaluation)}"
+        yield from _changed_rows("Gained most", evaluation.gained)
+        yield from _changed_rows("Lost most", evaluation.lost)
+    if evaluation.generated is not None:
+        yield from _answers(evaluation.generated)
+
+
+def _changed_rows(name: str, rows: Sequence[RowLosses]) -> Iterator[str]:
+    for i, each in enumerate(rows):
+        yield (
+            f"{'' if i else name:<{_NAME_WIDTH}}{each.path}:{each.row}: {each.base_loss:.4f} to "
+            f"{each.adapted_loss:.4f} over {count(each.tokens, 'token')}"
+        )
+
+
+def _answers(generated: Generated) -> Iterator[str]:
+    match, rows = generated.exact_match, generated.rows
+    if not rows:
+        return
+    parts = [f"base {match.base:,}"]
+    if match.adapted is not None:
+        parts.append(f"adapted {match.adapted:,} ({match.adapted / rows:.1%})")
+    parts[0] += f" ({match.base / rows:.1%})"
+    answers = count(rows, "answer")
+    yield f"{'Exact match':<{_NAME_WIDTH}}{', '.join(parts)}, of {answers}, match exactly"
+    for sample in generated.samples[:_SAMPLES]:
+        yield ""
+        yield f"{sample.path}:{sample.row}"
+        sides = (("prompt", sample.prompt), ("expected", sample.expected), ("base", sample.base))
+        for name, text in (*sides, ("adapted", sample.adapted)):
+            if text is not None:
+                yield f"  {name:<{_NAME_WIDTH - 2}}{_short(text, from_end=name == 'prompt')}"
+
+
+def _short(text: str, *, from_end: bool) -> str:
+    shown = escape(text)
+    if len(shown) <= _LONGEST:
+        return shown
+    return f"…{shown[-_LONGEST:]}" if from_end else f"{shown[:_LONGEST]}…"
+
+
+class ProfileSummary:
+    """The profile of a run, summed up as its records arrive."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.phases: dict[str, Phase] = {}
+
+    def add(self, profile: StepProfile) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.seconds += profile.seconds
+        for name, phase in profile.phases.items():
+            known_phase = self.phases.get(name)
+            self.phases[name] = known_phase.plus(phase) if known_phase else phase
+
+
+def profile_line(profile: StepProfile) -> str:
+    """Return a profiled step in one line."""
+    shares = ", ".join(
+        f"{name} {phase.seconds / max(profile.seconds, 1e-12):.0%}"
+        for name, phase in profile.phases.items()
+    )
+    highest = max(profile.phases, key=lambda name: profile.phases[name].peak_bytes)
+    peak = byte_size(profile.phases[highest].peak_bytes)
+    took = short_duration(profile.seconds)
+    return f"step {profile.step}: {took}: {shares}; peak {peak} in {highest}"
+
+
+def profile_table(summary: ProfileSummary) -> Iterator[str]:
+    """Yield the lines of a table with each phase of a step."""
+    if summary.steps:
+        steps = count(summary.steps, "step")
+        yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"
+        yield f"{'phase':<{_PHASE_WIDTH}}{'time':>10}{'share':>8}{'takes':>10}{'peak':>10}"
+        for name in (*PHASES, OTHER):
+            if phase := summary.phases.get(name):
+                time = f"{short_duration(phase.seconds / summary.steps):>10}"
+                share = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
+                memory = f"{byte_size(phase.bytes):>10}{byte_size(phase.peak_bytes):>10}"
+                yield f"{name:<{_PHASE_WIDTH}}{time}{share}{memory}"

@@ -12,8 +12,7 @@ import mlxtune
 from mlxtune import OutputError
 from mlxtune.core.run.run import read_run
 from mlxtune.core.run.summary import RunView
-from mlxtune.views.pages.result_card import ResultCard
-from mlxtune.views.pages.run_page import write_page
+from mlxtune.views.pages.run_page import ResultCard, write_page
 from tests.command import Cli
 from tests.runs import EVALUATION, write_run
 

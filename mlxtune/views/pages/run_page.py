@@ -1,7 +1,8 @@
-"""A run, or several compared, as one HTML page that needs no network."""
+"""A run, or several compared, as one HTML page that needs no network, and a notebook's card."""
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,8 +22,8 @@ from mlxtune.core.run.summary import (
 )
 from mlxtune.core.text import count, join_few, loss_text, minute_of, signed_loss
 from mlxtune.views.pages.charts import Chart, draw
-from mlxtune.views.pages.page import PageType
-from mlxtune.views.pages.run_charts import charts_of, comparison_charts, style_of
+from mlxtune.views.pages.page import PageType, asset, render
+from mlxtune.views.pages.run_charts import charts_of, comparison_charts, loss_chart, style_of
 
 PAGE = PageType(
     command="report",
@@ -220,3 +221,31 @@ def _comparable(runs: Sequence[Run]) -> bool:
         if run.progress.validations
     }
     return len(validated_on) < 2
+
+
+@dataclass(frozen=True)
+class ResultCard:
+    """Shows a run; `code` is what to type next."""
+
+    run: Run
+    code: str
+
+    def html(self) -> str:
+        """Return the card as HTML that needs no script and no network."""
+        view = RunView.of(self.run)
+        picture, _ = draw(loss_chart(self.run, view), 0)
+        return str(
+            render(
+                "result_card.html",
+                view=view,
+                chart=picture,
+                style=Markup(asset("result_card.css") + asset("chart.css")),
+                next=self.code,
+            )
+        )
+
+    def text(self) -> str:
+        """Return the card without its picture."""
+        view = RunView.of(self.run)
+        figures = (f"{value}  {name}" for name, value in view.figures.items())
+        return "\n".join([f"{view.headline}.", view.verdict.line, *figures, self.code])

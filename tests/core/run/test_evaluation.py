@@ -28,7 +28,7 @@ from mlxtune.core.run.evaluation import (
     verdict_of,
 )
 from mlxtune.errors import NonFiniteLossError
-from mlxtune.views.evaluation_text import evaluation_lines
+from mlxtune.views.run_text import evaluation_lines
 
 Floats = npt.NDArray[np.float64]
 

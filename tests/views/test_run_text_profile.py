@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxtune.core.run.profile import Phase, StepProfile
-from mlxtune.views.profile_text import ProfileSummary, step_line, table
+from mlxtune.views.run_text import ProfileSummary, profile_line, profile_table
 
 STEP = StepProfile(
     10,
@@ -25,14 +25,14 @@ def summary(*records: StepProfile) -> ProfileSummary:
 
 
 def test_step_is_one_line_of_shares_and_its_peak() -> None:
-    assert step_line(STEP) == (
+    assert profile_line(STEP) == (
         "step 10: 2 s: data 5%, forward 25%, backward 65%, other 5%; peak 9 MB in backward"
     )
 
 
 def test_table_has_a_mean_for_each_phase() -> None:
     slower = StepProfile(20, 4.0, {"forward": Phase(3.5, 1, 6_000_000), "other": Phase(0.5, 0, 0)})
-    rows = [line.split() for line in table(summary(STEP, slower))]
+    rows = [line.split() for line in profile_table(summary(STEP, slower))]
     assert rows == [
         ["2", "steps", "profiled,", "3", "s", "a", "step"],
         ["phase", "time", "share", "takes", "peak"],
@@ -44,4 +44,4 @@ def test_table_has_a_mean_for_each_phase() -> None:
 
 
 def test_run_without_a_profile_has_no_table() -> None:
-    assert list(table(summary())) == []
+    assert list(profile_table(summary())) == []

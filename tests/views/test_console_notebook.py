@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlxtune.views import notebook
-from mlxtune.views.notebook import LiveLine, in_notebook
+from mlxtune.views import console
+from mlxtune.views.console import LiveLine, in_notebook
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
     monkeypatch.setattr("IPython.display.display", display)
     seconds = iter(range(100))
-    monkeypatch.setattr(notebook, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     return states
 
 
@@ -52,7 +52,7 @@ def test_line_shows_how_much_is_done_and_how_long_the_rest_takes(
 def test_changes_in_quick_succession_are_left_out(
     shown: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notebook, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 7.0))
     line = LiveLine()
     for step in range(1, 4):
         line.update(f"step {step}/3", step / 3)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mlxtune.core.run.run import Run, read_run
-from mlxtune.views.pages.result_card import ResultCard
+from mlxtune.views.pages.run_page import ResultCard
 from tests import runs
 
 CODE = "generate(model_path='<b>', prompt='…')"
