@@ -4,15 +4,18 @@ Nothing outside this package imports mlx, mlx_lm or transformers. Raises ModelEr
 installed without the library that computes.
 """
 
+import resource
 import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlxtune.backend.device.open_files import check_limit
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import INSTALL_LIBRARY
-from mlxtune.errors import ModelError
+from mlxtune.errors import ConfigError, ModelError
+
+# mlx_lm.utils: setrlimit(RLIMIT_NOFILE, (2048, 4096)), which raises where it may not.
+_NEEDED = 4096
 
 
 def _check_library() -> None:
@@ -25,10 +28,24 @@ def _check_library() -> None:
             raise ModelError(f"MLX has no library here: {INSTALL_LIBRARY}")
 
 
+def _check_open_files() -> None:
+    """Raise ConfigError if mlx-lm could not set its limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_NEEDED // 2, _NEEDED))
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            [
+                f"only {hard:,} files may be open at once, and mlx-lm asks for {_NEEDED:,}: "
+                f"allow more with ulimit -Hn {_NEEDED}, or in the limits of the container"
+            ]
+        ) from error
+
+
 _check_library()
 BLAS = load_blas().name
 if problem := load_blas().problem:
     warnings.warn(problem, RuntimeWarning, stacklevel=2)
-check_limit()
+_check_open_files()
 # In a notebook without widgets, tqdm warns of bars that nothing here shows.
 warnings.filterwarnings("ignore", "IProgress not found")

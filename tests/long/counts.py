@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlxtune.backend.device import compiling
+from mlxtune.backend.lora import optimizer
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.liveness import Operation, followed, ordered, tie
 
@@ -215,7 +215,7 @@ def _nothing_evaluated() -> Any:
 @contextmanager
 def compiled_as_on_gpu() -> Iterator[None]:
     """Have functions compiled inside the block that a GPU would compile."""
-    with _replaced(compiling, on_cpu=lambda: False):
+    with _replaced(optimizer, compiles=lambda: True):
         yield
 
 

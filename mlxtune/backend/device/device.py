@@ -36,3 +36,8 @@ def device_name() -> str:
 def finish() -> None:
     """Wait until the device has done all queued work."""
     mx.synchronize()
+
+
+def compiles() -> bool:
+    """Return whether compiling pays: on the CPU, MLX compiles with a C++ compiler, for no gain."""
+    return not on_cpu()

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
-from mlxtune.backend.device.compiling import compiles
+from mlxtune.backend.device.device import compiles
 from mlxtune.backend.lora.vectors import ROW, LoRAVectors
 from mlxtune.config import InstructConfig
 

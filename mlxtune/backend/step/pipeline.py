@@ -28,8 +28,7 @@ from mlxtune.backend.step.pending import (
     StepGradients,
     describe_non_finite,
 )
-from mlxtune.backend.step.phases import Phases
-from mlxtune.backend.step.stages import Graph, Stages
+from mlxtune.backend.step.stages import Graph, Phases, Stages
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example

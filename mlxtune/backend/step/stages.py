@@ -5,15 +5,18 @@ macOS ends commands that keep the GPU from drawing the display for some seconds 
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.side_by_side import Mixers
+from mlxtune.core.run.profile import PhaseTimer
 
 # The seconds that a stage may take; operations a second before any was timed, which the slowest
 # Macs reach; and operations for each parameter and token, forward and backward.
@@ -22,6 +25,7 @@ _METAL_SPEED = 1e12
 _OPERATIONS = 6
 # How much of a micro-batch's time is its forward pass.
 _FORWARD = 1 / 3
+Gradients = tuple[mx.array, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,53 @@ def _divided(arrays: Sequence[mx.array], count: int) -> Iterator[Sequence[mx.arr
     size = math.ceil(len(arrays) / count) or 1
     for start in range(0, len(arrays), size):
         yield arrays[start : start + size]
+
+
+class Phases:
+    """The borders between the phases of a step.
+
+    A `timer` has each phase evaluated at its end, where a lap ends, too. Without one, nothing is
+    measured.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.timer: PhaseTimer | None = None
+        self._forward = forward
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes in use, and the most that were in use since this was last asked."""
+        return int(mx.get_active_memory()), memory.lap_peak()
+
+    def end(self, name: str, *arrays: Any) -> None:
+        """End a phase that computed these arrays, or what was evaluated already."""
+        if self.timer is not None:
+            if arrays:
+                mx.eval(*arrays)
+            self.timer.end(name)
+
+    def gradients(self, *args: Any) -> Gradients:
+        """Return what `Forward.gradients` gives, and end the phases within.
+
+        These are forward, loss (the head) and backward.
+        """
+        rows_seen: list[mx.array] = []
+
+        def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+            # Layers that are computed as they are called are done by now.
+            rows_seen.append(rows)
+            self.end("forward")
+            return head(rows)
+
+        def loss_and_rows(*args: Any) -> tuple[mx.array, list[mx.array]]:
+            loss = self._forward.scaled_loss(*args)
+            self.end("loss" if rows_seen else "forward")
+            return loss, rows_seen
+
+        with self._forward.watched(around):
+            (loss, rows), gradients = mx.value_and_grad(loss_and_rows)(*args)
+        self.end("backward")
+        if rows:
+            self.end("forward", rows)
+        self.end("loss" if rows else "forward", loss)
+        self.end("backward", gradients)
+        return loss, gradients

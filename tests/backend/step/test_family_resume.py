@@ -12,10 +12,9 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.adapters import checkpoints, initialise
 from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.lora import pissa
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -65,7 +64,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     first.save(tmp_path)
 
     # What it began as is read, not found again.
-    monkeypatch.setattr(pissa, "principal_svd", None)
+    monkeypatch.setattr(initialise, "principal_svd", None)
     again = pipeline(folder, how, fresh=False, **options)
     again.restore(tmp_path)
     assert take(again, range(STOP + 1, STEPS + 1)) == expected[STOP:]
