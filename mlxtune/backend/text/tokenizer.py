@@ -1,8 +1,11 @@
 """A model folder's tokenizer, with the interface that core expects."""
 
+import os
 import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,12 @@ from transformers.utils import logging as transformers_logging
 from mlxtune.backend.models.model_folder import check_auto_map, check_files, json_object
 from mlxtune.backend.text.tokenizer_trial import try_tokenizer
 from mlxtune.core.data.encode import OffsetEncoding
-from mlxtune.core.machine.panics import PanicError, caught_panics
+from mlxtune.core.files.scratch import scratch_file
 from mlxtune.errors import ModelError, one_line
+
+_STDERR = 2
+_panics_lock = threading.Lock()
+_catching = 0
 
 
 class _FastEncoded:
@@ -236,3 +243,64 @@ def _eos_ids(folder: Path) -> list[int]:
             ids = ids if isinstance(ids, list) else [ids]
             eos_ids += [id_ for id_ in ids if type(id_) is int and 0 <= id_ < 2**31]
     return eos_ids
+
+
+class PanicError(Exception):
+    """A panic of the library `tokenizers`, which is in Rust; its own exception is no Exception."""
+
+
+@contextmanager
+def caught_panics() -> Iterator[None]:
+    """Raise PanicError for a panic, whose text is not shown.
+
+    What is written to stderr meanwhile is shown afterwards.
+    """
+    global _catching
+    with _panics_lock:
+        first = _catching == 0
+        _catching += 1
+    panicked = False
+    held = _hold_back() if first else None
+    try:
+        yield
+    except BaseException as error:
+        # Rust's binding makes this class anew in each library.
+        panicked = type(error).__name__ == "PanicException"
+        if not panicked:
+            raise
+        raise PanicError(str(error)) from error
+    finally:
+        with _panics_lock:
+            _catching -= 1
+        if held is not None:
+            _let_go(*held, drop=panicked)
+
+
+def _hold_back() -> tuple[int, int] | None:
+    """Lead stderr into a file; return the file and what stderr was, or None if that fails."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+    try:
+        before = os.dup(_STDERR)
+    except OSError:
+        return None
+    try:
+        with scratch_file() as file:
+            held = os.dup(file.fileno())
+        os.dup2(held, _STDERR)
+    except OSError:
+        os.close(before)
+        return None
+    return held, before
+
+
+def _let_go(held: int, before: int, *, drop: bool) -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+    os.dup2(before, _STDERR)
+    os.close(before)
+    with suppress(OSError):
+        os.lseek(held, 0, os.SEEK_SET)
+        while not drop and (written := os.read(held, 2**16)):
+            os.write(_STDERR, written)
+    os.close(held)

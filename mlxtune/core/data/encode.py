@@ -4,7 +4,8 @@ tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assista
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
 """  # noqa: E501
 
-from bisect import bisect_left
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.control_tokens import ControlTokens
 from mlxtune.core.data.conversation import Conversation, Document, to_json
 from mlxtune.core.data.problems import CONTROL_TOKEN, DOUBLE_BOS, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, Template
@@ -25,6 +25,8 @@ _CHUNK_CHARACTERS = 2**21
 _PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.
 _CACHED_TAILS = 4096
+# Nobody writes out longer control tokens.
+_LONGEST_WRITTEN = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +128,36 @@ def _texts(row: Conversation | Document) -> Iterator[str]:
 Rows = list[Conversation | Document]
 # Some rows, each as its examples.
 EncodedRows = list[list[Example]]
+
+
+class ControlTokens:
+    """Searches texts for control tokens, in time that hardly depends on the number of tokens.
+
+    A regular expression of all of them takes quadratic time to compile.
+    """
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        # Where a token starts with another one, that one is found. So each is the only one that
+        # a text can start with, and comes right before the text in the order.
+        self._tokens: list[str] = []
+        for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
+            if not self._tokens or not token.startswith(self._tokens[-1]):
+                self._tokens.append(token)
+        starts = sorted({token[:2] for token in self._tokens})
+        self._starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
+        self._longest = max(map(len, self._tokens), default=0)
+
+    def search(self, text: str) -> str | None:
+        """Return the first token in a text, or None."""
+        at = 0
+        while start := self._starts.search(text, at):
+            at = start.start()
+            rest = text[at : at + self._longest]
+            before = bisect_right(self._tokens, rest) - 1
+            if before >= 0 and rest.startswith(self._tokens[before]):
+                return self._tokens[before]
+            at += 1
+        return None
 
 
 @dataclass

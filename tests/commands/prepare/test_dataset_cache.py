@@ -196,7 +196,6 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     hashed = set(mlxtune.commands.prepare.dataset._code_hashes())
     used -= {"backend/models/model_folder", "backend/models/model_config"}
     used -= {f"core/files/{name}" for name in ("files", "ours", "reading", "scratch", "sizes")}
-    used -= {"core/machine/panics"}
     # It passes lines on.
     used -= {"core/files/limited_process"}
     assert used <= hashed

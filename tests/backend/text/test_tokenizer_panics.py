@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mlxtune.core.machine.panics import PanicError, caught_panics
+from mlxtune.backend.text.tokenizer import PanicError, caught_panics
 
 
 class PanicException(BaseException):
