@@ -22,7 +22,7 @@ from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import SECTIONS
-from mlxtune.core.run.run_files import RUN_FILES
+from mlxtune.core.run.run_folder import RUN_FILES
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"

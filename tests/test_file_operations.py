@@ -34,10 +34,10 @@ EXCEPTIONS = {
     ("config/files.py", "path.open"): "the layer below core, which reads 64 KB of --config",
     ("views/pages/page.py", "resources.files(...).joinpath(...).read_text"): "package data, "
     "which may be in an archive",
-    ("cli/streams.py", "os.open"): "gives the null device the numbers of closed streams",
-    ("cli/streams.py", "open"): "an object for the stream that is open already",
+    ("cli/process.py", "os.open"): "gives the null device the numbers of closed streams",
+    ("cli/process.py", "open"): "an object for the stream that is open already",
     ("benchmark/worker.py", "os.fdopen"): "a copy of stdout",
-    ("cli/streams.py", "io.FileIO"): "the same",
+    ("cli/process.py", "io.FileIO"): "the same",
     ("backend/text/tokenizer_child.py", "Path(...).read_bytes"): "a script of a limited process, "
     "which imports nothing of mlxtune",
 }

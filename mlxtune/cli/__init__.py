@@ -12,8 +12,13 @@ import click
 from click.shell_completion import shell_complete
 
 from mlxtune.cli.commands import COMMANDS
-from mlxtune.cli.streams import drop_results, flush_results, open_streams
-from mlxtune.cli.surroundings import check_current_folder, set_temporary_folder
+from mlxtune.cli.process import (
+    check_current_folder,
+    drop_results,
+    flush_results,
+    open_streams,
+    set_temporary_folder,
+)
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
 from mlxtune.errors import ConfigError, Interrupted, MlxTuneError, TrainingInterrupted, printable
 from mlxtune.start import unguard

@@ -1,6 +1,5 @@
 """`mlxtune plan`: the memory, steps and time of a run, before it starts."""
 
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -27,6 +26,7 @@ from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepC
 from mlxtune.core.run.run_plan import RunPlan
 from mlxtune.core.run.speed import read_speed
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
+from mlxtune.core.training.schedule import count_steps
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.plan_text import plan_lines
@@ -102,10 +102,7 @@ def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Datase
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[chosen].sum()
         for values in (corpus.lengths, corpus.supervised)
     )
-    per_epoch = math.ceil(len(chosen) / config.batch_size)
-    steps = config.epochs * per_epoch
-    if config.max_steps is not None:
-        steps = min(steps, config.max_steps)
+    per_epoch, steps = count_steps(config, len(chosen))
     return replace(
         planned,
         rows=len(chosen),

@@ -1,9 +1,21 @@
-"""Learning rates as pure functions of the step. Steps count from 1, the first update."""
+"""The number of a run's steps, and learning rates as pure functions of the step.
+
+Steps count from 1, the first update.
+"""
 
 import math
 from collections.abc import Callable
 
+from mlxtune.config import InstructTrainingConfig
+
 Schedule = Callable[[int], float]
+
+
+def count_steps(config: InstructTrainingConfig, rows: int) -> tuple[int, int]:
+    """Return the steps of an epoch over some rows, and of the run."""
+    per_epoch = math.ceil(rows / config.batch_size)
+    steps = config.epochs * per_epoch
+    return per_epoch, steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def make_schedule(

@@ -31,7 +31,7 @@ from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver, saves_ep
 from mlxtune.core.steps import order
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline, StartedStep
-from mlxtune.core.training.schedule import make_schedule
+from mlxtune.core.training.schedule import count_steps, make_schedule
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import (
     GpuError,
@@ -84,10 +84,7 @@ class InstructTrainer:
             self.train_rows, self.val_rows = corpus.select(training), corpus.select(held_out)
         else:
             self.train_rows, self.val_rows = corpus.select(), Corpus.of(validation).select()
-        self.steps_per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
-        self.total_steps = config.epochs * self.steps_per_epoch
-        if config.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.max_steps)
+        self.steps_per_epoch, self.total_steps = count_steps(config, len(self.train_rows))
         own = config.learning_rate
         self.learning_rate = pipeline.learning_rate if own is None else own
         self._schedule = make_schedule(

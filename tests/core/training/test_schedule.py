@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.training.schedule import Schedule, make_schedule
+from mlxtune.config import InstructTrainingConfig
+from mlxtune.core.training.schedule import Schedule, count_steps, make_schedule
 
 PEAK = 2e-4
 LR_MIN = 1e-6
@@ -150,3 +151,12 @@ def test_steps_beyond_the_run_stay_at_its_end() -> None:
     schedule = schedule_of(total_steps=10, fraction=0.2)
 
     assert schedule(11) == schedule(10_000) == pytest.approx(LR_MIN)
+
+
+@pytest.mark.parametrize(("rows", "max_steps", "expected"), [(9, None, 9), (9, 7, 7), (8, 7, 6)])
+def test_last_step_of_an_epoch_takes_the_rows_that_are_left(
+    rows: int, max_steps: int | None, expected: int
+) -> None:
+    config = InstructTrainingConfig(epochs=3, batch_size=4, max_steps=max_steps)
+
+    assert count_steps(config, rows) == (math.ceil(rows / 4), expected)

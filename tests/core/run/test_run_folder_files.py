@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.run_files import RUN_FILES
+from mlxtune.core.run.run_folder import RUN_FILES
 from tests.command import Cli, files_in
 
 # Files that only some options write.
@@ -30,7 +30,7 @@ def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path)
         assert train("--save-steps", 2, "--keep", 5).code == 0
     left = {path: entry_of(path) for path in files_in(output.parent)}
     nowhere = [path for path, entry in left.items() if entry is None]
-    assert nowhere == [], "describe them in mlxtune/core/run/run_files.py"
+    assert nowhere == [], "describe them in mlxtune/core/run/run_folder.py"
     assert set(left.values()) == set(RUN_FILES) - ON_REQUEST
 
 

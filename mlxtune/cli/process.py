@@ -1,15 +1,21 @@
-"""The standard streams of the command, which may be closed, full, or slow to be read."""
+"""The process of the command: its standard streams, current folder and temporary files.
+
+Streams may be closed, full, or slow to be read.
+"""
 
 import io
 import os
 import select
 import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from mlxtune.errors import OutputError
 
 _STDIN, _STDOUT, _STDERR = range(3)
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 
 
 def open_streams() -> None:
@@ -91,3 +97,24 @@ class _StderrFile(_BlockingFile):
             return super().write(data)
         except OSError:
             return memoryview(data).nbytes
+
+
+def check_current_folder() -> None:
+    """Raise OutputError if the current folder was deleted, or may not be read."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise OutputError(
+            f"the current folder cannot be read: {error.strerror}: change to another one with cd"
+        ) from error
+
+
+def set_temporary_folder() -> None:
+    """Have MLX and child processes use the folder for temporary files that Python falls back to.
+
+    Unlike Python, they fail where the environment names one that does not exist.
+    """
+    if any(name in os.environ for name in _TEMPORARY):
+        # Without such a folder, the code that needs it reports the problem.
+        with suppress(OSError):
+            os.environ["TMPDIR"] = tempfile.gettempdir()
