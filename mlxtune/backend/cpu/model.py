@@ -13,11 +13,10 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.cpu import attention, elementwise, gated_delta, products, state_space
 from mlxtune.backend.cpu.arrays import computes
-from mlxtune.backend.cpu.convolution import DepthwiseConv1d
 from mlxtune.backend.cpu.experts import ExpertsGLU, ExpertsMLP
 from mlxtune.backend.cpu.layers import product, values_needed
 from mlxtune.backend.cpu.rwkv7 import wkv7
-from mlxtune.backend.cpu.selective_scan import Mamba
+from mlxtune.backend.cpu.state_space import DepthwiseConv1d, Mamba
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.cpu import gated_delta, rwkv7, selective_scan, state_space
+from mlxtune.backend.cpu import gated_delta, rwkv7, state_space
 from tests.backend.cpu.compared import random
 
 TOKENS, LOG_GATE = 150, -0.606531
@@ -25,7 +25,7 @@ def delta() -> Case:
 
 def mamba() -> Case:
     def scan(x: mx.array, dt: mx.array, *others: mx.array) -> tuple[mx.array, mx.array]:
-        return selective_scan.scan(x, dt, -mx.ones((8, 4)), *others)
+        return state_space.selective_scan(x, dt, -mx.ones((8, 4)), *others)
 
     x, dt = random(1, TOKENS, 8), mx.full((1, TOKENS, 8), -LOG_GATE)
     b, c = (random(1, TOKENS, 4, seed=i) for i in range(2))

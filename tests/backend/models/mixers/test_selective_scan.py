@@ -21,7 +21,7 @@ from mlxtune.core.steps.execution import Operations
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.kernels import kernel_module
 
-cpu_scan = kernel_module("selective_scan").scan
+cpu_scan = kernel_module("state_space").selective_scan
 
 
 @pytest.fixture(autouse=True, scope="module")
