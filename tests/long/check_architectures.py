@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError

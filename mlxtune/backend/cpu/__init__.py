@@ -1,1 +1,74 @@
-"""What is done for the CPU alone, where MLX's own operations are slow. Macs never come here."""
+"""The CPU's operations: numpy's BLAS for products, kernels compiled by numba for all else.
+
+Nothing outside this folder needs it: `forward.operations` takes `CPU` where the folder exists. The
+modules are imported at first use: numba takes long to import and is in Linux's extra `cpu` only.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxtune.backend.cpu.layers import KernelLayers
+from mlxtune.core.steps.execution import KernelMemory, MemoryUse
+
+# From this many parameters on, the kernels gain more than calling them costs.
+_LARGE_MODEL = 10_000_000
+
+
+class CpuOperations:
+    """See `Operations`."""
+
+    by_segments = True
+    lazy = False
+    joins = False
+    memory: MemoryUse = KernelMemory()
+
+    def load(self) -> None:
+        """Import numba and the kernels."""
+        from mlxtune.backend.cpu import kernels
+
+        kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
+
+    def serves(self, dtype: mx.Dtype | None) -> bool:
+        """Return whether this is float32, all that the kernels take."""
+        return dtype is not None and dtype == mx.float32
+
+    def pay_off(self, parameters: int, dtype: mx.Dtype) -> bool:
+        """Return whether a base of this size and dtype trains faster than by MLX's operations."""
+        # Of the extra `cpu`.
+        installed = all(map(find_spec, ("numba", "threadpoolctl")))
+        return parameters >= _LARGE_MODEL and installed and self.serves(dtype)
+
+    def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
+        """Return cross-entropy by blocks of the vocabulary."""
+        from mlxtune.backend.cpu import products
+
+        return products
+
+    def prepare(self, model: nn.Module) -> Callable[[], None]:
+        """Make a model compute with the kernels; return a function that undoes it."""
+        from mlxtune.backend.cpu.arrays import unshared_products
+        from mlxtune.backend.cpu.model import make_fast
+
+        undo_model, undo_products = make_fast(model), unshared_products()
+
+        def undo() -> None:
+            undo_products()
+            undo_model()
+
+        return undo
+
+    def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
+        """Return the cross-entropy (P,) of logits (P, V) against targets (P,)."""
+        return self.linear_head(mx.float32).losses(logits, targets)
+
+    def layer_passes(self, recompute: bool) -> KernelLayers:
+        """Return passes that keep the products of each layer, or its input only."""
+        return KernelLayers(keep_products=not recompute)
+
+
+CPU = CpuOperations()

@@ -1,18 +1,15 @@
 """MLX's own operations, and the choice of those that compute a step on the device in use."""
 
-import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.cpu.layers import KernelLayers
-from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.device.device import on_cpu, rounding
 from mlxtune.backend.forward import linear_head
 from mlxtune.backend.forward.gates import replace_gates
@@ -21,8 +18,6 @@ from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.mixers.replacements import MIXERS
 from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
 
-# From this many parameters on, the CPU's kernels gain more than calling them costs.
-_LARGE_MODEL = 10_000_000
 # The cost of a micro-batch beyond its tokens, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512
 
@@ -39,6 +34,34 @@ def run_again(
     gradients = list(vjp(function, primals, cotangents)[1])
     # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
     return list(mx.depends(gradients, gradients))
+
+
+class LayerPasses(Protocol):
+    """Runs the layers of a model so that their backward passes take less memory."""
+
+    def run(
+        self,
+        layer: nn.Module,
+        names: Sequence[str],
+        function: Callable[..., list[mx.array]],
+        inputs: Sequence[mx.array],
+    ) -> list[mx.array]:
+        """Return the outputs of a layer, whose trained arrays `names` names."""
+
+    def run_frozen(self, output: Any) -> Any:
+        """Return the output of a layer below the first that is trained."""
+
+
+@runtime_checkable
+class SlicingPasses(LayerPasses, Protocol):
+    """Passes that run MLPs on `slice` tokens at a time; 0 for all."""
+
+    slice: int
+
+    def run_in_slices(
+        self, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
+    ) -> list[mx.array]:
+        """Return the outputs of a function for x (1, T, ·), the first of its inputs, by slices."""
 
 
 class Recompute:
@@ -63,10 +86,6 @@ class Recompute:
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first that is trained: a graph keeps nothing."""
         return output
-
-
-# What runs the layers of a model so that their backward passes take less memory.
-LayerPasses = Recompute | KernelLayers
 
 
 class MlxOperations:
@@ -109,7 +128,19 @@ class MlxOperations:
         return Recompute() if recompute else None
 
 
+def _cpu_operations() -> Any:
+    """Return the operations of `backend/cpu`, None if the package has no such folder."""
+    try:
+        from mlxtune.backend.cpu import CPU
+    except ModuleNotFoundError as error:
+        if error.name != "mlxtune.backend.cpu":
+            raise
+        return None
+    return CPU
+
+
 MLX, PLAIN = MlxOperations(), MlxOperations(plain=True)
+KERNELS = _cpu_operations()
 
 
 def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") -> Execution:
@@ -122,10 +153,8 @@ def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") 
         return Execution(PLAIN, split_head=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
-    # The kernels need the extra `cpu`, and arrays large enough for their calls.
-    has_kernels = all(map(importlib.util.find_spec, ("numba", "threadpoolctl")))
-    if parameters >= _LARGE_MODEL and has_kernels and CPU.serves(getattr(mx, dtype)):
-        return Execution(CPU, fixed_cost=_CPU_COST)
+    if KERNELS is not None and KERNELS.pay_off(parameters, getattr(mx, dtype)):
+        return Execution(KERNELS, fixed_cost=_CPU_COST)
     return Execution(MLX, fixed_cost=_CPU_COST)
 
 

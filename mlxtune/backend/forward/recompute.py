@@ -11,9 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.forward.operations import LayerPasses
+from mlxtune.backend.forward.operations import LayerPasses, SlicingPasses
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.lora.targets import projections
 from mlxtune.backend.models import packed
@@ -33,7 +32,7 @@ class Layerwise:
         # Below the first that is trained there is no backward pass, and nothing to keep.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
-        if isinstance(passes, KernelLayers) and passes.slice:
+        if isinstance(passes, SlicingPasses) and passes.slice:
             mlps = [mlp for layer in layers if (mlp := sliced_mlp(layer)) is not None]
             intercept(model, mlps, [partial(self._run_in_slices, passes)] * len(mlps))
         intercept(model, layers, calls)
@@ -57,7 +56,7 @@ class Layerwise:
         call = LayerCall(layer, self._dropout, args, options)
         return call.result(self.passes.run(layer, call.names, call.run, call.inputs))
 
-    def _run_in_slices(self, passes: KernelLayers, mlp: nn.Module, x: mx.array) -> mx.array:
+    def _run_in_slices(self, passes: SlicingPasses, mlp: nn.Module, x: mx.array) -> mx.array:
         """Run an MLP on some tokens at a time, again in its backward pass, where there are many."""
         if math.prod(x.shape[:-1]) <= passes.slice or self._dropout.rows is not None:
             return mlp(x)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxtune.backend.cpu import arrays
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU, arrays
 from tests.backend.cpu.test_model import model_of
 
 

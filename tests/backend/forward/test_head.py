@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward import head
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.head import SplitModel

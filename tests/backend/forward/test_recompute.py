@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.layers import KernelLayers, Reads
-from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.forward.intercept import Intercepted
 from mlxtune.backend.forward.operations import MLX, LayerPasses, Recompute
 from mlxtune.backend.forward.recompute import Layerwise

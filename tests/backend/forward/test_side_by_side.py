@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.side_by_side import Mixers

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.memory.shapes import model_shapes, planned_execution

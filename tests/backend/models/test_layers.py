@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models import layers
 from mlxtune.backend.models.layers import (

@@ -14,9 +14,8 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.cpu.operations import CPU
 from mlxtune.backend.forward import operations
-from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.forward.operations import KERNELS, MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
@@ -31,17 +30,19 @@ from tests.models import VOCAB_SIZE, write_model
 PLAIN = Execution(operations.PLAIN, split_head=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
 IN_LINE = replace(SPLIT, packs=True)
+# In a package without backend/cpu, MLX computes these too.
+_CPU = KERNELS or MLX
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
     "split head in small chunks": replace(SPLIT, loss_chunk=3),
     "recompute": replace(PLAIN, operations=MLX, recompute=True),
     "in one line": IN_LINE,
     "in one line with recompute": replace(IN_LINE, recompute=True, loss_chunk=3),
-    "cpu kernels": replace(PLAIN, operations=CPU),
-    "cpu kernels with recompute": replace(PLAIN, operations=CPU, recompute=True),
-    "cpu kernels with split head": replace(SPLIT, operations=CPU, loss_chunk=3),
-    "cpu kernels in one line": replace(IN_LINE, operations=CPU, loss_chunk=3),
-    "all": replace(IN_LINE, operations=CPU, recompute=True, loss_chunk=3),
+    "cpu kernels": replace(PLAIN, operations=_CPU),
+    "cpu kernels with recompute": replace(PLAIN, operations=_CPU, recompute=True),
+    "cpu kernels with split head": replace(SPLIT, operations=_CPU, loss_chunk=3),
+    "cpu kernels in one line": replace(IN_LINE, operations=_CPU, loss_chunk=3),
+    "all": replace(IN_LINE, operations=_CPU, recompute=True, loss_chunk=3),
 }
 
 Gradients = dict[str, npt.NDArray[Any]]

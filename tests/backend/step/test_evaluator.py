@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base

@@ -13,7 +13,7 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters import checkpoints
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline

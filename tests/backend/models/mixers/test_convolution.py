@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX, PLAIN
 from mlxtune.backend.models.mixers import convolution
 from mlxtune.backend.models.mixers.replacements import KINDS

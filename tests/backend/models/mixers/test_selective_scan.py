@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models import jamba, mamba
 
-from mlxtune.backend.cpu.operations import CPU
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.mixers.selective_scan import scan
 from mlxtune.core.steps.execution import Operations
