@@ -27,8 +27,9 @@ from mlxtune.backend.models.layers import (
     StoredEmbedding,
     StoredLinear,
 )
+from mlxtune.backend.models.mixers import selective_scan
 from mlxtune.backend.models.mixers.gated_delta import gated_delta_update
-from mlxtune.backend.models.mixers.replacements import FUNCTIONS, KINDS, MAMBAS
+from mlxtune.backend.models.mixers.replacements import FUNCTIONS, KINDS
 from mlxtune.backend.models.mixers.rwkv7 import ChunkedTimeMixing
 from mlxtune.backend.models.nf4 import NF4Linear
 from mlxtune.backend.models.replaced import Instead, Replacements, subclasses
@@ -222,7 +223,7 @@ _KINDS: dict[type, type] = {
     **subclasses(_GeGLU, gemma2.MLP, gemma3_text.MLP),
     **subclasses(ExpertsGLU, SwitchGLU),
     **subclasses(ExpertsMLP, SwitchMLP),
-    **subclasses(Mamba, *MAMBAS),
+    **subclasses(Mamba, *selective_scan.KINDS),
     **subclasses(_TimeMixing, rwkv7.Rwkv7TimeMixing),
     LoRALinear: _LoRALinear,
     DoRALinear: _DoRALinear,

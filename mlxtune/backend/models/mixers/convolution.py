@@ -7,6 +7,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.replaced import subclasses
 
 # Longer kernels are no sums of few products.
 _LONGEST = 8
@@ -56,3 +57,6 @@ def _convolve(x: mx.array, weight: mx.array) -> mx.array:
     taps = weight.squeeze(-1).T.astype(mx.float32)
     terms = (x[:, k : x.shape[1] - last + k] * taps[k] for k in range(last + 1))
     return sum(terms, start=mx.array(0.0)).astype(x.dtype)
+
+
+KINDS = subclasses(DepthwiseConv1d, nn.Conv1d)

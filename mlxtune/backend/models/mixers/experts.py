@@ -10,8 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.replaced import subclasses
 
 # With fewer, mlx-lm does not sort either: sorting costs more than it gains.
 _FEWEST = 64
@@ -76,3 +78,6 @@ def _by_expert(
         return differentiable(put_back, put_back_gradient)(y)
 
     return experts(x)
+
+
+KINDS = {**subclasses(SortedGLU, SwitchGLU), **subclasses(SortedMLP, SwitchMLP)}

@@ -12,9 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.mixers.triangular import strictly_lower, unit_inverse
+from mlxtune.backend.models.replaced import subclasses
 
 # RWKV's decays are at least e^-0.607, so that over a chunk e^39 bounds their reciprocals.
 _CHUNK = 64
@@ -95,3 +97,6 @@ def _inverse(a: mx.array) -> mx.array:
 
 def _transposed(x: mx.array) -> mx.array:
     return x.swapaxes(-1, -2)
+
+
+KINDS = subclasses(ChunkedTimeMixing, Rwkv7TimeMixing)

@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import jamba, mamba
 from mlx_lm.models.activations import swiglu
 
 from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.replaced import subclasses
 
 _BLOCK = 32
 
@@ -111,3 +113,6 @@ def _block(inputs: Sequence[mx.array], A: mx.array) -> list[mx.array]:
     states = states + decays * state[:, None]
     y = (states @ C[..., None]).squeeze(-1)
     return [y.astype(dtype), states[:, -1].astype(dtype)]
+
+
+KINDS = subclasses(Mamba, jamba.JambaMambaMixer, mamba.MambaBlock)
