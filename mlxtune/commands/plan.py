@@ -59,11 +59,11 @@ def plan(config: PlanConfig) -> RunPlan:
             [examples[i] for i in dearest_items(each, config.workers)]
             for examples, each in zip(steps, costs, strict=True)
         ]
-    longest = longest_example(step, lora, base) if config.longest else None
+    longest = longest_example(step, lora, base, config.cache_path) if config.longest else None
     if longest and dataset is None:
         lora = replace(lora, max_seq_len=max(longest.recomputed, 2))
     work = planned_work(lora, steps, dataset)
-    chosen = choose_plan(step, lora, base, work)
+    chosen = choose_plan(step, lora, base, work, cache=config.cache_path)
     adapter = apply_lora(base.model, lora)
     for warning in adapter.warnings():
         console.warn(warning)

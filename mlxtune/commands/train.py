@@ -33,6 +33,7 @@ from mlxtune.commands.prepare.memory import (
     first_steps,
     larger_limit,
     planned_work,
+    recorded_memory,
     reserve_memory,
     save_run_speed,
 )
@@ -296,10 +297,10 @@ def prepare(
         if other := base_mismatch(weights, base, trust_remote_code=step.trust_remote_code):
             console.warn(f"--init-adapter {other}")
     work = planned_work(lora, first_steps(parts.training, dataset), dataset)
-    planned = choose_plan(step, lora, base, work)
+    planned = choose_plan(step, lora, base, work, cache=data.cache_path)
     settled, products = settle_products(step, base, work, planned, resume, worker_run.workers)
     if settled is not base:
-        base, planned = settled, choose_plan(step, lora, settled, work)
+        base, planned = settled, choose_plan(step, lora, settled, work, cache=data.cache_path)
     if held is not None:
         reserve_memory(parts.run, planned, held, console)
 
@@ -308,7 +309,17 @@ def prepare(
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
     pipeline, plan = build_pipeline(
-        step, lora, base, work, planned, console, provenance, resume, worker_run.workers
+        step,
+        lora,
+        base,
+        work,
+        planned,
+        console,
+        provenance,
+        resume,
+        worker_run.workers,
+        cache=data.cache_path,
+        recorded=None if resume is None else recorded_memory(parts.run.checkpoint_path),
     )
     return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work), products)
 

@@ -16,7 +16,8 @@ from mlx_lm.models import qwen3
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import finish, on_cpu
 from mlxtune.backend.forward.operations import best_execution
-from mlxtune.backend.memory.shapes import model_shapes, planned_execution
+from mlxtune.backend.memory.measure import measure
+from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -174,7 +175,7 @@ def memory_peaks(
     for size in sizes:
         memory.release()
         base = loading.load_base(folder, "auto")
-        execution = planned_execution(best_execution(base.parameters, base.dtype), base, config)
+        execution = best_execution(base.parameters, base.dtype)
         execution = replace(execution, micro_batch_tokens=size)
         shapes = model_shapes(base, config, execution.operations.memory)
         pipeline = InstructPipeline(base.model, config, execution=execution)
@@ -182,6 +183,7 @@ def memory_peaks(
         execution = pipeline.forward.execution
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)
+        shapes = replace(shapes, measured=measure(pipeline, shapes, [execution.recompute]))
         loads = [load_of(group, examples) for group in execution.plan(examples)]
         predicted = max(predict(shapes, execution, load).total for load in loads)
         memory.forget_peak()

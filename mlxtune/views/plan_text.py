@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
-from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan
+from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.core.text import byte_size, count, duration, short_duration
 
@@ -20,8 +20,12 @@ def micro_batches_line(plan: MemoryPlan) -> str:
 
 
 def peak_line(plan: MemoryPlan) -> str:
-    """Return the predicted peak memory and its limit."""
-    return f"predicted peak memory {byte_size(plan.peak.total)} of {byte_size(plan.limit)}"
+    """Return the predicted peak memory and its limit, or an estimate with its range."""
+    peak, limit = byte_size(plan.peak.total), byte_size(plan.limit)
+    if plan.shapes.measured is not None:
+        return f"predicted peak memory {peak} of {limit}"
+    low, high = (byte_size(round(plan.peak.total / share)) for share in reversed(ESTIMATE))
+    return f"estimated peak memory {peak} ({low} to {high}) of {limit}"
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:

@@ -116,6 +116,17 @@ def test_time_is_known_after_a_run_of_the_same_model(plan: Cli, train: Cli, tmp_
     assert "unknown" in plan("--dtype", "bfloat16").out
 
 
+def test_memory_is_an_estimate_until_a_run_has_measured_it(
+    plan: Cli, train: Cli, tmp_path: Path
+) -> None:
+    cache = ["--cache-dir", tmp_path / "cache"]
+    assert re.search(r"estimated peak memory \S+ MB \(\S+ MB to \S+ MB\)", plan().out)
+    assert train(*cache, "--max-steps", 1).code == 0
+    assert re.search(r"predicted peak memory \S+ MB of", plan().out)
+    assert json.loads(plan("--json").out)["measured"]
+    assert "estimated" in plan("--rank", 2).out
+
+
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_what_cannot_fit_is_an_error_before_training_that_says_what_would(
     cli: Cli, model: Path, chat: Path, tmp_path: Path, command: str
@@ -155,13 +166,14 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     assert train().code == 0
     expected = adapter(output)
 
-    def huge(step: Any, lora: Any, base: Any, work: Any) -> Any:
-        plan = choose_plan(replace(step, memory_limit=1000), lora, base, work)
+    def huge(step: Any, lora: Any, base: Any, work: Any, cache: Any) -> Any:
+        plan = choose_plan(replace(step, memory_limit=1000), lora, base, work, cache=cache)
         limit = int(step.memory_limit * 10**9)
         execution = replace(plan.execution, micro_batch_tokens=10**6)
         return replace(plan, execution=execution, limit=limit)
 
     monkeypatch.setattr("mlxtune.commands.train.choose_plan", huge)
+    monkeypatch.setattr("mlxtune.commands.prepare.model.confirm", run_as_planned)
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err
@@ -173,16 +185,24 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
         assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-5), name
 
 
+def run_as_planned(step: Any, base: Any, pipeline: Any, work: Any, plan: Any, *_: Any) -> Any:
+    """Take the place of `confirm`, which would find that the plan does not fit."""
+    pipeline.run_as(plan.execution)
+    return plan
+
+
 @pytest.mark.parametrize("info", ["max_recommended_working_set_size", "total_memory"])
 def test_gain_of_a_larger_limit_is_said_and_kept(
-    plan: Cli, train: Cli, monkeypatch: pytest.MonkeyPatch, info: str
+    plan: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, info: str
 ) -> None:
     from mlxtune.backend.device import memory
 
     monkeypatch.setattr(memory.mx, "device_info", lambda: {info: 8_000_000_000})
     # Enough for one example at a time, whose width a GPU rounds.
     lines: list[str] = []
+    cache = ("--cache-dir", tmp_path / "cache")
     for small in (("--memory-limit", 0.0012), ("--memory-limit", 0.002)):
+        train("--dry-run", *cache, *small)  # measures the memory
         lines = [each.strip() for each in plan(*small).out.splitlines() if "device has" in each]
         if lines:
             break
@@ -195,4 +215,4 @@ def test_gain_of_a_larger_limit_is_said_and_kept(
     assert larger["micro_batch_tokens"] == int(found[3])
     assert larger["larger_limit"] is None
     assert json.loads(plan("--json", *small).out)["larger_limit"] == line
-    assert line in train("--dry-run", *small, quiet=False).err
+    assert line in train("--dry-run", *cache, *small, quiet=False).err

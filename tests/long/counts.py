@@ -18,7 +18,7 @@ from mlx.utils import tree_map
 
 from mlxtune.backend.lora import optimizer
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.liveness import Operation, followed, ordered, tie
+from tests.long.graph_order import Operation, followed, ordered, tie
 
 # The outputs of a function that is exported, and the arrays that are tied; see `ExportableVjp`.
 Traced = tuple[list[mx.array], Sequence[tuple[mx.array, mx.array]]]
@@ -127,7 +127,7 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
         shapes.update((name, shape) for name, shape, _ in (*given, *made))
         names = [tuple(name for name, *_ in each) for each in (given, made)]
         if entry["type"] == "primitive":
-            graph.append(Operation(entry["name"], names[0], names[1], ()))
+            graph.append(Operation(entry["name"], names[0], names[1]))
         elif entry["type"] == "inputs":
             dependent.update(names[0])
         elif entry["type"] == "outputs":

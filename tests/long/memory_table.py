@@ -152,7 +152,6 @@ def predicted(name: str, bits: int) -> Row:
         base = loading.open_base(folder, "auto")
         config = PlanConfig(model_path=scratch)
         execution = Execution(operations.MLX, recompute=True)
-        execution = shapes.planned_execution(execution, base, config.lora())
         found = shapes.model_shapes(base, config.lora(), execution.operations.memory)
         peaks = {n: least(found, execution, Load.single(n, n)).total for n in LENGTHS}
         return Row(name, bits, base.parameters, found.weights, peaks)

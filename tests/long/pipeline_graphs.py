@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.models.autograd import ExportableVjp
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from tests.long.counts import Gradient, Traced, compiled_as_on_gpu
+from tests.long.exportable import ExportableVjp
 
 
 class PipelineGraphs:

@@ -9,7 +9,7 @@ import pytest
 
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.run.speed import Speed
-from mlxtune.core.steps.execution import Execution, Prediction
+from mlxtune.core.steps.execution import Execution, Measured, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.views.plan_text import (
@@ -52,7 +52,9 @@ def test_micro_batches_and_peak_take_a_line_each() -> None:
     assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
     again = replace(MEMORY, execution=Execution(None, 256, recompute=True))
     assert "recomputed" in micro_batches_line(again)
-    assert peak_line(MEMORY) == "predicted peak memory 1.7 GB of 24 GB"
+    assert peak_line(MEMORY) == "estimated peak memory 1.7 GB (1.21 GB to 2.43 GB) of 24 GB"
+    measured = replace(MEMORY, shapes=shapes(measured=Measured()))
+    assert peak_line(measured) == "predicted peak memory 1.7 GB of 24 GB"
 
 
 def test_larger_limit_is_named_with_what_it_gains() -> None:
@@ -137,6 +139,7 @@ def test_json_has_the_same_numbers() -> None:
     found = json.loads(json.dumps(RUN.as_dict()))
     assert found["memory"]["peak"] == 1_700_000_000
     assert found["memory"]["activations"] == 400_000_000
+    assert found["measured"] is False
     assert found["data"]["steps"] == 60
     assert found["data"]["padding_share"] == 0.03
     assert found["seconds"] is None

@@ -20,10 +20,7 @@ from mlxtune.backend.cpu.arrays import (
 )
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
-
-# Scores that are held at once, and queries of a head in a block.
-_SCORES = 1 << 21
-_QUERIES = 128
+from mlxtune.core.steps.execution import ATTENTION_QUERIES, ATTENTION_SCORES
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,12 @@ class _Attention:
         if self.layout is not None:
             for segment in self.layout.segments:
                 before = self.layout.before(segment)
-                for start in range(segment.start, segment.end, _QUERIES):
-                    end = min(start + _QUERIES, segment.end)
+                for start in range(segment.start, segment.end, ATTENTION_QUERIES):
+                    end = min(start + ATTENTION_QUERIES, segment.end)
                     yield 0, slice(start, end), (*before, slice(segment.start, end))
             return
-        for start in range(0, self.length, _QUERIES):
-            end = min(start + _QUERIES, self.length)
+        for start in range(0, self.length, ATTENTION_QUERIES):
+            end = min(start + ATTENTION_QUERIES, self.length)
             # Queries are aligned to the end of the keys.
             seen = self.keys - self.length + end if self.causal else self.keys
             for line in range(self.batch):
@@ -95,7 +92,7 @@ class _Attention:
             for line, queries, keys in self.blocks():
                 whole = _Part(line, slice(first, last), queries, keys)
                 scores = self.heads // self.groups * whole.count * whole.seen
-                at_once = max(_SCORES // (scores * (THREADS if shared else 1)), 1)
+                at_once = max(ATTENTION_SCORES // (scores * (THREADS if shared else 1)), 1)
                 for group in range(first, last, at_once):
                     run(replace(whole, groups=slice(group, min(group + at_once, last))))
 

@@ -5,9 +5,10 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -158,6 +159,15 @@ def lap_peak() -> int:
     _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
     mx.reset_peak_memory()
     return peak
+
+
+def peak_of(compute: Callable[[], Any]) -> int:
+    """Return the most bytes that MLX holds at once in `compute`, beyond those in use before."""
+    mx.clear_cache()
+    start_peak()
+    before = mx.get_active_memory()
+    compute()
+    return lap_peak() - before
 
 
 def forget_peak() -> None:

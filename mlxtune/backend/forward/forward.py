@@ -73,8 +73,9 @@ class Forward:
             split_head=splits,
             packs=self._should_pack and splits and split.packs(self.mixers),
         )
-        passes = operations.layer_passes(execution.recompute) if trains else None
-        self.layerwise = None if passes is None else Layerwise(model, dropout, passes)
+        self.layerwise: Layerwise | None = None
+        if trains:
+            self.recompute(execution.recompute)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._vocabulary: dict[str, Any] = {}
         self._entropies: Losses = operations.cross_entropies
@@ -85,6 +86,17 @@ class Forward:
             self._vocabulary = {"vocabulary": split.vocabulary}
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
         self.gradients = mx.value_and_grad(self.scaled_loss)
+
+    def recompute(self, value: bool) -> None:
+        """Recompute the activations of layers in their backward passes from here on, or keep them.
+
+        Layers start anew: what they found out about their backward passes is forgotten.
+        """
+        if self.layerwise is not None:
+            self.layerwise.restore()
+        self.execution = replace(self.execution, recompute=value)
+        passes = self.execution.operations.layer_passes(value)
+        self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
 
     def restore_model(self) -> None:
         """Make the model compute as it did before."""

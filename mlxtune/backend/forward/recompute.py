@@ -1,7 +1,7 @@
 """Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,10 +32,16 @@ class Layerwise:
         # Below the first that is trained there is no backward pass, and nothing to keep.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
+        undo_slices: Callable[[], None] = lambda: None  # noqa: E731
         if isinstance(passes, SlicingPasses) and passes.slice:
             mlps = [mlp for layer in layers if (mlp := sliced_mlp(layer)) is not None]
-            intercept(model, mlps, [partial(self._run_in_slices, passes)] * len(mlps))
-        intercept(model, layers, calls)
+            undo_slices = intercept(model, mlps, [partial(self._run_in_slices, passes)] * len(mlps))
+        self._undo = intercept(model, layers, calls), undo_slices
+
+    def restore(self) -> None:
+        """Have the layers run as they did before."""
+        for undo in self._undo:
+            undo()
 
     @contextmanager
     def running(self) -> Iterator[None]:

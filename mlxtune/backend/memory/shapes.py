@@ -1,22 +1,22 @@
 """The shapes of a model that memory depends on, before its weights are read."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
+from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.head import find_heads
-from mlxtune.backend.forward.operations import MlxOperations
 from mlxtune.backend.forward.recompute import sliced_mlp
 from mlxtune.backend.lora import targets
-from mlxtune.backend.memory.traced_memory import TracedLayers
 from mlxtune.backend.models.layers import QUANTIZED
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
-from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse, ModelShapes
+from mlxtune.core.steps.execution import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
@@ -68,6 +68,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     products = [each + width for each, width in zip(products, mixed, strict=True)]
     # A layer of experts gathers its inputs, or the gradients of these, for each of them.
     gathered = [sum(m.inputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
+    given = [sum(m.outputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
         # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
@@ -79,12 +80,14 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         itemsize=dtype.size,
         hidden=base.hidden_size,
         vocab=base.own_vocab,
-        heads=int(base.text_config.get("num_attention_heads") or 1) // base.parts,
         layers=len(sizes),
         products=sum(products),
         layer_products=max(map(sum, zip(products, gathered, strict=True))),
         updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
+        **_attention(base, len(sizes)),
         held_scores=_held_scores(base),
+        gathered=sum(gathered),
+        layer_gathered=max(map(sum, zip(gathered, given, strict=True))),
         mixed=sum(mixed),
         layer_mixed=max(mixed),
         between=max(map(_between, base.model.layers)),
@@ -97,18 +100,6 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),
     )
-
-
-def planned_execution(execution: Execution, base: BaseModel, config: InstructConfig) -> Execution:
-    """Return an execution that knows what the model takes, before its weights are read.
-
-    Raises ModelError if LoRA cannot be applied.
-    """
-    if isinstance(execution.operations, MlxOperations):
-        memory = GraphMemory(TracedLayers(base, config, execution.operations.prepare))
-        operations = MlxOperations(memory, plain=execution.operations.plain)
-        return replace(execution, operations=operations)
-    return execution
 
 
 def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:
@@ -172,6 +163,37 @@ def _between(layer: nn.Module) -> int:
 
 def _time_mixings(layer: nn.Module) -> list[Rwkv7TimeMixing]:
     return [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
+
+
+def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
+    """Return the heads, and which scores MLX's graph holds, by names of `ModelShapes`."""
+    text = base.text_config
+    heads = int(text.get("num_attention_heads") or 1)
+    size = text.get("head_dim") or base.hidden_size // heads
+    last = list(base.model.layers)[-layers:]
+    scored = sum(not any(isinstance(m, nn.Conv1d) for m in layer.modules()) for layer in last)
+    added, window = bool(_held_scores(base)), 0
+    if _is_fused(base, size) and not added:
+        # A mask of a window keeps the kernel from serving.
+        window = text.get("sliding_window") or 1 << 40
+    kept, held = (2, 5) if added else (1, 3)
+    heads //= base.parts
+    return {
+        "heads": heads,
+        "head_size": size,
+        "scores": kept * heads * scored,
+        "layer_scores": held * heads,
+        "window": int(window),
+    }
+
+
+def _is_fused(base: BaseModel, head_size: int) -> bool:
+    """Return whether a kernel of the device computes attention and its gradient."""
+    if on_cpu() or any("sinks" in module for module in base.model.modules()):
+        return False
+    if mx.cuda.is_available():
+        return getattr(mx, base.dtype).size == 2 and head_size <= 128
+    return 64 <= head_size <= 256
 
 
 def _held_scores(base: BaseModel) -> int:

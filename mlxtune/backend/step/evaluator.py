@@ -170,7 +170,7 @@ class BatchMemory:
         self._heads = int(options.get("num_attention_heads") or _HEADS)
         used = experts_per_token(options) or _EXPERTS
         self._width = max(_outputs(layer, used) for layer in model.layers)
-        self._vocab, self._chunk = int(options.get("vocab_size") or 0), execution.loss_chunk
+        self._vocab, self._forward = int(options.get("vocab_size") or 0), forward
         self._in_blocks = forward.plain_head and forward.dtype == mx.float32
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
@@ -188,7 +188,7 @@ class BatchMemory:
         """Return the bytes of a batch, its examples side by side and attention's scores held."""
         tokens = max(load.tokens, load.lines * load.width)
         entries = _PRODUCTS * self._width * tokens + _SCORES * self._heads * load.scores
-        logits = self._chunk * self._vocab
+        logits = self._forward.execution.loss_chunk * self._vocab
         if self._in_blocks:
             logits = min(logits, load.positions * vocabulary_block(load.positions))
         return 4 * _LOGITS * logits + self._itemsize * entries

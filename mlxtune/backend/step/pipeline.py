@@ -115,6 +115,12 @@ class InstructPipeline:
     def micro_batch_tokens(self, tokens: int) -> None:
         self._micro_batches.max_tokens = tokens
 
+    def run_as(self, execution: Execution) -> None:
+        """Compute steps from here on with the micro-batches and the memory of an execution."""
+        self.forward.execution = replace(self.forward.execution, loss_chunk=execution.loss_chunk)
+        self.forward.recompute(execution.recompute)
+        self.micro_batch_tokens = execution.micro_batch_tokens
+
     def release_cache(self) -> None:
         """Give back memory that MLX keeps for later arrays."""
         mx.clear_cache()

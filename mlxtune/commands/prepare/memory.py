@@ -1,27 +1,35 @@
 """How the steps of a run fit the memory: the work to plan, the chosen plan, its reservation."""
 
 import datetime
+import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from mlxtune.backend.device import device, memory
 from mlxtune.backend.forward.operations import best_execution
-from mlxtune.backend.memory.shapes import model_shapes, planned_execution
+from mlxtune.backend.memory.measure import measure
+from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.commands.prepare.dataset import Dataset
 from mlxtune.config import InstructConfig, InstructTrainingConfig, RunConfig, StepConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.files import read_json
 from mlxtune.core.machine import reservation
+from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.run.run import mapping
+from mlxtune.core.run.run_folder import ABOUT
 from mlxtune.core.run.run_plan import LongestFit
-from mlxtune.core.run.speed import save_speed, speed_of
+from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.steps import memory_plan, order
-from mlxtune.core.steps.execution import Execution, Load, ModelShapes
+from mlxtune.core.steps.execution import Execution, Load, Measured, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
@@ -82,28 +90,39 @@ def planned_work(
 
 
 def choose_plan(
-    step: StepConfig, lora: InstructConfig, base: BaseModel, work: Work, execution: str = "auto"
+    step: StepConfig,
+    lora: InstructConfig,
+    base: BaseModel,
+    work: Work,
+    execution: str = "auto",
+    cache: Path | None = None,
 ) -> MemoryPlan:
-    """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits."""
-    allowed, shapes = _possible(step, lora, base, execution)
+    """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits.
+
+    The memory is an estimate unless an earlier run measured it and kept that in `cache`.
+    """
+    allowed, shapes = _possible(lora, base, execution, cache)
     return _choose(step, shapes, allowed, work, memory.find_limits(step.memory_limit).memory)
 
 
 def _possible(
-    step: StepConfig, lora: InstructConfig, base: BaseModel, execution: str = "auto"
+    lora: InstructConfig, base: BaseModel, execution: str = "auto", cache: Path | None = None
 ) -> tuple[Execution, ModelShapes]:
-    """Return how the model may run, and its shapes."""
+    """Return how the model may run, and its shapes with what was measured of them."""
     # The CPU's own functions compute whole layers.
-    best = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
-    allowed = planned_execution(best, base, lora)
-    return allowed, model_shapes(base, lora, allowed.operations.memory)
+    allowed = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
+    shapes = model_shapes(base, lora, allowed.operations.memory)
+    key = memory_key(shapes, allowed, lora, base.dtype)
+    return allowed, replace(shapes, measured=read_measured(cache, key))
 
 
-def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> LongestFit:
+def longest_example(
+    step: StepConfig, lora: InstructConfig, base: BaseModel, cache: Path | None = None
+) -> LongestFit:
     """Return the longest example that fits the memory limit, by what the options allow."""
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _LONGEST
-    allowed, shapes = _possible(step, lora, base)
+    allowed, shapes = _possible(lora, base, cache=cache)
     limit = memory.find_limits(step.memory_limit).memory
     values = _CHECKPOINTING[step.grad_checkpoint]
     kept, recomputed = (
@@ -114,11 +133,20 @@ def longest_example(step: StepConfig, lora: InstructConfig, base: BaseModel) -> 
 
 
 def confirm(
-    step: StepConfig, pipeline: InstructPipeline, work: Work, plan: MemoryPlan
+    step: StepConfig,
+    base: BaseModel,
+    pipeline: InstructPipeline,
+    work: Work,
+    plan: MemoryPlan,
+    cache: Path | None = None,
+    recorded: Measured | None = None,
+    workers: Workers = ALONE,
 ) -> MemoryPlan:
-    """Return the plan, or a new one if the loaded model runs differently from what it assumes.
+    """Return the plan for the loaded model, by passes measured on it, and have it run so.
 
     Only a loaded model shows whether its head can run apart, and its examples packed in one line.
+    Its memory is measured once and kept in `cache`; a resumed run keeps what it `recorded`.
+    Worker 0 decides for all. Raises MemoryLimitError if not even one example fits.
     """
     allowed = pipeline.forward.execution
     execution = replace(
@@ -127,12 +155,31 @@ def confirm(
         split_head=allowed.split_head,
         packs=allowed.packs,
     )
-    shapes = plan.shapes
-    plain = shapes.plain_head and pipeline.forward.plain_head
-    if execution == plan.execution and plain == shapes.plain_head:
-        return plan
-    fixed = replace(step, grad_checkpoint="on" if execution.recompute else "off")
-    return _choose(fixed, replace(shapes, plain_head=plain), execution, work, plan.limit)
+    plain = plan.shapes.plain_head and pipeline.forward.plain_head
+    shapes = replace(plan.shapes, plain_head=plain)
+    known = _agreed(recorded or plan.shapes.measured, workers)
+    if known is None and execution.split_head:
+        known = _agreed(measure(pipeline, shapes, _CHECKPOINTING[step.grad_checkpoint]), workers)
+        if known is not None:
+            key = memory_key(shapes, execution, pipeline.config, base.dtype)
+            save_measured(cache, key, known)
+    confirmed = _choose(step, replace(shapes, measured=known), execution, work, plan.limit)
+    pipeline.run_as(confirmed.execution)
+    return confirmed
+
+
+def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:
+    """Return what worker 0 has."""
+    text = "" if measured is None else json.dumps(asdict(measured))
+    first = workers.texts(text)[0]
+    return Measured.of(json.loads(first)) if first else None
+
+
+def recorded_memory(run: Path) -> Measured | None:
+    """Return the measured memory that the plan of the run in a folder was made from."""
+    with suppress(OSError, ValueError):
+        return Measured.of(mapping(read_json(run / ABOUT), "plan").get("measured"))
+    return None
 
 
 def _choose(
@@ -164,7 +211,20 @@ def larger_limit(step: StepConfig, plan: MemoryPlan, work: Work) -> str:
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
     """Return the key of a speed: the model's shapes, its LoRA, dtype and device."""
-    return key_of([asdict(plan.shapes), dtype, device.device_name()])
+    return key_of([_sizes(plan.shapes), dtype, device.device_name()])
+
+
+def memory_key(shapes: ModelShapes, execution: Execution, lora: InstructConfig, dtype: str) -> str:
+    """Return the key of measured memory: a speed's, and all else that a pass depends on."""
+    operations = type(execution.operations).__name__
+    return key_of(
+        [_sizes(shapes), dtype, device.device_name(), operations, lora.dropout > 0, versions()]
+    )
+
+
+def _sizes(shapes: ModelShapes) -> dict[str, Any]:
+    """Return the shapes without what was measured, and without what loading told of the head."""
+    return asdict(replace(shapes, measured=None, plain_head=False))
 
 
 def save_run_speed(

@@ -21,6 +21,7 @@ from mlxtune.commands.prepare.memory import confirm
 from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.steps.execution import Measured
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
@@ -54,11 +55,14 @@ def build_pipeline(
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
+    *,
+    cache: Path | None = None,
+    recorded: Measured | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
-    `provenance` returns what checkpoints record about the model. The plan is returned too, as
-    loading the weights may have changed it.
+    `provenance` returns what checkpoints record about the model. The plan is returned too: it is
+    made anew from memory that is `recorded`, or kept in `cache`, or measured now.
     """
     pipeline = InstructPipeline(
         base.model,
@@ -80,8 +84,7 @@ def build_pipeline(
         console.say("Packing", f"off, examples are padded: {problem}")
     if problem := gate_kernels_problem():
         console.say("SwiGLU", f"by MLX's operations, our kernels do not serve: {problem}")
-    confirmed = confirm(step, pipeline, work, plan)
-    pipeline.micro_batch_tokens = confirmed.execution.micro_batch_tokens
+    confirmed = confirm(step, base, pipeline, work, plan, cache, recorded, workers)
     pipeline.limit_evaluation(confirmed.peak.total)
     return pipeline, confirmed
 

@@ -85,6 +85,7 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
         "grad_checkpoint": plan.execution.recompute,
         "loss_chunk": plan.execution.loss_chunk,
         "memory": {"limit": plan.limit, "peak": plan.peak.total, **asdict(plan.peak)},
+        "measured": None if plan.shapes.measured is None else asdict(plan.shapes.measured),
     }
 
 

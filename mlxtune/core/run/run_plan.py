@@ -73,6 +73,7 @@ class RunPlan:
             "grad_checkpoint": execution.recompute,
             "loss_chunk": execution.loss_chunk,
             "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
+            "measured": plan.shapes.measured is not None,
             "larger_limit": self.larger_limit or None,
             "longest": None if self.longest is None else asdict(self.longest),
             "data": self._data() if self.steps else None,

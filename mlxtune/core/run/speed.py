@@ -1,4 +1,4 @@
-"""The speed of the last training of each model, saved for later plans."""
+"""What runs measured of a model, saved beside the encoded data for later plans."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,9 +8,10 @@ from typing import Any
 
 from mlxtune.core.files.files import make_folder, read_json, write_json
 from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.steps.execution import Measured
 from mlxtune.errors import OutputError
 
-FILE = "speeds.json"
+FILE, MEMORY_FILE = "speeds.json", "memory.json"
 # A run needs this many steps; the first is not timed, because it may include compilation.
 _MIN_STEPS = 3
 
@@ -33,7 +34,7 @@ def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
 
 def read_speed(cache: Path | None, key: str) -> Speed | None:
     """Return the speed saved under a key; None if there is none."""
-    entry: Any = _read(cache).get(key) if cache is not None else None
+    entry: Any = _read(cache, FILE).get(key)
     with suppress(TypeError):
         speed = Speed(**entry)
         return speed if speed.tokens_per_s > 0 else None
@@ -42,14 +43,28 @@ def read_speed(cache: Path | None, key: str) -> Speed | None:
 
 def save_speed(cache: Path | None, key: str, speed: Speed) -> None:
     """Save a speed under a key, if the folder can be written."""
+    _save(cache, FILE, key, asdict(speed))
+
+
+def read_measured(cache: Path | None, key: str) -> Measured | None:
+    """Return the measured memory saved under a key; None if there is none."""
+    return Measured.of(_read(cache, MEMORY_FILE).get(key))
+
+
+def save_measured(cache: Path | None, key: str, measured: Measured) -> None:
+    """Save measured memory under a key, if the folder can be written."""
+    _save(cache, MEMORY_FILE, key, asdict(measured))
+
+
+def _read(cache: Path | None, name: str) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return read_json(cache / name) if cache is not None else {}
+    return {}
+
+
+def _save(cache: Path | None, name: str, key: str, entry: dict[str, Any]) -> None:
     if cache is None:
         return
     with suppress(OutputError):
         make_folder(cache)
-        write_json(cache / FILE, {**_read(cache), key: asdict(speed)})
-
-
-def _read(cache: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return read_json(cache / FILE)
-    return {}
+        write_json(cache / name, {**_read(cache, name), key: entry})

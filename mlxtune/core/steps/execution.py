@@ -1,4 +1,4 @@
-"""How a step is computed, and the memory of a micro-batch, by the model's shapes and its graph.
+"""How a step is computed, and the memory of a micro-batch, by sizes and by measured passes.
 
 Memory peaks either in the head or in the backward pass of a layer, and consists of
 
@@ -11,17 +11,13 @@ Memory peaks either in the head or in the backward pass of a layer, and consists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.steps.groups import Group, plan_step
-from mlxtune.core.steps.liveness import Size, terms
 from mlxtune.core.steps.pack import plan_packs
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
@@ -35,6 +31,10 @@ _FEWEST, _BLOCK_LOGITS, _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 512, 1 << 21, 5,
 _LOGITS, _CPU_LOGITS = 5, 2
 # And those that are not freed yet when the backward passes of layers begin.
 _IN_FLIGHT = 2
+# Scores that the CPU's attention holds at once, and queries of a head in a block of these; copies
+# of the scores, and arrays as wide as its heads, that its backward pass has in numpy.
+ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
+_NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
 # Tokens on which an MLP runs at once, where layers run again by the CPU's functions.
 SLICE = 4096
 # What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
@@ -44,10 +44,61 @@ _SCALED = 2
 _GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
-# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds.
-_MIXED = 8
-# Copies of one layer's scores that its backward pass holds, if the graph's attention holds scores.
-_SCORES = 3
+# Copies of products, and arrays as wide as its input, that a layer keeps in MLX's own graph.
+_COPIES, _WIDTHS = 2, 4
+# Copies of what experts gather and give that the backward pass of their layer holds there.
+_GATHERED = 2
+# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds, in
+# MLX's own graph and in the CPU's own functions.
+_MIXED, _KERNELS_MIXED = 4, 8
+# Arrays as wide as a convolution that its layer keeps in MLX's own graph.
+_MIXED_COPIES = 5
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Measured bytes over estimated ones, by tokens and by scores; and the bytes that are fixed.
+
+    Without `fixed`, the estimate has it.
+    """
+
+    tokens: float = 1.0
+    scores: float = 1.0
+    fixed: int | None = None
+
+    def is_sound(self) -> bool:
+        """Return whether these are numbers that a measurement may give."""
+        values = (self.tokens, self.scores, self.fixed or 0)
+        return all(isinstance(each, int | float) and 0 <= each < 1 << 50 for each in values)
+
+    def of(self, entries: Entries, itemsize: int) -> int:
+        """Return the bytes of entries."""
+        fixed = itemsize * entries.fixed if self.fixed is None else self.fixed
+        grown = self.tokens * entries.tokens + self.scores * entries.scores
+        return fixed + ceil(itemsize * grown)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How short passes on the device differ from the estimate.
+
+    `kept` and `working`: what layers keep, and what one works with; `again`: what one works with
+    that runs again in the backward pass.
+    """
+
+    kept: Factors = field(default_factory=Factors)
+    working: Factors = field(default_factory=Factors)
+    again: Factors = field(default_factory=Factors)
+
+    @classmethod
+    def of(cls, content: Any) -> Measured | None:
+        """Return what `asdict` made of measured memory; None if it is anything else."""
+        try:
+            factors = {name: Factors(**each) for name, each in content.items()}
+            found = cls(**factors)
+        except (AttributeError, TypeError):
+            return None
+        return found if all(map(Factors.is_sound, factors.values())) else None
 
 
 @dataclass(frozen=True)
@@ -61,11 +112,16 @@ class ModelShapes:
     layer `widest_product`. `updated` is the width of one layer's outputs with LoRA, `scaled` of all
     outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the largest matrix
     that is cast, and of the largest quantised one that is unpacked, for each product; `head_cast`
-    those of the head. `plain_head`: the head is one product. `held_scores` are the copies of the
-    scores of all heads that a layer's backward pass holds by the CPU's functions, `mixed` the
-    channels of the convolutions of all layers, `layer_mixed` the most of one. `between` is what the
-    backward pass of a layer of many other operations holds of each token besides. `sliced` is the
-    width of one layer's outputs that are made in slices, `widest_whole` of the widest other ones.
+    those of the head. `plain_head`: the head is one product. `heads` of `head_size` attend.
+    `scores` are the copies of one head's scores that MLX's graph keeps in all layers,
+    `layer_scores` those that one layer's backward pass holds besides, if examples are wider
+    than `window`; `held_scores` those by the CPU's functions. `gathered` is the width of the
+    inputs that the experts of all layers gather, `layer_gathered` of these and of the outputs
+    in one layer. `mixed` are the channels of the convolutions of all layers, `layer_mixed` the
+    most of one. `between` is the width of all else that the backward pass of a layer of many
+    operations holds. `sliced` is the width of one layer's outputs that are made in slices,
+    `widest_whole` of the widest other ones. `measured` corrects the estimate by passes that
+    ran.
     """
 
     weights: int
@@ -74,7 +130,6 @@ class ModelShapes:
     itemsize: int
     hidden: int
     vocab: int
-    heads: int
     layers: int
     products: int
     layer_products: int
@@ -83,7 +138,14 @@ class ModelShapes:
     largest_cast: int
     head_cast: int
     plain_head: bool
+    heads: int = 1
+    head_size: int = 0
+    scores: int = 0
+    layer_scores: int = 0
+    window: int = 0
     held_scores: int = 0
+    gathered: int = 0
+    layer_gathered: int = 0
     mixed: int = 0
     layer_mixed: int = 0
     between: int = 0
@@ -91,6 +153,7 @@ class ModelShapes:
     unpacked: int = 0
     sliced: int = 0
     widest_whole: int = 0
+    measured: Measured | None = None
 
     @property
     def inputs(self) -> int:
@@ -100,9 +163,13 @@ class ModelShapes:
     def with_layers(self, layers: int) -> ModelShapes:
         """Return the shapes with LoRA on the last `layers` layers only."""
         share = layers / self.layers
-        names = ("trainable", "products", "mixed", "scaled")
+        names = ("trainable", "products", "mixed", "scaled", "scores", "gathered")
         fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
         return replace(self, layers=layers, **fewer)
+
+    def holds_scores(self, load: Load) -> bool:
+        """Return whether attention holds the scores of examples as wide as these."""
+        return load.width > self.window
 
 
 @dataclass(frozen=True)
@@ -126,6 +193,11 @@ class Load:
     def scores(self) -> int:
         """Attention scores of one head."""
         return self.lines * self.width**2
+
+    @property
+    def beside(self) -> int:
+        """Tokens where examples stand side by side, padding included."""
+        return self.lines * self.width
 
     @property
     def repeated(self) -> int:
@@ -155,59 +227,59 @@ def vocabulary_block(positions: int) -> int:
     return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
 
 
-@dataclass(frozen=True)
-class LayersUse:
-    """What some layers take that are alike, in bytes as factors of `liveness.terms`.
+class Entries(NamedTuple):
+    """Entries of arrays: however long the load, by its tokens, and by its attention scores."""
 
-    Each of the `layers` keeps `kept` (4,) from its forward to its backward pass. At the moments of
-    one's backward pass, `working` (n, 4) is held in addition; or `again` (n, 4) if it runs again.
-    """
-
-    layers: int
-    kept: Size
-    working: Size
-    again: Size
-
-
-class _Entries(NamedTuple):
-    """What all layers keep, and one works with; see `LayersUse`."""
-
-    kept: int
-    working: int
-    again: int
+    fixed: int
+    tokens: int
+    scores: int
 
 
 class GraphMemory:
     """The memory of MLX's own graph, in entries of arrays of the compute dtype.
 
     `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
-    product, the head in `head_copies` copies. `traced` returns what the layers of a model take,
-    packed or not, with examples of a width.
+    product, the head in `head_copies` copies.
     """
 
     casts_quantized = False
     head_copies = 4
 
-    def __init__(self, traced: Callable[[bool, int], Sequence[LayersUse]] = lambda *_: ()) -> None:
-        self._traced = traced
-        self._layers = lru_cache(maxsize=None)(self._sum_up)
-
-    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return the entries that all layers keep from their forward to their backward passes."""
+    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+        """Return what all layers keep from their forward to their backward passes."""
         if execution.recompute:
-            return load.tokens * shapes.inputs
-        return self._layers(shapes, execution.packs, load).kept
+            return Entries(0, load.tokens * shapes.inputs, 0)
+        # Products and functions of them, inputs and residuals; and the scores.
+        width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
+        tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
+        # Recurrences have some of that for examples side by side.
+        tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
+        scores = load.scores if shapes.holds_scores(load) else 0
+        return Entries(0, tokens, shapes.scores * scores)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return the working entries of one layer's backward pass, in addition to those kept."""
-        layers = self._layers(shapes, execution.packs, load)
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+        """Return what one layer's backward pass works with, in addition to what is kept."""
+        gradients = _GRADIENTS * (shapes.widest_product + shapes.hidden)
+        gradients += _GATHERED * shapes.layer_gathered
+        mixed = load.beside * _MIXED * shapes.layer_mixed
+        scores = shapes.layer_scores * load.scores if shapes.holds_scores(load) else 0
+        if mixed > scores:
+            # The layer has a recurrence, which sees all examples side by side, and no attention.
+            load, scores = replace(load, tokens=load.beside), 0
+        tokens = load.tokens * gradients + (0 if scores else mixed)
+        if execution.recompute:
+            again = self.kept(shapes.with_layers(1), replace(execution, recompute=False), load)
+            tokens, scores = tokens + again.tokens, scores + again.scores
+        fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast)
+        return Entries(fixed, tokens, scores)
+
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        """Return what passes without a head do not show: its arrays that are still in flight."""
         positions, _ = _head_states(shapes, execution, load)
         logits = _logits(execution, positions, shapes)
         if execution.split_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
-        working = layers.again if execution.recompute else layers.working
-        matrices = _UNPACKED * max(shapes.unpacked, shapes.largest_cast)
-        return working + matrices + _IN_FLIGHT * logits
+        return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
@@ -223,27 +295,6 @@ class GraphMemory:
         """Return whether the head holds logits: in 16 bits, or unless it is one product."""
         return shapes.itemsize != 4 or not shapes.plain_head
 
-    def _sum_up(self, shapes: ModelShapes, packs: bool, load: Load) -> _Entries:
-        sizes = terms(load.tokens, load.lines, load.width)
-        kinds = self._traced(packs, load.width) or [_untraced(shapes)]
-        traced = sum(kind.layers for kind in kinds)
-        kept = sum(kind.layers * float(kind.kept @ sizes) for kind in kinds)
-        working = max(float((kind.working @ sizes).max()) for kind in kinds)
-        again = max(float((kind.again @ sizes).max()) for kind in kinds)
-        each = (kept * shapes.layers / traced, working, again)
-        return _Entries(*(ceil(size / shapes.itemsize) for size in each))
-
-
-def _untraced(shapes: ModelShapes) -> LayersUse:
-    """Return what layers take of which only the shapes are known: rather too much."""
-    # Products and functions of them, inputs and residuals; and the scores.
-    width = (2 * shapes.products + shapes.scaled) / shapes.layers + 4 * shapes.hidden
-    kept = np.array([0, width, 0, shapes.heads])
-    gradients = _GRADIENTS * (shapes.widest_product + shapes.hidden)
-    working = np.array([[0, gradients, 0, _SCORES * shapes.heads]])
-    size = shapes.itemsize
-    return LayersUse(shapes.layers, size * kept, size * working, size * (working + kept))
-
 
 class KernelMemory:
     """The memory of the CPU's kernels, which keep the products of a layer; see `GraphMemory`."""
@@ -251,13 +302,13 @@ class KernelMemory:
     casts_quantized = True
     head_copies = 1
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return the entries that all layers keep: inputs, and products except the last."""
+    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+        """Return what all layers keep: inputs, and products except the last."""
         if execution.recompute:
-            return load.tokens * shapes.inputs
-        return load.tokens * shapes.products + load.repeated * shapes.mixed
+            return Entries(0, load.tokens * shapes.inputs, 0)
+        return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
         # The recomputed values between the products take about as much as the products.
         products, widest, slices = shapes.layer_products, shapes.widest_product, 0
         if execution.recompute and shapes.sliced and load.tokens > SLICE:
@@ -266,9 +317,16 @@ class KernelMemory:
         widths = products * (2 if execution.recompute else 1) + shapes.hidden
         widths += _GRADIENTS * (widest + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
-        meeting = _MIXED * shapes.layer_mixed * load.repeated + shapes.held_scores * load.scores
+        meeting = _KERNELS_MIXED * shapes.layer_mixed * load.repeated
         meeting += shapes.between * (load.tokens + load.repeated)
-        return load.tokens * widths + slices + meeting + shapes.largest_cast
+        tokens = load.tokens * widths + slices + meeting
+        return Entries(shapes.largest_cast, tokens, shapes.held_scores * load.scores)
+
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        """Return what numpy holds in attention, which MLX does not count."""
+        width = shapes.heads * shapes.head_size
+        scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * load.width)
+        return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head; a linear head holds no logits."""
@@ -373,12 +431,17 @@ class Prediction:
 
 
 def predict(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
-    """Return the memory of a micro-batch at its peak."""
+    """Return the memory of a micro-batch at its peak: an estimate, unless passes were measured."""
     memory, size = execution.operations.memory, shapes.itemsize
-    kept = size * memory.kept(shapes, execution, load)
+    measured = shapes.measured or Measured()
+    # Inputs of layers are all that is kept where these run again.
+    in_kept = Factors() if execution.recompute else measured.kept
+    in_working = measured.again if execution.recompute else measured.working
+    kept = in_kept.of(memory.kept(shapes, execution, load), size)
+    working = in_working.of(memory.in_layer(shapes, execution, load), size)
     # In float32: the matrices themselves; two moments, and two gradients.
     weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
-    in_layer = kept + size * memory.in_layer(shapes, execution, load)
+    in_layer = kept + working + size * memory.unseen(shapes, execution, load)
     in_head = size * memory.in_head(shapes, execution, load)
     return max(
         Prediction(weights, optimizer, in_layer, 0),

@@ -11,6 +11,8 @@ from mlxtune.core.steps.execution import Execution, Load, ModelShapes, Predictio
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.
 MARGIN = 0.15
+# How far an estimate, of sizes alone, may be off: as shares of the peak.
+ESTIMATE = (0.7, 1.4)
 # The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.models.autograd import ExportableVjp, differentiable
+from mlxtune.backend.models.autograd import differentiable
+from tests.long.exportable import ExportableVjp
 
 
 def square_forward(x: mx.array) -> mx.array:

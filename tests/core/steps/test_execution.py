@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+import json
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, GraphMemory, Load, load_of, predict
+from mlxtune.core.steps.execution import Execution, Factors, Load, Measured, load_of, predict
 from mlxtune.core.steps.groups import Group
 from tests.core.steps.shapes import (
     GRAPH_OPERATIONS,
-    HEAD_OPERATIONS,
     KERNEL_OPERATIONS,
     shapes,
 )
 
 KERNELS, GRAPH = Execution(KERNEL_OPERATIONS, 64), Execution(GRAPH_OPERATIONS, 64)
-HEAD = Execution(HEAD_OPERATIONS, 64)
 
 
 def test_weights_and_optimizer_are_counted_by_parameter() -> None:
@@ -43,29 +41,71 @@ def test_recomputing_keeps_inputs_alone() -> None:
 
 def test_graph_holds_the_logits_of_a_chunk_in_a_head_of_16_bits() -> None:
     half = shapes(itemsize=2)
-    few, many, more = (predict(half, HEAD, Load(4, 100, n, 400)) for n in (100, 256, 400))
+    few, many, more = (predict(half, GRAPH, Load(4, 100, n, 400)) for n in (100, 256, 400))
     assert many.head - few.head == 2 * 156 * (5 * 1000 + 4 * 10)
     assert more.head - many.head == 2 * 144 * 4 * 10
-    whole = predict(half, replace(HEAD, split_head=False), Load(4, 100, 4, 400))
+    whole = predict(half, replace(GRAPH, split_head=False), Load(4, 100, 4, 400))
     assert whole.head >= 2 * 400 * 5 * 1000
 
 
 def test_linear_head_holds_nine_blocks_of_logits_however_many_positions() -> None:
-    large = shapes(vocab=10**6)
-    few, many = (predict(large, HEAD, Load(4, 4000, n, 16_000)).head for n in (1000, 4000))
+    large = shapes(vocab=10**6, scores=0, layer_scores=0)
+    few, many = (predict(large, GRAPH, Load(4, 4000, n, 16_000)).head for n in (1000, 4000))
     hidden = 3 * 16_000 * 10
     assert few == 4 * (hidden + 1000 * 4 * 10 + 9 * 1000 * (2**21 // 1000))
     assert many == 4 * (hidden + 4000 * 4 * 10 + 9 * 4000 * (2**21 // 4000))
-    cast = predict(replace(large, head_cast=10**7), HEAD, Load(4, 4000, 1000, 16_000)).head
+    cast = predict(replace(large, head_cast=10**7), GRAPH, Load(4, 4000, 1000, 16_000)).head
     assert cast - few == 4 * 5 * 10 * (2**21 // 1000)
 
 
-def test_graph_keeps_and_works_with_what_was_traced() -> None:
+def test_graph_keeps_products_twice_inputs_and_scores() -> None:
     peak = predict(shapes(vocab=1), GRAPH, Load(2, 50, 1, 80))
+    # All products twice, four inputs and a copy of the scores; and while one layer works, three.
+    kept = 80 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 2 * 50**2
+    working = 80 * 3 * (30 + 10) + 3 * 2 * 2 * 50**2
     # Two logits are still in flight.
-    assert peak.activations == 80 * (2 * 400 + 100) + 2 * 50**2 * (2 * 8 + 24) + 4 * 2
-    small = predict(shapes(vocab=1), GRAPH, Load.single(1, 1))
-    assert small.activations == 2 * 408 + 800 + 4 * 2
+    assert peak.activations == 4 * (kept + working + 2)
+
+
+def test_scores_are_held_where_no_kernel_serves() -> None:
+    fused = shapes(vocab=1, window=64)
+    narrow, wide = (predict(fused, GRAPH, Load.single(n, 1)).activations for n in (64, 65))
+    assert narrow == 64 * (wide - 4 * (10 * 65**2 + 2)) // 65 + 4 * 2
+
+
+def test_what_experts_and_recurrences_hold_is_counted() -> None:
+    load, plain = Load(2, 50, 1, 80), shapes(vocab=1)
+    experts = replace(plain, gathered=20, layer_gathered=70)
+    more = predict(experts, GRAPH, load).activations - predict(plain, GRAPH, load).activations
+    assert more == 4 * 80 * (20 + 2 * 70)
+    # A layer with a recurrence has no scores.
+    mixed = replace(plain, mixed=2000, layer_mixed=1000)
+    more = predict(mixed, GRAPH, load).activations - predict(plain, GRAPH, load).activations
+    # 20 tokens more stand side by side than on the line.
+    kept, working = 80 * 2000 + 20 * 5 * 2000, 2 * 50 * 4 * 1000 + 20 * 3 * (30 + 10)
+    assert more == 4 * (kept + working - 6 * 2 * 50**2)
+
+
+def test_measured_factors_correct_the_estimate() -> None:
+    measured = Measured(Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000), Factors(0.25, 0.5))
+    passed, load = shapes(vocab=1, measured=measured), Load(2, 50, 1, 80)
+    kept = 80 * (2 * 200 + 2 * 4 * 10) / 2 + 2 * 2 * 2 * 2 * 50**2
+    working = 3 * 80 * 3 * (30 + 10)
+    assert predict(passed, GRAPH, load).activations == 4 * (kept + working + 2) + 1000
+    again = replace(GRAPH, recompute=True)
+    tokens = 80 * (3 * (30 + 10) + 2 * 100 + 4 * 10) / 4
+    scores = 2 * 50**2 * (6 + 2) / 2
+    # What is kept, the inputs of layers, is known.
+    assert predict(passed, again, load).activations == 4 * (80 * 2 * 10 + tokens + scores + 2)
+
+
+def test_measured_memory_is_read_back_as_written_and_nothing_else_is() -> None:
+    measured = Measured(Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000))
+    assert Measured.of(json.loads(json.dumps(asdict(measured)))) == measured
+    for wrong in (None, 3, {"kept": {}, "other": {}}, {"kept": {"tokens": -1.0}}):
+        assert Measured.of(wrong) is None
+    assert Measured.of({"kept": {"tokens": float("nan")}}) is None
+    assert Measured.of({"kept": {"tokens": "1"}}) is None
 
 
 def test_one_matrix_is_cast_at_a_time_whether_recomputed_or_not() -> None:
@@ -79,23 +119,23 @@ def test_one_matrix_is_cast_at_a_time_whether_recomputed_or_not() -> None:
 def test_graph_that_recomputes_keeps_inputs_and_works_with_one_layer() -> None:
     again = replace(GRAPH, recompute=True)
     peak = predict(shapes(vocab=1), again, Load(2, 50, 1, 80))
-    assert peak.activations == 80 * (2 * 4 * 10 + 500) + 2 * 50**2 * 32 + 4 * 2
+    tokens = 80 * (2 * 10 + 3 * (30 + 10) + 2 * 100 + 4 * 10)
+    assert peak.activations == 4 * (tokens + 2 * 50**2 * (6 + 2) + 2)
 
 
-def test_layers_that_cannot_be_traced_are_taken_to_keep_rather_much() -> None:
-    untraced = replace(GRAPH, operations=SimpleNamespace(memory=GraphMemory()))
-    load = Load.single(50, 1)
-    # All products twice, four inputs and a copy of the scores; and while one layer works, three.
-    kept = 50 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 50**2
-    working = 50 * 3 * (30 + 10) + 3 * 2 * 50**2
-    assert predict(shapes(vocab=1), untraced, load).activations == 4 * (kept + working + 2)
+def test_what_numpy_holds_in_attention_is_counted_up_to_a_block() -> None:
+    attends = shapes(heads=2, head_size=16, vocab=1)
+    for width, scores in ((100, 2 * 128 * 100), (10_000, 1 << 21)):
+        load = Load.single(width, 1)
+        more = predict(attends, KERNELS, load).total - predict(shapes(vocab=1), KERNELS, load).total
+        assert more == 4 * (2 * scores + 3 * width * 2 * 16)
 
 
 def test_fewer_trained_layers_keep_less() -> None:
     fewer = shapes().with_layers(1)
     assert (fewer.layers, fewer.products, fewer.trainable) == (1, 100, 50)
     whole, half = (predict(each, GRAPH, Load.single(100, 1)) for each in (shapes(), fewer))
-    assert whole.activations - half.activations == 100 * 400 + 8 * 100**2
+    assert whole.activations - half.activations == 4 * (100 * 240 + 2 * 100**2)
 
 
 def test_load_counts_padding_and_supervised_positions() -> None:

@@ -1,0 +1,187 @@
+"""Short passes through a few layers of a loaded model, measured on the device.
+
+Their peaks at three lengths correct what sizes alone tell of a run's memory: per token, per
+attention score, and fixed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.intercept import intercept
+from mlxtune.backend.forward.recompute import first_trained
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Entries, Factors, Load, Measured, ModelShapes
+
+# Tokens of the passes: a graph that is built ahead of the device holds more of short ones than of
+# long ones, kernels that run at once do not.
+_LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
+# Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours at once, and the
+# most layers. With twice as many, the difference is what layers keep.
+_LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
+# The weight of the estimate's shares beside that of a pass, and of the difference of two passes.
+_PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
+# Factors and bytes are rounded up to multiples, so that most runs find the same; little beyond one
+# of these is noise.
+_FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
+
+Floats = npt.NDArray[np.float64]
+
+
+def measure(
+    pipeline: InstructPipeline, shapes: ModelShapes, modes: Sequence[bool]
+) -> Measured | None:
+    """Measure passes with activations kept or recomputed, for each of the `modes` of `recompute`.
+
+    None where the architecture does not let some of its layers run alone. The pipeline ends in the
+    mode in which it began.
+    """
+    began, found = pipeline.forward.execution.recompute, Measured()
+    try:
+        for recompute in modes:
+            pipeline.forward.recompute(recompute)
+            found = _measured(pipeline, replace(shapes, measured=None), found)
+    # Of any kind: layers that are called in other ways than most, or no memory even for a few.
+    except Exception:  # noqa: BLE001
+        return None
+    finally:
+        pipeline.forward.recompute(began)
+        memory.release()
+    return found
+
+
+def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
+    """Return what was found, with the factors of the pipeline's mode."""
+    execution = pipeline.forward.execution
+    operations = execution.operations
+    lengths = _LAZY if operations.lazy else _EAGER
+    few = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
+    few *= _covering(list(pipeline.model.layers)[-shapes.layers :])
+    few = min(few, _MOST_LAYERS, shapes.layers)
+    many = min(few if execution.recompute else 2 * few, shapes.layers)
+    size, loads = shapes.itemsize, [Load.single(each, 1) for each in lengths]
+    kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
+    working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
+    peaks = _peaks(pipeline, many, lengths)
+    if execution.recompute:
+        known = [many * Factors().of(each, size) for each in kept]
+        return replace(found, again=_fitted(working, peaks - known, size))
+    if many == few:
+        whole = [
+            Entries(one.fixed, one.tokens + many * each.tokens, one.scores + many * each.scores)
+            for one, each in zip(working, kept, strict=True)
+        ]
+        of_all = _fitted(whole, peaks, size)
+        return replace(found, kept=replace(of_all, fixed=None), working=of_all)
+    differences = (peaks - _peaks(pipeline, few, lengths)) / (many - few)
+    of_kept = replace(_fitted(kept, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
+    left = peaks - [many * of_kept.of(each, size) for each in kept]
+    return replace(found, kept=of_kept, working=_fitted(working, left, size))
+
+
+def _covering(layers: Sequence[nn.Module]) -> int:
+    """Return how many of the last layers have some of each kind; 1 if it takes too many."""
+    kinds = [
+        str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
+        for layer in layers
+    ]
+    counts = range(1, _MOST_LAYERS + 1)
+    return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
+
+
+def _peaks(pipeline: InstructPipeline, count: int, lengths: Sequence[int]) -> Floats:
+    """Return the peaks in bytes (L,) of passes through the last layers."""
+    model, forward = pipeline.model, pipeline.forward
+    layers = list(model.layers)
+    active = layers[max(len(layers) - count, first_trained(layers)) :]
+    names = {id(module): name for name, module in model.named_modules()}
+    own = [
+        (f"{names[id(layer)]}.{name}", value)
+        for layer in active
+        for name, value in tree_flatten(layer.trainable_parameters())
+    ]
+    parameters, zero, peaks = tree_unflatten(own), mx.zeros((1,)), []
+    model.train()
+    memory.release()
+    with _alone(model, active) as shift:
+        for length in lengths:
+            arrays = _arrays(pipeline, length)
+
+            def loss(parameters: Mapping[str, Any], added: mx.array, given: Any) -> Any:
+                shift[0] = added
+                return forward.scaled_loss(parameters, given, mx.array(1.0))
+
+            def compute(arrays: Any = arrays) -> None:
+                mx.eval(mx.grad(loss, argnums=(0, 1))(parameters, zero, arrays))
+
+            mx.eval(zero, arrays["inputs"], arrays["targets"])
+            try:
+                with forward.watched(lambda _, rows: rows.astype(mx.float32).square().sum()):
+                    peaks.append(memory.peak_of(compute))
+            finally:
+                shift.clear()
+                model.update(parameters)
+    return np.array(peaks, dtype=np.float64)
+
+
+@contextmanager
+def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
+    """Have other layers pass on what they are given; the first active one adds what is yielded.
+
+    So its backward pass has the gradient of its input to compute, like those of layers above it.
+    """
+    shift: dict[int, mx.array] = {}
+    layers, chosen = list(model.layers), {id(layer) for layer in active}
+
+    def run(layer: nn.Module, x: mx.array, *args: Any, **options: Any) -> Any:
+        if id(layer) not in chosen:
+            return x
+        if layer is active[0]:
+            x = x + shift[0].astype(x.dtype)
+        return layer(x, *args, **options)
+
+    undo = intercept(model, layers, [run] * len(layers))
+    try:
+        yield shift
+    finally:
+        undo()
+
+
+def _arrays(pipeline: InstructPipeline, length: int) -> dict[str, Any]:
+    """Return an example of a length as the model takes it; its last token is supervised."""
+    mask = np.zeros(length + 1, dtype=np.uint8)
+    mask[-1] = 1
+    step = [Example(0, np.arange(length + 1, dtype=np.int32) % 10, mask)]
+    ((_, batch),) = pipeline.micro_batches(step)
+    return pipeline.arrays(batch, 1)
+
+
+def _fitted(
+    estimates: Sequence[Entries], peaks: Floats, itemsize: int, prior: float = _PRIOR
+) -> Factors:
+    """Return the factors, none below 0, that bring estimates to peaks; the longest weighs most."""
+    grown = itemsize * np.array([[each.tokens, each.scores] for each in estimates], dtype=float)
+    ratio = max(peaks[-1], 1.0) / max(float(grown[-1].sum()), 1.0)
+    weights = 1 / np.maximum(peaks, peaks.max() / 10)
+    terms = np.column_stack([grown, np.ones(len(peaks))]) * weights[:, None]
+    # The estimate's shares of tokens and scores hold as far as the passes do not tell.
+    rows = np.vstack([terms, prior / ratio * np.eye(2, 3)])
+    wanted = np.concatenate([peaks * weights, [prior, prior]])
+    free, found = np.ones(3, dtype=bool), np.full(3, -1.0)
+    while (found < 0).any():
+        free &= found >= 0 if (found >= 0).any() else free
+        found = np.zeros(3)
+        scale = np.maximum(np.abs(rows[:, free]).max(axis=0), 1e-12)
+        found[free] = np.linalg.lstsq(rows[:, free] / scale, wanted, rcond=None)[0] / scale
+    tokens, scores = (ceil(each / _FACTOR - _NOISE) * _FACTOR for each in found[:2])
+    return Factors(tokens, scores, ceil(found[2] / _BYTES - _NOISE) * _BYTES)

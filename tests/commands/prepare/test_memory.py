@@ -1,0 +1,105 @@
+"""The plan of a loaded model: from what was recorded, kept or measured, in that order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.commands.prepare import memory
+from mlxtune.commands.prepare.memory import choose_plan, confirm, planned_work, recorded_memory
+from mlxtune.config import InstructConfig, StepConfig
+from mlxtune.core.steps.execution import Factors, Measured
+from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+from mlxtune.errors import MemoryLimitError
+from tests.backend.conftest import random_examples
+from tests.models import write_model
+
+LORA = InstructConfig(lora_rank=4)
+# A layer that is kept takes a thousand times the estimate; one that runs again, what is estimated.
+HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
+Loaded = tuple[StepConfig, BaseModel, InstructPipeline, Work, MemoryPlan]
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Loaded:
+    step = StepConfig(str(write_model(tmp_path / "model", "qwen3")), memory_limit=0.02)
+    base, work = opened(step), planned_work(LORA, [examples()])
+    plan = choose_plan(step, LORA, base, work)
+    read_weights(base)
+    return step, base, InstructPipeline(base.model, LORA, execution=plan.execution), work, plan
+
+
+def opened(step: StepConfig) -> BaseModel:
+    return open_base(Path(step.model_path), "float32")
+
+
+def examples() -> Any:
+    return random_examples(8)
+
+
+def fails(*arguments: Any) -> None:
+    raise AssertionError("measured again")
+
+
+def test_memory_is_measured_once_and_kept(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, base, pipeline, work, plan = loaded
+    assert plan.shapes.measured is None
+    first = confirm(step, base, pipeline, work, plan, tmp_path / "cache")
+    assert first.shapes.measured is not None
+    monkeypatch.setattr(memory, "measure", fails)
+    kept = choose_plan(step, LORA, opened(step), work, cache=tmp_path / "cache")
+    assert kept.shapes.measured == first.shapes.measured
+    second = confirm(step, base, pipeline, work, kept, tmp_path / "cache")
+    assert (second.execution, second.peak) == (first.execution, first.peak)
+    with pytest.raises(AssertionError, match="measured again"):
+        confirm(step, base, pipeline, work, plan, None)
+
+
+def test_what_a_run_recorded_comes_before_what_is_kept(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, base, pipeline, work, plan = loaded
+    confirm(step, base, pipeline, work, plan, tmp_path / "cache")
+    monkeypatch.setattr(memory, "measure", fails)
+    kept = choose_plan(step, LORA, opened(step), work, cache=tmp_path / "cache")
+    found = confirm(step, base, pipeline, work, kept, tmp_path / "cache", HUGE)
+    assert found.shapes.measured == HUGE
+
+
+def test_loaded_model_runs_as_the_measured_plan_says(loaded: Loaded) -> None:
+    step, base, pipeline, work, plan = loaded
+    assert not pipeline.forward.execution.recompute
+    found = confirm(step, base, pipeline, work, plan, None, HUGE)
+    assert found.execution.recompute
+    assert pipeline.forward.execution.recompute
+    assert pipeline.forward.execution.loss_chunk == found.execution.loss_chunk
+    assert pipeline.micro_batch_tokens == found.execution.micro_batch_tokens
+    pipeline.train_batch(examples())
+
+
+def test_run_that_turns_out_not_to_fit_is_an_error(loaded: Loaded) -> None:
+    step, base, pipeline, work, plan = loaded
+    much = Measured(HUGE.kept, HUGE.working, again=Factors(1000.0, 1000.0))
+    with pytest.raises(MemoryLimitError, match="raise --memory-limit"):
+        confirm(step, base, pipeline, work, plan, None, much)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"plan": 3}', '{"plan": {"measured": {"kept": {"tokens": "x"}}}}']
+)
+def test_recorded_memory_is_read_from_the_run_and_nothing_else_is(
+    tmp_path: Path, content: str
+) -> None:
+    assert recorded_memory(tmp_path) is None
+    (tmp_path / "run.json").write_text(content)
+    assert recorded_memory(tmp_path) is None
+    (tmp_path / "run.json").write_text(json.dumps({"plan": {"measured": asdict(HUGE)}}))
+    assert recorded_memory(tmp_path) == HUGE
