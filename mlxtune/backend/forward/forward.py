@@ -78,7 +78,12 @@ class Forward:
             self.recompute(execution.recompute)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._vocabulary: dict[str, Any] = {}
-        self._entropies: Losses = operations.cross_entropies
+        # In 16 bits by MLX's function, fused on Metal and CUDA, which makes no float32 logits.
+        dtype = split.logits_dtype
+        in_16_bits = dtype is not None and dtype != mx.float32
+        self._entropies: Losses = (
+            mx.fast.cross_entropy if in_16_bits else operations.cross_entropies
+        )
         if split.vocabulary is not None:
             if not splits:
                 raise ModelError("--parallel tensor does not work with this architecture's head")

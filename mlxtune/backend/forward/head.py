@@ -52,7 +52,8 @@ class SplitModel:
     """An mlx-lm model whose head can run on chosen positions alone, soft-capping and all.
 
     `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
-    of a head which is one product and no more, else None; `dtype` is that of the hidden states.
+    of a head which is one product and no more, else None; `dtype` is that of the hidden states, and
+    `logits_dtype` that of the logits.
     `vocabulary` says for which tokens this worker has logits, if not for all. `packing_problem`
     says why examples do not run in one line, once `packs` found that they do not.
     """
@@ -68,6 +69,7 @@ class SplitModel:
         self.splits = False
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
+        self.logits_dtype: mx.Dtype | None = None
         # The hidden states of a few texts, each alone: before the layers, and after all of them.
         self._inputs = LayerInputs(model, trial_texts())
         self._alone = mx.array(0.0)
@@ -152,7 +154,7 @@ class SplitModel:
             with self._inputs.kept():
                 logits = self._call(slot, mx.array(self._inputs.texts.tokens))[0]
             self._alone, hidden = slot.hidden, slot.hidden[0, :_HEAD_POSITIONS]
-            self.dtype = hidden.dtype
+            self.dtype, self.logits_dtype = hidden.dtype, logits.dtype
             self.weight = next(
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
             )

@@ -14,15 +14,14 @@ instead: Call | None = None
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays with the gradient `backward(primals, cotangents, outputs)`.
 
-    Single primals, cotangents and outputs are passed and returned without a tuple.
+    Single primals, cotangents and outputs are passed and returned without a tuple. Call the
+    function where it is made: whether a graph is being exported is decided here.
     """
+    if (run := instead) is not None:
+        return lambda *primals: run(forward, backward, primals)
     function = mx.custom_function(forward)
     function.vjp(backward)
-
-    def call(*primals: mx.array) -> Any:
-        return instead(forward, backward, primals) if instead else function(*primals)
-
-    return call
+    return function
 
 
 def exporting() -> bool:
