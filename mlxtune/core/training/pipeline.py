@@ -23,21 +23,19 @@ class PendingStep(Protocol):
 
 
 @dataclass(frozen=True)
-class StartedStep:
-    """A step that was started, at `started` of the clock, on some `rows`."""
+class Step:
+    """A step of a run, of an `epoch`, on some `rows`. Numbers count from 1."""
 
-    step: int
+    number: int
     epoch: int
     learning_rate: float
     rows: Sequence[int]
     examples: Sequence[Example]
-    started: float
-    pending: PendingStep
 
     def record(self, result: InstructBatchResult, seconds: float) -> StepRecord:
         """Return the record of this step, which took so long."""
         return StepRecord(
-            step=self.step,
+            step=self.number,
             epoch=self.epoch,
             loss=result.avg_loss,
             learning_rate=self.learning_rate,
@@ -52,6 +50,15 @@ class StartedStep:
             run_tokens=result.run_tokens,
             padding=result.padding,
         )
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that was started, at `started` of the clock."""
+
+    step: Step
+    started: float
+    pending: PendingStep
 
 
 class Pipeline(Protocol):

@@ -1,0 +1,179 @@
+"""The recorder of a run: its progress, its metrics.jsonl and its checkpoints."""
+
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config import InstructTrainingConfig
+from mlxtune.core.run import run_folder
+from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
+from mlxtune.core.run.progress import MetricsFile, Progress, Record
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver, saves_epoch
+from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.pipeline import Pipeline
+from mlxtune.errors import (
+    GpuError,
+    MemoryLimitError,
+    NonFiniteLossError,
+    OutputError,
+    TrainingInterrupted,
+)
+
+
+class RunRecorder:
+    """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
+
+    `rate` returns the learning rate of a step. `about` are entries of a checkpoint's metadata that
+    no step changes.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        config: InstructTrainingConfig,
+        progress: Progress,
+        observer: TrainingObserver,
+        *,
+        steps_per_epoch: int,
+        total_steps: int,
+        rate: Callable[[int], float],
+        about: Mapping[str, Any],
+    ) -> None:
+        self._pipeline = pipeline
+        self._config = config
+        self._progress = progress
+        self._observer = observer
+        self._steps_per_epoch = steps_per_epoch
+        self._total_steps = total_steps
+        self._rate = rate
+        self._about = about
+        self._folder = Path(config.checkpoint_dir)
+        self._metrics_file = MetricsFile(self._folder, observer.on_problem)
+        self.saver = CheckpointSaver(
+            self._folder,
+            every_steps=config.save_steps,
+            every_minutes=config.save_minutes,
+            keep=config.keep,
+            on_saved=observer.on_checkpoint,
+            on_problem=observer.on_problem,
+        )
+        self._started = self._epoch_started = time.perf_counter()
+
+    def start(self) -> None:
+        """Start the clocks of the run and of its first epoch."""
+        self._started = self._epoch_started = time.perf_counter()
+
+    def resume(self, point: ResumePoint, validated: Callable[[int], bool]) -> None:
+        """Take over progress, checkpoints and times of a run that stopped.
+
+        `validated` returns whether a step within an epoch is followed by a validation. Raises
+        ModelError if the checkpoint does not fit the pipeline.
+        """
+        progress, checkpoint = self._progress, point.checkpoint
+        self._pipeline.restore(checkpoint.folder)
+        run_folder.reopen(self._folder)
+        for record in point.progress:
+            progress.append(record)
+        step = progress.step
+        progress.reopen_epoch(self._steps_per_epoch, self._total_steps, validated(step))
+        self.saver.resume(point.kept, step)
+        self._started -= checkpoint.seconds("total_time_ms")
+        self._epoch_started -= checkpoint.seconds("epoch_time_ms")
+
+    def add(self, record: Record) -> None:
+        """Add a record to the progress and to metrics.jsonl."""
+        self._progress.append(record)
+        self._metrics_file.write(self._progress)
+
+    def end_epoch(self, epoch: int, val_loss: float | None) -> None:
+        """Record an epoch that ended with the last step, write its checkpoints, start the next."""
+        if len(self._progress.epochs) < epoch:
+            metrics = self._epoch_metrics(val_loss)
+            self.add(metrics)
+            self._observer.on_epoch(metrics, self._is_best())
+        # A run that is resumed here may have ended between the checkpoints of the epoch.
+        metrics = self._progress.epochs[-1]
+        saved = saves_epoch(epoch, self._config.epochs, self._config.save_every)
+        self._save(metrics, f"epoch-{epoch}" if saved else None)
+        self._epoch_started = time.perf_counter()
+
+    def save_validated(self, val_loss: float | None) -> None:
+        """Write the checkpoints that follow a validation within an epoch."""
+        self._save(self._epoch_metrics(val_loss), f"step-{self._progress.step}")
+
+    def save_step(self) -> None:
+        """Write the checkpoint of the last step; if that fails, warn and let training continue."""
+        self.saver.try_save(f"step-{self._progress.step}", self._checkpoint())
+
+    def interrupted(self) -> TrainingInterrupted:
+        """Return the error that ends a run before its time, its state saved."""
+        step = self._progress.step
+        if step == 0:
+            return TrainingInterrupted(None, 0)
+        return TrainingInterrupted(self.saver.save(f"step-{step}", self._checkpoint()), step)
+
+    def finish(self, stopped_early: bool) -> InstructTrainResult:
+        """Write the files that are still due, and return the run as a whole."""
+        self.saver.finish()
+        self._metrics_file.write(self._progress)
+        return self._progress.result(stopped_early, _milliseconds_since(self._started))
+
+    @contextmanager
+    def naming_checkpoint(self) -> Iterator[None]:
+        """Add the last good checkpoint, and how to resume, to an error that ends the run."""
+        try:
+            yield
+        except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:
+            saved = self.saver.latest
+            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
+            if saved and isinstance(error, MemoryLimitError | GpuError):
+                kept += f"; resume with mlxtune train --resume {shlex.quote(str(self._folder))}"
+            raise type(error)(f"{error}; {kept}") from error
+
+    def _is_best(self) -> bool:
+        """Return whether the last step has the best validation loss so far."""
+        best = self._progress.best
+        return best is not None and best.step == self._progress.step
+
+    def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
+        step, time_ms = self._progress.step, _milliseconds_since(self._epoch_started)
+        epoch = math.ceil(step / self._steps_per_epoch)
+        return self._progress.epoch_metrics(epoch, val_loss, self._rate(step), time_ms)
+
+    def _save(self, metrics: InstructEpochMetrics, name: str | None) -> None:
+        """Write `best/` if the last validation is the best, and the checkpoint of a name."""
+        content = self._checkpoint(metrics)
+        if self._is_best():
+            self.saver.save_best(content)
+        if name:
+            self.saver.try_save(name, content)
+
+    def _checkpoint(self, metrics: InstructEpochMetrics | None = None) -> CheckpointContent:
+        """Capture the current state for a checkpoint."""
+        progress = self._progress
+        best = progress.best
+        metadata = {
+            "task": "instruct",
+            "step": progress.step,
+            "total_steps": self._total_steps,
+            "total_time_ms": _milliseconds_since(self._started),
+            **asdict(metrics or self._epoch_metrics(None)),
+            "best_epoch": progress.best_epoch,
+            "best_step": best.step if best else None,
+            "best_val_loss": best.val_loss if best else None,
+            **self._pipeline.describe(),
+            **self._about,
+        }
+        lines = partial(progress.lines, 0, len(progress))
+        return CheckpointContent(self._pipeline.snapshot(), metadata, lines)
+
+
+def _milliseconds_since(started: float) -> int:
+    return round((time.perf_counter() - started) * 1000)
