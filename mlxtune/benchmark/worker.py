@@ -25,7 +25,7 @@ from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
 
 if TYPE_CHECKING:
-    from mlxtune.backend.step.pending import PendingStep
+    from mlxtune.backend.step.runner import PendingStep
 
 OURS = "mlxtune"
 
@@ -120,7 +120,7 @@ class OurSide:
     def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
         """Take the steps and take them back."""
         with scratch_folder("bench") as folder:
-            self.pipeline.save(folder)
+            self.pipeline.snapshot()(folder)
             for _ in self.overlapped(steps):
                 pass
             self.pipeline.restore(folder)

@@ -404,9 +404,7 @@ def finish(
     """Write the adapter and the run's result, and print a summary. Raises OutputError."""
     console = worker_run.console
     if result.best_epoch is not None:
-        if worker_run.workers.index == 0:
-            setup.pipeline.load(trainer.best_folder)
-        setup.pipeline.take_first()
+        setup.pipeline.load(trainer.best_folder)
     setup.pipeline.write(parts.run.output_path)
     content = about_result(parts.run, trainer, result)
     write_json(parts.run.checkpoint_path / RESULT, content)

@@ -173,7 +173,7 @@ def test_start_is_the_adapter_that_a_pipeline_begins_with(
     folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
     pipeline = InstructPipeline(load_base(folder, "float32").model, options(folder).lora())
-    pipeline.save(tmp_path)
+    pipeline.snapshot()(tmp_path)
     assert (tmp_path / "adapters.safetensors").read_bytes() == (
         adapter / "adapters.safetensors"
     ).read_bytes()

@@ -25,8 +25,9 @@ class PipelineGraphs:
         """
         pipeline = self._pipeline
         with compiled_as_on_gpu():
-            started, _ = pipeline._build(examples, pipeline._steps + 1, pipeline.learning_rate)
-            return started.graph.arrays
+            builder = pipeline.builder
+            step = builder.build(examples, builder.steps + 1, pipeline.learning_rate)
+            return step.graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
         """Yield the gradient of each micro-batch, with what custom gradients compute."""
@@ -69,5 +70,5 @@ class PipelineGraphs:
         yield from found
 
     def _arrays(self, examples: Sequence[Example]) -> Iterator[dict[str, Any]]:
-        for _, batch in self._pipeline.micro_batches(examples):
-            yield self._pipeline.arrays(batch, 1)
+        for _, batch in self._pipeline.batches.of(examples):
+            yield self._pipeline.builder.arrays(batch, 1)

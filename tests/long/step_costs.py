@@ -64,7 +64,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
     """Return the products that a step of ours needs."""
-    batches = side.pipeline.micro_batches(examples)
+    batches = side.pipeline.batches.of(examples)
     return step_products(
         side.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],

@@ -49,7 +49,7 @@ class StepParts:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Time the parts of a step."""
-        for _, batch in self._pipeline.micro_batches(list(examples)):
+        for _, batch in self._pipeline.batches.of(list(examples)):
             assert isinstance(batch, Pack), "the examples are padded"
             layers = self._model.layers
             for part, seconds in self._layer(batch).items():

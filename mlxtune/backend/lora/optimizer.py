@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
@@ -62,13 +63,13 @@ class LoRAOptimizer:
         # It has the same shapes in each step.
         self._compiled = mx.compile(self._take)
 
-    def adopt(self, parameters: Any) -> dict[str, Any]:
-        """Return the same parameters as parts of the vectors that the next update starts from."""
-        self._vectors = self._layout.join(parameters)
+    def adopt(self, model: nn.Module) -> None:
+        """Make a model's parameters parts of the vectors that the next update starts from."""
+        self._vectors = self._layout.join(model.trainable_parameters())
         mx.eval(self._vectors)
         adopted = self._layout.split(self._vectors)
         self._parts = dict(tree_flatten(adopted))
-        return adopted
+        model.update(adopted)
 
     def vectors(self, parameters: Any, after: Update | None = None) -> list[mx.array]:
         """Return the vectors of the parameters, or of an update that is not committed."""

@@ -162,8 +162,8 @@ def _arrays(pipeline: InstructPipeline, length: int) -> dict[str, Any]:
     mask = np.zeros(length + 1, dtype=np.uint8)
     mask[-1] = 1
     step = [Example(0, np.arange(length + 1, dtype=np.int32) % 10, mask)]
-    ((_, batch),) = pipeline.micro_batches(step)
-    return pipeline.arrays(batch, 1)
+    ((_, batch),) = pipeline.batches.of(step)
+    return pipeline.builder.arrays(batch, 1)
 
 
 def _fitted(

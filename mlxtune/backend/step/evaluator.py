@@ -1,6 +1,7 @@
 """The losses of examples under a model, with nothing kept for a backward pass."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,12 +11,13 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.recovery import retried
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.step.micro_batches import MicroBatches
-from mlxtune.backend.step.stages import Stages
+from mlxtune.backend.step.runner import StepRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
@@ -45,16 +47,15 @@ class ExampleLosses:
     def __init__(
         self,
         forward: Forward,
-        batches: MicroBatches,
-        stages: Stages,
+        runner: StepRunner,
         parameters: int,
         workers: Workers = ALONE,
         held: int = 0,
     ) -> None:
         self._workers = workers
         self._forward = forward
-        self._batches = batches
-        self._stages = stages
+        self._runner = runner
+        self._batches = runner.batches
         self._most = most_tokens(parameters)
         self._memory = BatchMemory(forward, held)
 
@@ -97,7 +98,7 @@ class ExampleLosses:
         trained = batches.max_tokens
         batches.max_tokens = allowed = self._bound(examples)
         try:
-            batches.run(examples, compute)
+            retried(compute, partial(self._runner.adapt, examples))
         finally:
             if batches.max_tokens < allowed:
                 self._most = batches.max_tokens
@@ -129,16 +130,16 @@ class ExampleLosses:
             on_progress(done)
 
         for group, batch in self._batches.of(examples):
-            self._stages.record(group.tokens)
+            self._runner.record(group.tokens)
             each = self._forward.losses(batch)
-            graph = self._stages.graph(group.tokens, {}, each)
+            graph = self._runner.graph(group.tokens, {}, each)
             # Waits for the batch before.
-            self._stages.start(graph)
+            self._runner.start(graph)
             if waiting is not None:
                 read(*waiting)
             waiting = group, batch, each
         if waiting is not None:
-            self._stages.finish(graph)
+            self._runner.finish(graph)
             read(*waiting)
 
 
@@ -224,10 +225,10 @@ class Evaluator:
         kind = "gpu" if workers.split_model else "auto"
         execution = execution or best_execution(parameters, kind=kind)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
-        stages = Stages(self.forward.mixers, parameters)
         remedy = "lower --max-seq-len, or use a quantised base"
-        batches = MicroBatches(self.forward, remedy=remedy, warn=warn, shorten=stages.shorten)
-        self._losses = ExampleLosses(self.forward, batches, stages, parameters, workers)
+        batches = MicroBatches(self.forward)
+        runner = StepRunner(self.forward, batches, parameters, remedy=remedy, warn=warn)
+        self._losses = ExampleLosses(self.forward, runner, parameters, workers)
 
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None

@@ -64,19 +64,19 @@ def build_pipeline(
     `provenance` returns what checkpoints record about the model. The plan is returned too: it is
     made anew from memory that is `recorded`, or kept in `cache`, or measured now.
     """
+    resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
         base.model,
         lora,
         execution=plan.execution,
         base_model=step.model_path,
         fresh=resume is None,
+        initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
         base_quantization=loading.base_quantization(base),
         warn=console.warn,
         workers=workers,
     )
-    if resume is not None:
-        pipeline.initial_hash = resume.checkpoint.metadata.get("init_adapter_hash")
     console.say("LoRA", pipeline.lora.describe())
     for warning in pipeline.lora.warnings():
         console.warn(warning)
@@ -85,7 +85,7 @@ def build_pipeline(
     if problem := gate_kernels_problem():
         console.say("SwiGLU", f"by MLX's operations, our kernels do not serve: {problem}")
     confirmed = confirm(step, base, pipeline, work, plan, cache, recorded, workers)
-    pipeline.limit_evaluation(confirmed.peak.total)
+    pipeline.losses.limit_memory(confirmed.peak.total)
     return pipeline, confirmed
 
 

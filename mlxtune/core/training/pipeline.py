@@ -73,13 +73,11 @@ class Pipeline(Protocol):
     ) -> PendingStep:
         """Start one optimizer step on all examples, after the one that was started before it."""
 
-    def release_cache(self) -> None:
-        """Give back memory that is held only to be used again."""
+    def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
+        """Give back memory that is held only to be used again.
 
-    def halve_micro_batches(self, examples: Sequence[Example]) -> int | None:
-        """Halve the micro-batches from the largest of a step on these examples.
-
-        Return the new bound in tokens, or None if each is a single example already.
+        With the examples of a step, also halve the micro-batches from its largest. Return the new
+        bound in tokens, or None if each is a single example already.
         """
 
     def evaluate(

@@ -90,13 +90,13 @@ class Surroundings:
         answered, self._answered = self._answered, max(self._answered, pressure)
         if answered >= pressure:
             return False
-        pipeline.release_cache()
         if pressure is Pressure.WARN:
+            pipeline.relieve_memory()
             self._observer.on_problem(
                 f"the machine's memory is short after step {step}: cached memory is given back"
             )
             return False
-        tokens = pipeline.halve_micro_batches(examples)
+        tokens = pipeline.relieve_memory(halve_for=examples)
         how = "micro-batches cannot be halved: close other programs"
         if tokens is not None:
             how = f"micro-batches of up to {tokens:,} tokens from here on"

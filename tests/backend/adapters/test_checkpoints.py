@@ -30,7 +30,7 @@ def test_mlx_lm_loads_the_folder_and_gives_the_same_logits(
     folder = tmp_path / "adapter"
     folder.mkdir()
 
-    pipeline.save(folder)
+    pipeline.snapshot()(folder)
 
     model, _ = load(str(tmp_path / f"{architecture}-None"), adapter_path=str(folder))
     mine, theirs = pipeline.model(mx.array(TOKENS)), model(mx.array(TOKENS))
@@ -43,7 +43,7 @@ def test_file_holds_float32_tensors_named_as_mlx_lm_names_them(
     make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     pipeline = make_pipeline("llama", dtype="bfloat16")
-    pipeline.save(tmp_path)
+    pipeline.snapshot()(tmp_path)
     tensors = safetensors.numpy.load_file(tmp_path / "adapters.safetensors")
     assert {(v.dtype.name, v.shape) for k, v in tensors.items() if k.endswith("q_proj.lora_a")} == {
         ("float32", (64, 4))
@@ -98,7 +98,7 @@ def test_what_was_saved_is_read_back_bit_for_bit(
 ) -> None:
     pipeline = make_pipeline("qwen3")
     saved = dict(tree_flatten(pipeline.model.trainable_parameters()))
-    pipeline.save(tmp_path)
+    pipeline.snapshot()(tmp_path)
     fill_lora_b(pipeline, seed=2)
 
     pipeline.load(tmp_path)
@@ -110,7 +110,7 @@ def test_what_was_saved_is_read_back_bit_for_bit(
 def test_adapter_that_does_not_fit_is_an_error_that_names_each_tensor(
     make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
-    make_pipeline("qwen3", lora_rank=8, targets=("q_proj",)).save(tmp_path)
+    make_pipeline("qwen3", lora_rank=8, targets=("q_proj",)).snapshot()(tmp_path)
     pipeline = make_pipeline("qwen3", targets=("q_proj", "k_proj"))
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
     with pytest.raises(ModelError) as caught:

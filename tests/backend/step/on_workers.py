@@ -19,6 +19,7 @@ from mlxtune.backend.workers.group import Workers
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import WorkerError
 from tests.backend.step.executions import (
     WAYS,
@@ -113,7 +114,11 @@ def check_unlike(workers: Workers) -> None:
         assert "the adapter of worker 1 differs" in str(error)
     else:
         raise AssertionError
-    pipeline.take_first()
+    with tempfile.TemporaryDirectory() as scratch:
+        if workers.index == 0:
+            pipeline.write(Path(scratch) / ADAPTER)
+        # On the others, the folder is empty: they take what worker 0 reads.
+        pipeline.load(Path(scratch))
     pipeline.snapshot()
 
 

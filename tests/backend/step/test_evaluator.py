@@ -230,7 +230,7 @@ def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_it
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator, warnings = evaluator_of(WAYS["in one line"]), []
     batches, whole, largest = evaluator._losses._batches, evaluator.forward.losses, []
-    batches._warn = warnings.append
+    evaluator._losses._runner._warn = warnings.append
 
     def limited(batch: Any) -> mx.array:
         if batch.inputs.size > 40:
@@ -294,9 +294,9 @@ def weights_of(evaluator: Evaluator) -> int:
 
 def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     # A card has one stage.
-    monkeypatch.setattr("mlxtune.backend.step.stages.has_metal", lambda: True)
+    monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
-    staged._losses._stages.seconds_per_token = 10.0
+    staged._losses._runner.seconds_per_token = 10.0
     batches = len(list(staged._losses._batches.of(fixed_step())))
     wanted = whole.losses(fixed_step())
     with counted_evaluations() as count:

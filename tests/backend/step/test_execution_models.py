@@ -79,7 +79,7 @@ def test_model_by_itself_is_that_of_mlx_lm_with_the_adapter(
     folder = model_folder("gemma3_text", quantize)
     fast = fresh(folder, how, 10_000)
     fast.train_batch(fixed_step())
-    fast.save(tmp_path)
+    fast.snapshot()(tmp_path)
     theirs = load_adapters(load_model(folder)[0], str(tmp_path))
     fast.model.eval()
     assert_close(fast.model(TOKENS), theirs(TOKENS), 1e-5)

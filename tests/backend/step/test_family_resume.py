@@ -61,7 +61,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
 
     first = pipeline(folder, how, **options)
     assert take(first, range(1, STOP + 1)) == expected[:STOP]
-    first.save(tmp_path)
+    first.snapshot()(tmp_path)
 
     # What it began as is read, not found again.
     monkeypatch.setattr(initialise, "principal_svd", None)
@@ -82,7 +82,7 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
     folder: Path, tmp_path: Path, member: str
 ) -> None:
     made = pipeline(folder, Execution(MLX), **FAMILY[member])
-    made.save(tmp_path)
+    made.snapshot()(tmp_path)
     weights = tmp_path / "adapters.safetensors"
     count = len(safetensors.numpy.load_file(weights))
     assert checkpoints.check_adapter(weights, made.model, made.lora) == count

@@ -36,10 +36,10 @@ def kept(layers: int, tokens: int, share: float) -> int:
     mask = np.ones(tokens, np.uint8)
     mask[0] = 0
     example = Example(1, np.arange(tokens, dtype=np.int32) % 64, mask)
-    ((_, batch),) = pipeline.micro_batches([example])
+    ((_, batch),) = pipeline.batches.of([example])
     parameters = model.trainable_parameters()
     mx.eval(model.parameters(), parameters)
-    arrays = pipeline.arrays(batch, 1)
+    arrays = pipeline.builder.arrays(batch, 1)
     loss, gradients = pipeline.forward.gradients(parameters, arrays, mx.array(1.0))
     before = mx.get_active_memory()
     mx.eval(loss)

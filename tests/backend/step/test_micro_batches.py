@@ -47,7 +47,7 @@ def make(make_pipeline: MakePipeline) -> Callable[..., tuple[InstructPipeline, l
 
     def make(tokens: int) -> tuple[InstructPipeline, list[str]]:
         pipeline, warnings = make_pipeline("qwen3", micro_batch_tokens=tokens), []
-        pipeline._micro_batches._warn = warnings.append
+        pipeline.runner._warn = warnings.append
         return pipeline, warnings
 
     return make
@@ -79,10 +79,10 @@ def test_failed_allocation_halves_and_the_step_is_that_of_half(
         fail(patch, ALLOCATION)
         results = [halved.train_batch(EXAMPLES) for _ in range(2)]
 
-    assert halved.micro_batch_tokens <= 40
+    assert halved.batches.max_tokens <= 40
     assert len(warnings) == 1
-    assert f"memory ran out: micro-batches of up to {halved.micro_batch_tokens} " in warnings[0]
-    small, _ = make(halved.micro_batch_tokens)
+    assert f"memory ran out: micro-batches of up to {halved.batches.max_tokens} " in warnings[0]
+    small, _ = make(halved.batches.max_tokens)
     assert [small.train_batch(EXAMPLES) for _ in range(2)] == results
     expected = adapters(small)
     for name, value in adapters(halved).items():
@@ -97,7 +97,7 @@ def test_bound_is_halved_from_what_ran_and_not_from_what_was_allowed(
     fail(monkeypatch, ALLOCATION, times=2)
     for _ in range(2):
         pipeline.evaluate(EXAMPLES)
-    assert pipeline.micro_batch_tokens <= tokens / 4
+    assert pipeline.batches.max_tokens <= tokens / 4
 
 
 def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_nothing(
@@ -115,12 +115,12 @@ def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_noth
 def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
     halved, warnings = make(80)
     started = halved.start_batch(EXAMPLES)
-    tokens = halved.halve_micro_batches(EXAMPLES)
-    assert tokens == halved.micro_batch_tokens <= 40
+    tokens = halved.relieve_memory(EXAMPLES)
+    assert tokens == halved.batches.max_tokens <= 40
     # The step that was under way is as it would have been.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
-    whole.micro_batch_tokens = tokens
+    whole.batches.max_tokens = tokens
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -130,11 +130,11 @@ def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
 
 def test_single_examples_are_not_halved(make: Any) -> None:
     pipeline, _ = make(80)
-    assert pipeline.halve_micro_batches(EXAMPLES[:1]) is None
-    assert pipeline.micro_batch_tokens == 80
-    while (tokens := pipeline.halve_micro_batches(EXAMPLES)) is not None:
-        assert pipeline.micro_batch_tokens == tokens
-    pipeline.release_cache()
+    assert pipeline.relieve_memory(EXAMPLES[:1]) is None
+    assert pipeline.batches.max_tokens == 80
+    while (tokens := pipeline.relieve_memory(EXAMPLES)) is not None:
+        assert pipeline.batches.max_tokens == tokens
+    assert pipeline.relieve_memory() is None
     assert pipeline.train_batch(EXAMPLES).micro_batches == len(EXAMPLES)
 
 
@@ -163,7 +163,7 @@ def test_step_is_tried_once_more_after_a_fault_that_may_pass(
     fail(monkeypatch, text)
     result = pipeline.train_batch(EXAMPLES)
 
-    assert pipeline.micro_batch_tokens == 80
+    assert pipeline.batches.max_tokens == 80
     assert len(warnings) == 1
     assert "trying again" in warnings[0]
     expected, parameters = taken_alone(make, 80)
@@ -204,12 +204,12 @@ def test_evaluations_are_shortened_before_micro_batches_are(
 ) -> None:
     pipeline, warnings = make(80)
     answers = iter([True, False])
-    pipeline._micro_batches._shorten = lambda: next(answers)
+    pipeline.runner.shorten = lambda: next(answers)
     fail(monkeypatch, text, text)
     pipeline.train_batch(EXAMPLES)
     assert [each.split(": ")[1][:7] for each in warnings] == ["shorter", "micro-b"]
     assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in warnings[0]
-    assert pipeline.micro_batch_tokens <= 40
+    assert pipeline.batches.max_tokens <= 40
 
 
 def test_command_that_takes_too_long_with_one_example_is_an_error(
@@ -227,7 +227,7 @@ def test_step_at_the_resource_limit_is_repeated_and_makes_no_new_shapes(
     pipeline, _ = make(80)
     fail(monkeypatch, RESOURCES)
     pipeline.train_batch(EXAMPLES)
-    assert pipeline.micro_batch_tokens == 80
+    assert pipeline.batches.max_tokens == 80
 
 
 def test_fault_at_the_wait_for_an_earlier_micro_batch_is_one_of_the_step(
@@ -261,7 +261,7 @@ def test_use_over_the_limit_is_warned_of_once_and_changes_nothing(make: Any) -> 
     mx.set_memory_limit(mx.get_active_memory() + 1000)
     assert [pipeline.train_batch(EXAMPLES) for _ in range(3)] == expected
     pipeline.evaluate(EXAMPLES)
-    assert pipeline.micro_batch_tokens == LARGE
+    assert pipeline.batches.max_tokens == LARGE
     assert len(warnings) == 1
     assert "more than the limit" in warnings[0]
     assert "lower --memory-limit" in warnings[0]
@@ -282,9 +282,9 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline.micro_batch_tokens = tokens
-        batches = [batch for _, batch in pipeline.micro_batches(EXAMPLES)]
-        groups = [group for group, _ in pipeline.micro_batches(EXAMPLES)]
+        pipeline.batches.max_tokens = tokens
+        batches = [batch for _, batch in pipeline.batches.of(EXAMPLES)]
+        groups = [group for group, _ in pipeline.batches.of(EXAMPLES)]
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
         assert found.run_tokens == sum(group.tokens for group in groups)
@@ -302,7 +302,7 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline.micro_batch_tokens = 1
+    pipeline.batches.max_tokens = 1
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert memory.peak_bytes() - before >= 50_000_000, "that of the run is kept"

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.step.builder import StepBuilder
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError
@@ -51,12 +52,12 @@ def test_steps_started_ahead_are_those_in_turn(execution: Any, tokens: int) -> N
 def test_step_is_built_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
     events: list[str] = []
-    build, finish = InstructPipeline._build, type(pipeline._stages).finish
+    build, finish = StepBuilder.build, type(pipeline.runner).finish
     monkeypatch.setattr(
-        InstructPipeline, "_build", lambda *given: (events.append("build"), build(*given))[1]
+        StepBuilder, "build", lambda *given: (events.append("build"), build(*given))[1]
     )
     monkeypatch.setattr(
-        type(pipeline._stages),
+        type(pipeline.runner),
         "finish",
         lambda *given: (events.append("finish"), finish(*given))[1],
     )
@@ -71,9 +72,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     pipeline = fresh(model_folder("qwen3"), Execution(operations), 10_000)
     started: list[float] = []
     # The CPU's kernels compute a step while it is built.
-    place, name = (
-        (InstructPipeline, "_build") if operations is CPU else (type(pipeline._stages), "start")
-    )
+    place, name = (StepBuilder, "build") if operations is CPU else (type(pipeline.runner), "start")
     whole = getattr(place, name)
     monkeypatch.setattr(
         place, name, lambda *given: (started.append(time.perf_counter()), whole(*given))[1]

@@ -109,7 +109,7 @@ def test_projections_that_run_together_resume_from_moments_in_the_order_of_the_m
     names = dict(tree_flatten(first.model.trainable_parameters()))
     gradients = dict(tree_flatten(first.loss_and_gradients(examples(1), 1).gradients))
     ((_, norm),) = take(first, range(1, 2))
-    first.save(tmp_path)
+    first.snapshot()(tmp_path)
     # After one step, the first moments are (1 - beta) times the clipped gradient, all A before the
     # other matrices, as in checkpoints of earlier versions.
     order = sorted(names, key=lambda name: not name.endswith("lora_a"))
@@ -129,15 +129,15 @@ def test_micro_batches_that_were_halved_stay_halved_and_a_smaller_plan_stays_sma
 ) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 2))
-    made.micro_batch_tokens = 30
-    made.save(tmp_path)
+    made.batches.max_tokens = 30
+    made.snapshot()(tmp_path)
 
     again = pipeline(folder, WAYS["plain"])
     again.restore(tmp_path)
-    assert again.micro_batch_tokens == 30
-    again.micro_batch_tokens = 20
+    assert again.batches.max_tokens == 30
+    again.batches.max_tokens = 20
     again.restore(tmp_path)
-    assert again.micro_batch_tokens == 20
+    assert again.batches.max_tokens == 20
 
 
 @pytest.mark.parametrize("missing", ["step", "micro_batch_tokens"])
@@ -146,7 +146,7 @@ def test_optimizer_file_that_does_not_fit_is_an_error_and_changes_nothing(
 ) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 3))
-    made.save(tmp_path)
+    made.snapshot()(tmp_path)
     path = tmp_path / checkpoints.OPTIMIZER
     tensors = safetensors.numpy.load_file(path)
     other = pipeline(folder, WAYS["plain"])
@@ -176,7 +176,7 @@ def test_adapter_of_a_snapshot_is_what_mlx_lm_loads(folder: Path, tmp_path: Path
 
     made = pipeline(folder, WAYS["plain"], dropout=0.0)
     take(made, range(1, 3))
-    made.save(tmp_path)
+    made.snapshot()(tmp_path)
     theirs = load_adapters(load_base(folder, "float32").model, str(tmp_path))
     found = dict(tree_flatten(theirs.trainable_parameters()))
     ours = checkpoints.trained_tensors(made.model)

@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.stages import Graph
+from mlxtune.backend.step.runner import Graph
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import (
     IN_LINE,
@@ -21,7 +21,7 @@ from tests.backend.step.executions import (
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card has one stage, whatever the clock says."""
-    monkeypatch.setattr("mlxtune.backend.step.stages.has_metal", lambda: True)
+    monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
 
 
 def trained(pipeline: InstructPipeline) -> list[bytes]:
@@ -34,14 +34,14 @@ def trained(pipeline: InstructPipeline) -> list[bytes]:
 @pytest.mark.parametrize("seconds", [0.01, 1.0])
 def test_stages_change_no_byte(name: str, seconds: float) -> None:
     whole, staged = (fresh(model_folder("qwen3"), WAYS[name], 10_000) for _ in range(2))
-    staged._stages.seconds_per_token = seconds
-    assert staged._stages.count(1000) > 1
+    staged.runner.seconds_per_token = seconds
+    assert staged.runner.count(1000) > 1
     assert trained(staged) == trained(whole)
 
 
 def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
-    stages, evaluations = pipeline._stages, [0]
+    stages, evaluations = pipeline.runner, [0]
     stages.seconds_per_token = 0.0625
     assert [stages.count(tokens) for tokens in (1, 16, 17, 40)] == [1, 1, 2, 3]
     evaluate = mx.eval
@@ -52,7 +52,7 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mx, "eval", counted)
     pipeline.train_batch(fixed_step())
-    tokens = sum(group.tokens for group, _ in pipeline.micro_batches(fixed_step()))
+    tokens = sum(group.tokens for group, _ in pipeline.batches.of(fixed_step()))
     assert 2 <= stages.count(tokens) <= evaluations[0] <= stages.count(tokens) + 2
 
 
@@ -62,22 +62,22 @@ def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
     how = WAYS["in one line with recompute"]
     staged, whole = (fresh(folder, how, 10_000) for _ in range(2))
     # Each layer's mixer ends a stage.
-    staged._stages.seconds_per_token = 1.0
+    staged.runner.seconds_per_token = 1.0
     return staged, whole
 
 
 def test_recomputed_layer_ends_one_stage() -> None:
     staged, _ = staged_and_whole(12)
-    assert staged._stages.count(1000) == 24
+    assert staged.runner.count(1000) == 24
     noted: list[int] = []
-    graph_of = staged._stages.graph
+    graph_of = staged.runner.graph
 
     def noting(*arguments: Any) -> Graph:
         graph = graph_of(*arguments)
         noted.append(len(graph.outputs))
         return graph
 
-    staged._stages.graph = noting  # type: ignore[method-assign]
+    staged.runner.graph = noting  # type: ignore[method-assign]
     staged.train_batch(fixed_step())
     assert set(noted) == {12}
 
@@ -115,11 +115,11 @@ def test_next_stage_runs_while_the_host_waits_for_one(monkeypatch: pytest.Monkey
 
 
 def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtune.backend.step.stages.on_cpu", lambda: False)
+    monkeypatch.setattr("mlxtune.backend.step.runner.on_cpu", lambda: False)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     clock = iter(range(0, 10_000, 30))
-    monkeypatch.setattr("mlxtune.backend.step.stages.time.perf_counter", lambda: next(clock))
-    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000)._stages
+    monkeypatch.setattr("mlxtune.backend.step.runner.time.perf_counter", lambda: next(clock))
+    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).runner
     guess = stages.seconds_per_token
     for seconds in (guess, 30.0):
         stages.finish(Graph(1, 1, [], {"a": mx.zeros(1)}, mx.zeros(1)))
@@ -127,16 +127,16 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
 
 
 def test_card_computes_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtune.backend.step.stages.on_cpu", lambda: False)
-    monkeypatch.setattr("mlxtune.backend.step.stages.has_metal", lambda: False)
-    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000)._stages
+    monkeypatch.setattr("mlxtune.backend.step.runner.on_cpu", lambda: False)
+    monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: False)
+    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).runner
     stages.seconds_per_token = 1.0
     assert stages.count(1000) == 1
     assert not stages.shorten()
 
 
 def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
-    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000)._stages
+    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).runner
     counts = []
     while stages.shorten():
         counts.append(stages.count(1))

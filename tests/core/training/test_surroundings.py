@@ -122,11 +122,11 @@ def test_step_before_is_complete_when_micro_batches_are_halved(tmp_path: Path) -
     taken: list[int] = []
 
     class Pipeline(FakePipeline):
-        def halve_micro_batches(self, examples: Any) -> int | None:
+        def relieve_memory(self, halve_for: Any = None) -> int | None:
             # Batches are taken when their result is asked for.
             taken.append(len(self.batches))
-            assert {example.row for example in examples}
-            return super().halve_micro_batches(examples)
+            assert {example.row for example in halve_for}
+            return super().relieve_memory(halve_for)
 
     run(tmp_path, Machine(NORMAL, NORMAL, CRITICAL), Pipeline())
     assert taken == [2]

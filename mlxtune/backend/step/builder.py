@@ -1,0 +1,196 @@
+"""The builder of a step: its loss, gradients and update as a graph, from its micro-batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.lora.apply import LoRASummary
+from mlxtune.backend.lora.layers import step_keys
+from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
+from mlxtune.backend.lora.vectors import LoRAVectors
+from mlxtune.backend.step.phases import Phases
+from mlxtune.backend.step.runner import Graph, StepGradients, StepRunner
+from mlxtune.backend.workers.group import Workers
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.run.metrics import InstructBatchResult, perplexity
+from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
+from mlxtune.core.steps.pack import Pack
+from mlxtune.errors import NonFiniteLossError
+
+
+class StepBuilder:
+    """Builds the graphs of steps, which `runner` computes, and applies their updates.
+
+    With several `workers`, each builds its share of a step, and the graph adds the shares.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        runner: StepRunner,
+        phases: Phases,
+        vectors: LoRAVectors,
+        optimizer: LoRAOptimizer,
+        *,
+        config: InstructConfig,
+        lora: LoRASummary,
+        workers: Workers,
+    ) -> None:
+        self._forward = forward
+        self._runner = runner
+        self._phases = phases
+        self._vectors = vectors
+        self._optimizer = optimizer
+        self._config = config
+        self._lora = lora
+        self._workers = workers
+        # The last step that was applied.
+        self.steps = 0
+
+    def build(
+        self,
+        examples: Sequence[Example],
+        step: int,
+        rate: float | None = None,
+        after: Update | None = None,
+    ) -> StepGradients:
+        """Return loss and gradients of a step and, at a learning `rate`, its update.
+
+        The step starts `after` an update that is being computed, if one is given. `step` keys the
+        dropout.
+        """
+        model, forward, runner = self._forward.model, self._forward, self._runner
+        own = model.trainable_parameters()
+        vectors = self._optimizer.vectors(own, after)
+        model.train()
+        parameters = self._vectors.matrices_of_step(vectors)
+        tokens, examples = count_tokens(examples), self.share(examples)
+        compute = self._phases.gradients if self._phases.timer else forward.gradients
+        zero = mx.array(0.0)
+        total = StepGradients(zero, None, tokens, Graph(0, 1, [], {}, zero))
+        try:
+            for group, batch in runner.batches.of(examples):
+                if total.micro_batches:
+                    # The device works on the one before while this one is prepared.
+                    runner.start(total.graph)
+                arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
+                self._phases.end("data", arrays)
+                runner.record(group.tokens)
+                # A loss that is not finite is reported as such.
+                with np.errstate(all="ignore"):
+                    part, part_gradients = compute(parameters, arrays, scale)
+                total.add(part, self._vectors.join_gradients(part_gradients))
+                total.graph = runner.graph(
+                    group.tokens, part_gradients, total.loss, total.gradients
+                )
+                total.micro_batches += 1
+                total.run_tokens += group.tokens
+                total.padding += group.padding(examples)
+                memory.relieve_pressure()
+        finally:
+            # Tracing left its own arrays in the model.
+            model.update(own)
+        self._finish(total, vectors)
+        if rate is not None:
+            update = self._optimizer.update(vectors, total.gradients, total.loss, rate, after)
+            # All of the step at once: one wait for the device.
+            total.graph = replace(total.graph, arrays=(total.loss, total.counts, update))
+            total.update = update
+        return total
+
+    def commit(
+        self, examples: Sequence[Example], step: int, rate: float, computed: StepGradients
+    ) -> InstructBatchResult | NonFiniteLossError:
+        """Make an update the state of model and optimizer; return what the step's result is."""
+        update = computed.update
+        assert update is not None
+        self._runner.warn_of_limit()
+        self._forward.model.update(update.parameters)
+        self._optimizer.commit(update)
+        memory.relieve_pressure()
+        self._phases.end("optimizer")
+        loss, grad_norm = float(computed.loss), float(update.norm)
+        counts = [computed.micro_batches, computed.run_tokens, computed.padding]
+        if computed.counts is not None:
+            *counts, stop, save = map(round, computed.counts.tolist())
+            self._workers.agree((stop, save))
+        if not update.finite:
+            return NonFiniteLossError(_describe_non_finite(step, rate, loss, grad_norm))
+        self.steps = step
+        return InstructBatchResult(
+            avg_loss=loss,
+            total_response_tokens=computed.tokens,
+            perplexity=perplexity(loss),
+            grad_norm=grad_norm,
+            total_tokens=sum(map(len, examples)),
+            memory=memory.last_peak_bytes(),
+            micro_batches=counts[0],
+            run_tokens=counts[1],
+            padding=counts[2],
+        )
+
+    def share(self, examples: Sequence[Example]) -> Sequence[Example]:
+        """Return the examples of a step that this worker computes."""
+        if self._workers.size == 1:
+            return examples
+        return [examples[i] for i in self._workers.share(self._forward.costs.of(examples))]
+
+    def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
+        """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""
+        keyed = self._config.dropout and self._forward.model.training
+        keys = step_keys(self._config.seed, step, batch.rows) if keyed else None
+        return self._forward.arrays(batch, keys)
+
+    def _finish(self, total: StepGradients, vectors: list[mx.array]) -> None:
+        """Undo the scale of float16, and add the shares of the other workers."""
+        raised = self._forward.raised
+        if total.gradients is None:  # with more workers than examples
+            total.gradients = tree_map(mx.zeros_like, vectors)
+        if raised != 1:
+            total.loss, total.gradients = tree_map(
+                lambda each: each / raised, (total.loss, total.gradients)
+            )
+        if self._workers.size > 1:
+            total.loss, total.gradients, total.counts = self._sum_over_workers(total)
+            arrays = total.loss, total.gradients, total.counts
+            total.graph = replace(total.graph, arrays=arrays)
+
+    def _sum_over_workers(self, total: StepGradients) -> list[Any]:
+        counts = [total.micro_batches, total.run_tokens, total.padding]
+        if not self._workers.split_model:
+            return self._workers.sum_step(total.loss, total.gradients, counts, ())
+        # By name: not all of them are weighed alike.
+        named = self._vectors.split(total.gradients)
+        alike = self._lora.alike
+        loss, named, counts = self._workers.sum_step(total.loss, named, counts, alike)
+        return [loss, self._vectors.join(named), counts]
+
+
+def count_tokens(examples: Sequence[Example]) -> int:
+    """Return how many supervised tokens are predicted. Raises ValueError if none is."""
+    if tokens := sum(map(predicted_tokens, examples)):
+        return tokens
+    raise ValueError("no example has a supervised token after its first: nothing is predicted")
+
+
+def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:
+    """Return why a step was not applied, and what may help."""
+    at = f"at learning rate {rate:g}"
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return (
+            f"step {step}: the adapter is not finite after a step {at}; "
+            "the step was not applied: lower --lr"
+        )
+    what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
+    return (
+        f"step {step}: the {what} {at}; the step was not applied: "
+        "lower --lr, or use --dtype float32"
+    )

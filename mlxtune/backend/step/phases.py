@@ -1,0 +1,62 @@
+"""The phases of a step, for those who measure them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.core.run.profile import PhaseTimer
+
+Gradients = tuple[mx.array, dict[str, Any]]
+
+
+class Phases:
+    """The borders between the phases of a step.
+
+    A `timer` has each phase evaluated at its end, where a lap ends, too. Without one, nothing is
+    measured.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.timer: PhaseTimer | None = None
+        self._forward = forward
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes in use, and the most that were in use since this was last asked."""
+        return int(mx.get_active_memory()), memory.lap_peak()
+
+    def end(self, name: str, *arrays: Any) -> None:
+        """End a phase that computed these arrays, or what was evaluated already."""
+        if self.timer is not None:
+            if arrays:
+                mx.eval(*arrays)
+            self.timer.end(name)
+
+    def gradients(self, *args: Any) -> Gradients:
+        """Return what `Forward.gradients` gives, and end the phases within.
+
+        These are forward, loss (the head) and backward.
+        """
+        rows_seen: list[mx.array] = []
+
+        def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+            # Layers that are computed as they are called are done by now.
+            rows_seen.append(rows)
+            self.end("forward")
+            return head(rows)
+
+        def loss_and_rows(*args: Any) -> tuple[mx.array, list[mx.array]]:
+            loss = self._forward.scaled_loss(*args)
+            self.end("loss" if rows_seen else "forward")
+            return loss, rows_seen
+
+        with self._forward.watched(around):
+            (loss, rows), gradients = mx.value_and_grad(loss_and_rows)(*args)
+        self.end("backward")
+        if rows:
+            self.end("forward", rows)
+        self.end("loss" if rows else "forward", loss)
+        self.end("backward", gradients)
+        return loss, gradients

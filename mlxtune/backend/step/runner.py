@@ -1,0 +1,308 @@
+"""The runner of a step: evaluation in stages, and what is tried after a fault of the GPU.
+
+macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so no
+command keeps a Mac's GPU busy for much longer than a second.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.lora.optimizer import Update
+from mlxtune.backend.step.micro_batches import MicroBatches
+from mlxtune.core.data.encode import Example
+from mlxtune.core.machine.gpu_faults import Fault, fault_error
+from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.text import byte_size
+from mlxtune.errors import NonFiniteLossError, one_line
+
+# The seconds that a stage may take; operations a second before any was timed, which the slowest
+# Macs reach; and operations for each parameter and token, forward and backward.
+_SECONDS = 1.0
+_METAL_SPEED = 1e12
+_OPERATIONS = 6
+# How much of a micro-batch's time is its forward pass.
+_FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A micro-batch to compute: `arrays`, which need its `gradients` and, before, the `outputs`.
+
+    One that has no gradients is a forward pass. `outputs` is emptied once the graph is started.
+    """
+
+    tokens: int
+    stages: int
+    outputs: list[mx.array]
+    gradients: Any
+    arrays: Any
+
+    def parts(self) -> list[Sequence[Any]]:
+        """Return what each stage evaluates; the graph keeps none of the outputs."""
+        found: list[Sequence[Any]] = []
+        if self.stages > 1:
+            forward = max(int(self.stages * _FORWARD), 1)
+            found += _divided(self.outputs, forward)
+            self.outputs.clear()
+            # From the last layer to the first.
+            gradients = [array for _, array in tree_flatten(self.gradients)]
+            found += _divided(gradients[::-1], max(self.stages - forward, 1))
+        return [*found, [self.arrays]]
+
+
+@dataclass
+class StepGradients:
+    """Loss and gradients of a step, how they are computed, and the update that they make.
+
+    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are vectors, or
+    by parameter where a caller asks for them; both are float32. `run_tokens` go through the model
+    in `micro_batches`, `padding` among them. `graph` computes the last of them, and the `update`,
+    if there is one. With several workers, loss and gradients are sums over all of them, and
+    `counts` has the three numbers and what the workers ask for, float32 (5,), as sums.
+    """
+
+    loss: Any
+    gradients: Any
+    tokens: int
+    graph: Graph
+    micro_batches: int = 0
+    run_tokens: int = 0
+    padding: int = 0
+    counts: Any = None
+    update: Update | None = None
+
+    def add(self, loss: mx.array, gradients: list[mx.array]) -> None:
+        """Add loss and gradients of a micro-batch."""
+        self.loss = self.loss + loss
+        first = self.gradients is None
+        self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
+
+
+class PendingStep:
+    """One optimizer step that was started. It was computed at `ended` by `time.perf_counter`."""
+
+    def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
+        # None once the step is finished, or has failed and has to be built again.
+        self.step: StepGradients | None = step
+        self.ended = 0.0
+        self._finish = finish
+        self._outcome: InstructBatchResult | NonFiniteLossError | None = None
+
+    def finish(self) -> bool:
+        """Wait for the step; return whether it was computed as started, with no second try.
+
+        Raises MemoryLimitError or GpuError, and changes nothing.
+        """
+        if self._outcome is not None:
+            return True
+        self._outcome, tries = self._finish(self)
+        self.ended = time.perf_counter()
+        return bool(tries == 1)
+
+    def result(self) -> InstructBatchResult:
+        """Wait for the step and return its result.
+
+        Raises NonFiniteLossError if it changed nothing because loss or gradient is not finite.
+        """
+        self.finish()
+        if isinstance(self._outcome, NonFiniteLossError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+class StepRunner:
+    """Runs steps and evaluations: micro-batches at once or, where that takes long on a Mac, in
+    stages, and again after a fault of the GPU.
+
+    A stage ends at the output of a layer's mixer or at the gradients of a layer. That changes no
+    arithmetic, so that the number of stages may follow the clock. `parameters` counts the
+    parameters of the model.
+
+    After a fault, `max_tokens` of the micro-batches is halved where memory ran out, or where the
+    GPU stopped a command that took too long and stages cannot be shorter. `warn` is called each
+    time; `remedy` is what an error advises where not even one example fits. Where the workers run
+    alike, nothing is tried again: the others wait for this one within the pass.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        batches: MicroBatches,
+        parameters: int,
+        *,
+        remedy: str,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.batches = batches
+        self._remedy = remedy
+        self._warn = warn
+        self._warned_of_limit = False
+        self._mixers = forward.mixers
+        # CUDA ends no command of a card that draws no display.
+        cuda = not on_cpu() and not has_metal()
+        self._most = 1 if cuda else max(2 * forward.mixers.count, 1)
+        # Nothing limits commands on the CPU.
+        self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
+        self._shortened = 1
+        # Forward passes, and those with a gradient, of which one was timed: it compiled kernels.
+        self._compiled: set[bool] = set()
+        # The step that was started last, until it is finished.
+        self.pending: PendingStep | None = None
+        self._running: Graph | None = None
+        self._left: list[Sequence[Any]] = []
+        self._started = 0.0
+        # Loading is not part of a pass.
+        memory.start_peak()
+
+    # Steps
+
+    def launch(
+        self,
+        step: StepGradients,
+        build: Callable[[], StepGradients],
+        commit: Callable[[StepGradients], InstructBatchResult | NonFiniteLossError],
+        examples: Sequence[Example],
+    ) -> PendingStep:
+        """Have the device compute a step, and return without waiting for it.
+
+        After a fault, `build` builds it again, from this worker's `examples`. `commit` makes the
+        update that was computed the state of the pipeline; it returns the step's result, or the
+        error that the result raises.
+        """
+
+        def finish(pending: PendingStep) -> tuple[Any, int]:
+            tries = 0
+
+            def compute() -> StepGradients:
+                nonlocal tries
+                tries += 1
+                found, pending.step = pending.step or build(), None
+                self.finish(found.graph)
+                return found
+
+            computed = retried(compute, partial(self.adapt, examples))
+            self.pending = None
+            return commit(computed), tries
+
+        # Errors surface in `finish`, which tries again.
+        with suppress(RuntimeError, MemoryError):
+            self.start(step.graph)
+        self.pending = PendingStep(step, finish)
+        return self.pending
+
+    def settle(self) -> None:
+        """Wait for a step that was launched."""
+        if self.pending is not None:
+            self.pending.finish()
+
+    # Stages
+
+    def shorten(self) -> bool:
+        """Make stages half as long from here on; return whether they can be."""
+        can = self._shortened < self._most
+        self._shortened *= 2 if can else 1
+        return can
+
+    def count(self, tokens: int) -> int:
+        """Return in how many stages a micro-batch of so many tokens is computed."""
+        needed = max(math.ceil(self.seconds_per_token * tokens / _SECONDS), 1)
+        return min(needed * self._shortened, self._most)
+
+    def record(self, tokens: int) -> None:
+        """Note the outputs of the micro-batch whose graph is built next."""
+        if self.count(tokens) > 1:
+            self._mixers.note()
+
+    def graph(self, tokens: int, gradients: Any, *arrays: Any) -> Graph:
+        """Return the graph of the micro-batch that was built since `record`."""
+        outputs, self._mixers.outputs = self._mixers.outputs, []
+        self._mixers.stop_noting()
+        return Graph(tokens, self.count(tokens) if outputs else 1, outputs, gradients, arrays)
+
+    def start(self, graph: Graph) -> None:
+        """Have a graph computed once the one before is: the device never holds two."""
+        if self._running is not None:
+            self.finish(self._running)
+        self._begin(graph)
+
+    def finish(self, graph: Graph) -> None:
+        """Wait until a graph is computed."""
+        if self._running is not graph:
+            self._begin(graph)
+        # If it fails, nothing may hold its arrays.
+        left, self._left, self._running = self._left, [], None
+        while left:
+            # The device goes on with the next stage while the host waits for this one.
+            for following in left[1:2]:
+                mx.async_eval(*following)  # type: ignore[no-untyped-call]
+            mx.eval(*left.pop(0))
+        if not on_cpu():
+            self._time(graph, time.perf_counter() - self._started)
+
+    def _begin(self, graph: Graph) -> None:
+        self._running, self._started = graph, time.perf_counter()
+        self._left = graph.parts()
+        mx.async_eval(*self._left[0])  # type: ignore[no-untyped-call]
+
+    def _time(self, graph: Graph, seconds: float) -> None:
+        backward = bool(graph.gradients)
+        if backward in self._compiled:
+            per_token = seconds / max(graph.tokens, 1)
+            self.seconds_per_token = per_token if backward else per_token / _FORWARD
+        self._compiled.add(backward)
+
+    # Faults
+
+    def warn_of_limit(self) -> None:
+        """Warn once of a pass that took more than the limit, which changes nothing by itself.
+
+        The peak includes buffers in flight, whose number depends on timing.
+        """
+        used, limit = memory.last_peak_bytes(), mx.get_memory_limit()
+        if used > limit and not self._warned_of_limit:
+            self._warned_of_limit = True
+            self._warn(
+                f"{byte_size(used)} were in use, more than the limit of {byte_size(limit)}: "
+                "lower --memory-limit if the machine swaps"
+            )
+
+    def adapt(self, examples: Sequence[Example], fault: Fault, text: str) -> None:
+        """Change what may let a pass succeed after a fault.
+
+        Raises MemoryLimitError or GpuError if nothing is left to change.
+        """
+        what = fault.meaning
+        if self.batches.run_alike:
+            out = fault is Fault.OUT_OF_MEMORY
+            raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
+        if not fault.asks_for_less:
+            self._warn(f"{what} ({one_line(text)}): trying again")
+        elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
+            self._warn(f"{what}: shorter evaluations from here on; to avoid it, {fault.remedy}")
+        elif self.batches.halve(examples):
+            self._warn(
+                f"{what}: micro-batches of up to {self.batches.max_tokens:,} tokens from here on"
+            )
+        else:
+            one = f"with one example of up to {max(map(len, examples)):,} tokens at a time"
+            remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""
+            raise fault_error(fault, text, one, remedy)
+
+
+def _divided(arrays: Sequence[mx.array], count: int) -> Iterator[Sequence[mx.array]]:
+    size = math.ceil(len(arrays) / count) or 1
+    for start in range(0, len(arrays), size):
+        yield arrays[start : start + size]
