@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -125,32 +125,13 @@ def train(
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
-    with join_run(config, _console) as worker_run:
-        worker_run.config = with_hub_data(worker_run.config, worker_run.console)
-        return _train(worker_run, dry_run=dry_run, resume=resume, stop_after=stop_after)
-
-
-def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
-    return RunConsole(
-        quiet=config.quiet and log is None,
-        log_every=config.log_every,
-        peak_gb=memory.peak_gb,
-        console=None if log is None else Console(file=log, highlight=False, width=100),
-    )
-
-
-def _train(
-    worker_run: WorkerRun[RunConsole],
-    *,
-    dry_run: bool,
-    resume: ResumePoint | None,
-    stop_after: int | None,
-) -> TrainResult:
-    console, parts = worker_run.console, worker_run.config.split()
-    run, is_first = parts.run, worker_run.workers.index == 0
-    folder = check_paths(parts.data, run)
-    result = evaluation = None
-    with ExitStack() as held:
+    with join_run(config, _console) as worker_run, ExitStack() as held:
+        config = with_hub_data(worker_run.config, worker_run.console)
+        worker_run = replace(worker_run, config=config)
+        console, parts = worker_run.console, worker_run.config.split()
+        run, is_first = parts.run, worker_run.workers.index == 0
+        folder = check_paths(parts.data, run)
+        result = evaluation = None
         if not (dry_run or run.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
         # A missing folder is made only once there is something to put into it.
@@ -163,7 +144,6 @@ def _train(
             watched_surroundings(run, asked) as surroundings,
         ):
             trainer = make_trainer(parts, setup, worker_run, asked, stop_after, surroundings)
-            worker_run.step = lambda: trainer.progress.step
             print_plan(parts, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
@@ -200,6 +180,15 @@ def _train(
         peak_memory_gb=peak_gb,
         evaluation=evaluation,
         model_path=parts.data.model_path,
+    )
+
+
+def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
+    return RunConsole(
+        quiet=config.quiet and log is None,
+        log_every=config.log_every,
+        peak_gb=memory.peak_gb,
+        console=None if log is None else Console(file=log, highlight=False, width=100),
     )
 
 
@@ -334,7 +323,8 @@ def make_trainer(
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     run, dataset, console = parts.run, setup.dataset, worker_run.console
-    observer = Observers([console, *trackers_of(run, parts.options, console.warn)])
+    trackers = trackers_of(run, parts.options, console.warn)
+    observer = Observers([console, *trackers, worker_run.last_step])
     profiler = None
     if run.profile_interval:
         profiler = StepProfiler(

@@ -8,46 +8,55 @@ import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 import sys
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.forward import linear_head
 from mlxtune.cli import COMMANDS
+from mlxtune.commands.prepare import memory
+from mlxtune.core.steps.execution import Execution
 from tests.models import sums, write_chat, write_model
 
 # From `train` of the command line to the function that calls mx.fast.cross_entropy.
-MOST = 14
+MOST = 10
 
 
-def test_loss_is_few_frames_from_the_command(
+def test_cross_entropy_is_few_frames_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts Python frames of mlxtune's files; click's and MLX's own are not counted."""
+    """Count mlxtune's Python frames on a GPU's way in bfloat16, without click's and MLX's own."""
     train = next(each for each in COMMANDS if each.name == "train")
     assert isinstance(train.callback, FunctionType)
     start = train.callback.__code__
     stacks: list[list[str]] = []
+    cross_entropy, best_execution = mx.fast.cross_entropy, memory.best_execution
 
-    def loss_sum(*arrays: mx.array, **options: mx.array) -> mx.array:
+    def counted(logits: mx.array, targets: mx.array) -> mx.array:
+        assert logits.dtype == mx.bfloat16
         frame, names = sys._getframe(1), []
-        while frame.f_code is not start:
+        while True:
             module = frame.f_globals["__name__"]
             if module.startswith("mlxtune."):
                 names.append(f"{module}.{frame.f_code.co_qualname}")
+            if frame.f_code is start:
+                break
             assert frame.f_back is not None
             frame = frame.f_back
-        stacks.append([*names, "mlxtune.cli.commands._train"][::-1])
-        return whole(*arrays, **options)
+        stacks.append(names[::-1])
+        return cross_entropy(logits, targets)
 
-    whole = linear_head.head_loss_sum
-    monkeypatch.setattr(linear_head, "head_loss_sum", loss_sum)
+    def on_gpu(parameters: int, dtype: str, kind: str) -> Execution:
+        return best_execution(parameters, dtype, "gpu")
+
+    monkeypatch.setattr(mx.fast, "cross_entropy", counted)
+    monkeypatch.setattr(memory, "best_execution", on_gpu)
     folder = write_model(tmp_path / "model", "qwen3")
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = tmp_path / "out" / "adapters.safetensors"
-    arguments = ["--model-path", folder, "--data", chat, "--output", output, "--max-steps", 1]
-    arguments += ["--val-split", 0, "--samples", 0, "--quiet"]
-    train.main([str(argument) for argument in arguments], standalone_mode=False)
+    arguments: list[Any] = ["--model-path", folder, "--data", chat, "--output", output]
+    arguments += ["--max-steps", 1, "--dtype", "bfloat16", "--val-split", 0, "--samples", 0]
+    train.main([*map(str, arguments), "--quiet"], standalone_mode=False)
 
     assert stacks
     deepest = max(stacks, key=len)

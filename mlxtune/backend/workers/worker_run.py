@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
@@ -26,6 +26,8 @@ from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.progress import Progress
+from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import (
     ConfigError,
     MlxTuneError,
@@ -83,15 +85,31 @@ class Says(Protocol):
 ConsoleT = TypeVar("ConsoleT", bound=Says)
 
 
-@dataclass
+class LastStep(TrainingObserver):
+    """Knows the last step that a run has taken, 0 before it starts."""
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+
+    def on_start(self, run: RunStart, previous: Path | None) -> None:
+        """Follow the progress of the run."""
+        self._progress = run.progress
+
+    @property
+    def number(self) -> int:
+        """The number of the step."""
+        return self._progress.step
+
+
+@dataclass(frozen=True)
 class WorkerRun(Generic[ConsoleT]):
-    """A worker's part of a run: its own options and console. `step` returns the last step taken."""
+    """A worker's part of a run: its own options and console, and an observer of its last step."""
 
     workers: Workers
     config: TrainConfig
     console: ConsoleT
     first_on_machine: bool = True
-    step: Callable[[], int] = lambda: 0
+    last_step: LastStep = field(default_factory=LastStep)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -258,7 +276,7 @@ class _Watch:
         who = "another worker" if lost is None else f"worker {lost}"
         log = f", see {self._run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with mlxtune train --resume {shlex.quote(str(self._run))}"
-        return f"{who} is gone after step {self._worker_run.step()}{log}; {again}"
+        return f"{who} is gone after step {self._worker_run.last_step.number}{log}; {again}"
 
     def _end(self, lost: int) -> None:
         if not self._found.wait(_GRACE):
