@@ -252,8 +252,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     files, ledgers = [], []
     for path in paths.all:
         file = reader.encode(path)
-        ledger = file.account(config.max_seq_len)
-        ledger.path = titles.get(path, ledger.path)
+        ledger = file.account(config.max_seq_len, titles.get(path))
         _check_usable(file, ledger, config)
         files.append(file)
         ledgers.append(ledger)

@@ -65,8 +65,10 @@ class EncodedFile:
     skipped: SkippedRows
     notes: RowTally
 
-    def account(self, max_seq_len: int) -> Ledger:
+    def account(self, max_seq_len: int, title: str | None = None) -> Ledger:
         """Return the ledger with every example truncated at `max_seq_len`.
+
+        Its path is `title`, if the file is known by one, as files of the hub are.
 
         Adds notes for truncated answers, and skips rows left with no supervised token, so call it
         once.
@@ -86,7 +88,7 @@ class EncodedFile:
             self.notes.count(int(row), TRUNCATED_ANSWER)
         kept = int(kept_rows.sum())
         return Ledger(
-            path=str(self.skipped.path),
+            path=str(self.skipped.path) if title is None else title,
             rows_read=kept + self.skipped.total,
             rows_train=kept,
             rows_skipped=self.skipped.counts,

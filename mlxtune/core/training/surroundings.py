@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.conditions import Conditions, Pressure, seconds_asleep
@@ -13,6 +14,14 @@ from mlxtune.core.training.pipeline import Pipeline
 _SLEPT_SECONDS = 10.0
 # How soon a paused run notices Ctrl-C, or that it is plugged in.
 _POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A demand of the machine on the run: memory at a `pressure` above normal, or a `pause`."""
+
+    pressure: Pressure
+    pause: bool
 
 
 class Surroundings:
@@ -39,14 +48,18 @@ class Surroundings:
         self._asleep = asleep
         self._wait = wait
         self._latest = conditions()
-        self._acted_on: Conditions | None = None
         self._thermal = ""
         self._slept = asleep()
-        # The highest pressure since it was last normal, which was answered.
-        self._answered = Pressure.NORMAL
+        # The highest pressure since it was last normal.
+        self._demanded = Pressure.NORMAL
 
-    def asks(self, step: int) -> bool:
-        """Return whether `act` has something to do after step `step`."""
+    def look(self, step: int) -> Demand | None:
+        """Read the machine's conditions after a step, and report changes; return what it demands.
+
+        A pressure is demanded once per event, which ends when the pressure is normal again: a
+        warning is the normal state of a small Mac, and a cache that is cleared at each reading is
+        none.
+        """
         self._latest = latest = self._conditions()
         before, self._slept = self._slept, self._asleep()
         slept = self._slept - before
@@ -56,18 +69,24 @@ class Surroundings:
         if latest.thermal != self._thermal:
             self._thermal = latest.thermal
             self._observer.on_thermal(latest.thermal)
-        if latest.pressure is Pressure.NORMAL:
-            self._answered = Pressure.NORMAL
-        is_short = latest.pressure > Pressure.NORMAL and latest is not self._acted_on
-        return is_short or self._pauses()
+        demanded, pressure = self._demanded, latest.pressure
+        self._demanded = Pressure.NORMAL if pressure is Pressure.NORMAL else max(demanded, pressure)
+        if pressure <= demanded:
+            pressure = Pressure.NORMAL
+        demand = Demand(pressure, self._pauses())
+        return demand if demand.pause or pressure > Pressure.NORMAL else None
 
-    def act(self, pipeline: Pipeline, examples: Sequence[Example], step: int) -> bool:
+    def answer(
+        self, demand: Demand, pipeline: Pipeline, examples: Sequence[Example], step: int
+    ) -> bool:
         """Give back memory, and wait for mains power; no step may be under way.
 
-        `examples` are those of the next step. Return whether micro-batches were halved.
+        `examples` are the examples of the next step. Return whether micro-batches were halved.
         """
-        halved = self._relieve(pipeline, examples, step)
-        if self._pauses():
+        halved = False
+        if demand.pressure > Pressure.NORMAL:
+            halved = self._relieve(demand.pressure, pipeline, examples, step)
+        if demand.pause:
             self._observer.on_problem(
                 f"on battery: paused after step {step} until plugged in; Ctrl-C stops the run"
             )
@@ -81,15 +100,9 @@ class Surroundings:
     def _pauses(self) -> bool:
         return self._pause_on_battery and bool(self._latest.on_battery) and not self._asked()
 
-    def _relieve(self, pipeline: Pipeline, examples: Sequence[Example], step: int) -> bool:
-        self._acted_on, pressure = self._latest, self._latest.pressure
-        if pressure is Pressure.NORMAL:
-            return False
-        # Once per event, which ends when the pressure is normal again: a warning is the normal
-        # state of a small Mac, and a cache that is cleared at each reading is none.
-        answered, self._answered = self._answered, max(self._answered, pressure)
-        if answered >= pressure:
-            return False
+    def _relieve(
+        self, pressure: Pressure, pipeline: Pipeline, examples: Sequence[Example], step: int
+    ) -> bool:
         if pressure is Pressure.WARN:
             pipeline.relieve_memory()
             self._observer.on_problem(

@@ -197,9 +197,9 @@ class InstructTrainer:
             rows = rows_of_epoch(epoch + 1)[place]
             examples = [example for i in rows for example in self.train_rows[i]]
             halved = False
-            if self._surroundings.asks(number):
+            if (demand := self._surroundings.look(number)) is not None:
                 self._finish()
-                halved = self._surroundings.act(self.pipeline, examples, number)
+                halved = self._surroundings.answer(demand, self.pipeline, examples, number)
                 if self._should_stop():
                     raise recorder.interrupted()
             step = Step(number + 1, epoch + 1, self._schedule(number + 1), rows, examples)

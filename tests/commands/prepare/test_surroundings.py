@@ -118,4 +118,5 @@ def test_surroundings_are_those_of_the_sensors_and_the_option(tmp_path: Path) ->
     sensors = Sensors("Linux", tmp_path)
     for run in (RunConfig(), RunConfig(pause_on_battery=True)):
         with watched_surroundings(run, lambda: False, sensors) as surroundings:
-            assert surroundings(TrainingObserver()).asks(0) is run.pause_on_battery
+            demand = surroundings(TrainingObserver()).look(0)
+            assert (demand is not None and demand.pause) is run.pause_on_battery
