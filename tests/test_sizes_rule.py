@@ -53,6 +53,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backend/workers/launch.py": {"json.loads": PEERS},
     "backend/workers/worker_run.py": {"json.loads": PEERS, "read_text": SYSTEM},
     "views/run_text.py": {"json.loads": "a row of the demonstration's own data"},
+    "commands/prepare/memory.py": {"json.loads": PEERS},
     "commands/push.py": {"read_text": "the card that this command has just written"},
     # The machine
     "cli/commands.py": {"read_text": PACKAGED},

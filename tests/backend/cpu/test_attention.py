@@ -67,15 +67,15 @@ def test_masks_by_name(
 def test_several_blocks_of_queries(mask: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = heads(300, 330, batch=1)
     assert_same_attention(q, k, v, mask)
-    monkeypatch.setattr(attention, "_SCORES", 1000)  # one group of heads at a time
-    monkeypatch.setattr(attention, "_QUERIES", 100)
+    monkeypatch.setattr(attention, "ATTENTION_SCORES", 1000)  # one group of heads at a time
+    monkeypatch.setattr(attention, "ATTENTION_QUERIES", 100)
     assert_same_attention(q, k, v, mask)
 
 
 @pytest.mark.parametrize("masked", ["causal", "window"])
 @pytest.mark.parametrize("groups, repeats", [(2, 2), (1, 4)])
 def test_sinks(masked: str, groups: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_SCORES", 1000)
+    monkeypatch.setattr(attention, "ATTENTION_SCORES", 1000)
     mask = window(150, 150, 20) if masked == "window" else masked
     # The first outweighs all scores, the last none.
     sinks = mx.linspace(30, -30, groups * repeats)

@@ -48,8 +48,8 @@ def seen() -> np.ndarray[Any, Any]:
 def test_attention_sees_what_a_segment_continues(
     queries_at_once: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_QUERIES", queries_at_once)
-    monkeypatch.setattr(attention, "_SCORES", scores_at_once)
+    monkeypatch.setattr(attention, "ATTENTION_QUERIES", queries_at_once)
+    monkeypatch.setattr(attention, "ATTENTION_SCORES", scores_at_once)
     q, k, v = random(1, 4, TOKENS, 8), random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=3)
     mask = mx.array(seen())
 
