@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -53,7 +54,10 @@ def attack(*arguments: object, command: list[str] | None = None, **options: Any)
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         seconds = usage.ru_utime + usage.ru_stime
-        return Ended(process.returncode, *texts, seconds, usage.ru_maxrss * _KB)
+        # On Linux, ru_maxrss is that of the parent where that was larger: the command took less.
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory = 0 if usage.ru_maxrss <= own else usage.ru_maxrss * _KB
+        return Ended(process.returncode, *texts, seconds, memory)
 
 
 def refused(outcome: Ended) -> str:

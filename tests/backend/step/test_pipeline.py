@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.runner import StepGradients
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.errors import NonFiniteLossError
@@ -388,10 +389,13 @@ def test_infinite_loss_of_finite_gradients_is_an_error_and_changes_nothing(
 ) -> None:
     pipeline = make_pipeline("qwen3")
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
-    vectors = pipeline.vectors.join(tree_unflatten(list(before.items())))
-    loss = mx.array(float("inf"))
-    computed = replace(pipeline._accumulate(random_examples(2), 1, vectors), loss=loss)
-    monkeypatch.setattr(pipeline, "_accumulate", lambda *_: computed)
+    finish = pipeline.builder._finish
+
+    def with_infinite_loss(total: StepGradients, vectors: list[mx.array]) -> None:
+        finish(total, vectors)
+        total.loss = mx.array(float("inf"))
+
+    monkeypatch.setattr(pipeline.builder, "_finish", with_infinite_loss)
 
     with pytest.raises(NonFiniteLossError, match="loss is inf"):
         pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)
