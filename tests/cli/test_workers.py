@@ -262,6 +262,25 @@ os.fsync = fsync"""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_bug_on_one_worker_ends_all_and_the_run_resumes(
+    whole: Path, tmp_path: Path, worker: int
+) -> None:
+    patch = """from mlxtune.backend.step.builder import StepBuilder
+real = StepBuilder.build
+def build(self, examples, step, *rest):
+    if step == 14:
+        raise KeyError("bug")
+    return real(self, examples, step, *rest)
+StepBuilder.build = build"""
+    said = run(2, patched(tmp_path, worker, patch), tmp_path / "log")
+    assert "KeyError: 'bug'" in said
+    assert f"worker {worker} is gone after step" in said
+    resumed(2, tmp_path)
+    assert adapter(tmp_path) == adapter(whole)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_worker_that_hangs_ends_all(workers: int, tmp_path: Path) -> None:
     with launched(workers, arguments(tmp_path), tmp_path / "log") as launch:

@@ -16,7 +16,7 @@ INTERVAL, PATIENCE = 2.0, 16.0
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
 # Connections that have not said who they are: a stranger may open many.
 _MOST_WAITING = 256
-_ALIVE, _BYE = b".", b"q"
+_ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
 
 @dataclass
@@ -43,8 +43,9 @@ class Heartbeat:
         self._peers: list[_Peer] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        # The worker that is lost, if one is.
+        # The worker that is lost, if one is, and whether it said that it fails.
         self.lost: int | None = None
+        self.failed = False
 
     @staticmethod
     def listen(host: str) -> socket.socket:
@@ -119,15 +120,18 @@ class Heartbeat:
         """Wait until the worker that is lost is known, at most so long."""
         self._thread.join(seconds)
 
-    def close(self) -> None:
-        """Say goodbye to all, and end."""
+    def close(self, *, failed: bool = False) -> None:
+        """Say goodbye to all, and end. One that `failed` is lost to the others, which wait for it.
+
+        They are told, so that an error that all have is not taken for a loss.
+        """
         self._ended.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * INTERVAL)
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.connection.settimeout(INTERVAL)
-                peer.connection.sendall(_BYE)
+                peer.connection.sendall(_FAILED if failed else _BYE)
                 peer.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + INTERVAL
         for peer in self._peers:
@@ -170,6 +174,9 @@ class Heartbeat:
             said = b""
         peer.heard = time.monotonic()
         peer.said_bye |= _BYE in said
+        if _FAILED in said:
+            self.lost, self.failed = peer.worker, True
+            return
         if not said or peer.said_bye:
             selector.unregister(peer.connection)
             peer.connection.close()

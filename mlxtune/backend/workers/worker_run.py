@@ -200,7 +200,7 @@ def join_run(
             )
         worker_run = WorkerRun(workers, own, console, machines.index(here) == workers.index)
         watch = _Watch(worker_run, config.checkpoint_path)
-        held.callback(watch.close)
+        held.push(watch.leave)
         console.say("Workers", f"{workers.size} on {len(set(machines))} machine(s)")
         try:
             yield worker_run
@@ -259,9 +259,11 @@ class _Watch:
                 "allow connections between the machines"
             ) from error
 
-    def close(self) -> None:
+    def leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End, and tell the others if it is by an error: they may wait for this one."""
         self._found.set()
-        self._heartbeat.close()
+        peaceful = kind is None or issubclass(kind, SystemExit | TrainingInterrupted)
+        self._heartbeat.close(failed=not peaceful)
 
     def found(self, error: Exception) -> str | None:
         """Return what to say of an error, if it is that another worker is gone."""
@@ -269,14 +271,19 @@ class _Watch:
         # What MLX's ring returned after a loss may have led to an error of any kind.
         of_ring = "[ring]" in str(error)
         self._heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
-        return self._line() if of_ring or self._heartbeat.lost is not None else None
+        if of_ring:
+            return self._line()
+        # An error that the other one has, too, says more than its loss.
+        own = self._heartbeat.failed and not isinstance(error, WorkerError)
+        return None if own or self._heartbeat.lost is None else self._line()
 
     def _line(self) -> str:
         lost = self._heartbeat.lost
         who = "another worker" if lost is None else f"worker {lost}"
         log = f", see {self._run / f'worker-{lost}.log'}" if lost else ""
+        step = self._worker_run.last_step.number
         again = f"resume with mlxtune train --resume {shlex.quote(str(self._run))}"
-        return f"{who} is gone after step {self._worker_run.last_step.number}{log}; {again}"
+        return f"{who} is gone after step {step}{log}; {again if step else 'start the run again'}"
 
     def _end(self, lost: int) -> None:
         if not self._found.wait(_GRACE):

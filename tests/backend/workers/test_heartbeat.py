@@ -50,6 +50,28 @@ def test_a_worker_whose_connection_ends_is_lost(closing: list[Callable[[], None]
     assert (lost, first.lost) == ([3], 3)
 
 
+def test_a_worker_that_says_that_it_fails_is_lost(closing: list[Callable[[], None]]) -> None:
+    lost: list[int] = []
+    first, other = connected(lost)
+    closing += [first.close, other.close]
+    other.sendall(b".x")
+    first.wait_for_loss(60)
+    assert (lost, first.failed) == ([3], True)
+
+
+def test_a_worker_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = connected([])
+    other.settimeout(60)
+    closing = threading.Thread(target=first.close, kwargs={"failed": True})
+    closing.start()
+    said = b""
+    while more := other.recv(64):
+        said += more
+    other.close()
+    closing.join()
+    assert said.endswith(b"x")
+
+
 def test_a_worker_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> None:
     lost: list[int] = []
     started = time.monotonic()
