@@ -129,4 +129,7 @@ def _exit(message: str, code: int) -> NoReturn:
         click.echo(printable(message), err=True)
     with suppress(OSError):
         flush_results()
+    # `python -m` dies of a Ctrl-C that came within `exec`, as of a dataclass, whoever caught it;
+    # another `exec` clears Python's flag.
+    exec("")
     sys.exit(code)

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,18 @@ def test_interrupt_of_a_process_that_loads_its_model_ends_it(long_run: list[obje
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     assert outcome.err.splitlines()[-1].startswith("mlxtune: interrupted")
+
+
+def test_interrupt_within_exec_is_an_exit_and_no_signal(tmp_path: Path) -> None:
+    """Python would end `-m` by the signal, as dataclasses are made by exec."""
+    script = """
+from mlxtune import cli
+cli._main = lambda arguments: exec("raise KeyboardInterrupt")
+cli.main()
+"""
+    (tmp_path / "interrupted.py").write_text(script, encoding="utf-8")
+    run = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(run, cwd=tmp_path, capture_output=True, check=False).returncode == 130
 
 
 @pytest.mark.parametrize(
