@@ -19,9 +19,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.recompute import first_trained
+from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Entries, Factors, Load, Measured, ModelShapes
+from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.execution import Entries, Factors, Measured, ModelShapes, load_of
+from mlxtune.core.steps.groups import Group
+from mlxtune.core.steps.pack import Pack
 
 # Tokens of the passes: a graph that is built ahead of the device holds more of short ones than of
 # long ones, kernels that run at once do not.
@@ -69,10 +73,12 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
     few *= _covering(list(pipeline.model.layers)[-shapes.layers :])
     few = min(few, _MOST_LAYERS, shapes.layers)
     many = min(few if execution.recompute else 2 * few, shapes.layers)
-    size, loads = shapes.itemsize, [Load.single(each, 1) for each in lengths]
+    groups = [_group(pipeline, each) for each in lengths]
+    size, loads = shapes.itemsize, [load_of(group, step) for group, _, step in groups]
+    given = [pipeline.builder.arrays(batch, 1) for _, batch, _ in groups]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
-    peaks = _peaks(pipeline, many, lengths)
+    peaks = _peaks(pipeline, many, given)
     if execution.recompute:
         known = [many * Factors().of(each, size) for each in kept]
         return replace(found, again=_fitted(working, peaks - known, size))
@@ -83,7 +89,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
         ]
         of_all = _fitted(whole, peaks, size)
         return replace(found, kept=replace(of_all, fixed=None), working=of_all)
-    differences = (peaks - _peaks(pipeline, few, lengths)) / (many - few)
+    differences = (peaks - _peaks(pipeline, few, given)) / (many - few)
     of_kept = replace(_fitted(kept, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
     left = peaks - [many * of_kept.of(each, size) for each in kept]
     return replace(found, kept=of_kept, working=_fitted(working, left, size))
@@ -99,8 +105,8 @@ def _covering(layers: Sequence[nn.Module]) -> int:
     return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
 
 
-def _peaks(pipeline: InstructPipeline, count: int, lengths: Sequence[int]) -> Floats:
-    """Return the peaks in bytes (L,) of passes through the last layers."""
+def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any]]) -> Floats:
+    """Return the peaks in bytes (L,) of passes of micro-batches through the last layers."""
     model, forward = pipeline.model, pipeline.forward
     layers = list(model.layers)
     active = layers[max(len(layers) - count, first_trained(layers)) :]
@@ -114,8 +120,7 @@ def _peaks(pipeline: InstructPipeline, count: int, lengths: Sequence[int]) -> Fl
     model.train()
     memory.release()
     with _alone(model, active) as shift:
-        for length in lengths:
-            arrays = _arrays(pipeline, length)
+        for arrays in given:
 
             def loss(parameters: Mapping[str, Any], added: mx.array, given: Any) -> Any:
                 shift[0] = added
@@ -157,13 +162,23 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
         undo()
 
 
-def _arrays(pipeline: InstructPipeline, length: int) -> dict[str, Any]:
-    """Return an example of a length as the model takes it; its last token is supervised."""
-    mask = np.zeros(length + 1, dtype=np.uint8)
+def _group(
+    pipeline: InstructPipeline, tokens: int
+) -> tuple[Group, MicroBatch | Pack, list[Example]]:
+    """Return two examples of about so many tokens together, as the one micro-batch of a step.
+
+    They share a prefix of a quarter, and the last token of each is supervised.
+    """
+    prefix, own = tokens // 4, (tokens - tokens // 4) // 2
+    mask = np.zeros(prefix + own + 1, dtype=np.uint8)
     mask[-1] = 1
-    step = [Example(0, np.arange(length + 1, dtype=np.int32) % 10, mask)]
-    ((_, batch),) = pipeline.batches.of(step)
-    return pipeline.builder.arrays(batch, 1)
+    start = np.arange(prefix, dtype=np.int32) % 10
+    ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
+    step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
+    batches = MicroBatches(pipeline.forward)
+    batches.max_tokens = 2 * tokens
+    ((group, batch),) = batches.of(step)
+    return group, batch, step
 
 
 def _fitted(

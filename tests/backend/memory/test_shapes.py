@@ -141,8 +141,7 @@ def check_peak(
     case = case_of(base, config, how, step)
     estimated, corrected = case.estimated / case.measured, case.corrected / case.measured
     assert ESTIMATE[0] <= estimated <= ESTIMATE[1]
-    # 0.94 for recurrences behind a shared prefix, which the passes lack; else 0.95 and more.
-    assert 0.92 <= corrected <= 1.25
+    assert 0.95 <= corrected <= 1.25
 
 
 @dataclass(frozen=True)
