@@ -273,6 +273,12 @@ COMMANDS: tuple[click.Command, ...] = (
             help="Order of the runs: newest, name, lowest loss (val, train), fastest or longest "
             "first.",
         ),
+        click.Option(
+            ["--remove"],
+            is_flag=True,
+            help="Remove the runs in these folders with their checkpoints, but for their adapters.",
+        ),
+        click.Option(["--yes"], is_flag=True, help="Remove without asking."),
         _JSON,
     ),
     _from_params(

@@ -14,7 +14,6 @@ from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.run import Run, read_run, run_folder_at
-from mlxtune.core.run.run_folder import PREVIOUS
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
@@ -136,10 +135,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     own = file_hash(source.weights)
     if not view.sha256:
         # An unfinished run has written checkpoints alone; what lies beside it is an earlier run's.
-        adapters = [
-            path for path in run.folder.glob(f"*/{ADAPTER}") if path.parent.name != PREVIOUS
-        ]
-        if own not in map(file_hash, adapters):
+        if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
                 f"{source.weights}: is not the adapter of this unfinished run: finish it with "
                 f"mlxtune train --resume {shlex.quote(str(run.folder))}"

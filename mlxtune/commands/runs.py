@@ -1,13 +1,15 @@
-"""`mlxtune runs`: the runs under a folder, with their results."""
+"""`mlxtune runs`: the runs under a folder, with their results, and their removal."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlxtune.config import as_path
-from mlxtune.core.run.run import find_runs, read_run
+from mlxtune.core.run.run import find_runs, read_run, run_folder_at
+from mlxtune.core.run.run_folder import remove_run
 from mlxtune.core.run.summary import SORTS, RunView
-from mlxtune.errors import OutputError
-from mlxtune.views.output import print_json, print_line
+from mlxtune.core.text import join_few
+from mlxtune.errors import ConfigError, OutputError
+from mlxtune.views.output import ask, print_json, print_line
 from mlxtune.views.tables import result_console, show_runs
 
 
@@ -27,8 +29,24 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
     return sorted(found.values(), key=SORTS[sort])
 
 
-def show(folders: Sequence[str], *, sort: str, as_json: bool) -> None:
-    """Print the runs below folders: a table that fits the terminal, or JSON."""
+def remove_runs(*folders: str | Path) -> None:
+    """Remove runs by their folders, with their checkpoints; their adapters and earlier runs stay.
+
+    Raises OutputError if a folder holds no run, or one that is being trained, or files of others.
+    """
+    for name in folders:
+        remove_run(run_folder_at(as_path(str(name))))
+
+
+def show(folders: Sequence[str], *, sort: str, as_json: bool, remove: bool, yes: bool) -> None:
+    """Print the runs below folders: a table that fits the terminal, or JSON; or remove them."""
+    if remove:
+        if not folders:
+            raise ConfigError(["--remove needs the folders of the runs to remove"])
+        removed = [str(run_folder_at(as_path(each))) for each in folders]
+        if yes or ask(f"Remove {join_few(removed)} with all checkpoints?"):
+            remove_runs(*removed)
+        return
     found = runs(*folders, sort=sort)
     if as_json:
         print_json([{**each.as_dict(), "curve": list(each.curve)} for each in found])

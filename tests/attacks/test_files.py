@@ -36,7 +36,7 @@ OTHERS = [
     *("checkpoints/best", "checkpoints/metrics.jsonl", "checkpoints/run.json"),
     *("checkpoints/result.json", "checkpoints/evaluation.json", "checkpoints/report.html"),
     *("checkpoints/ledger.json", "checkpoints/profile.jsonl", "checkpoints/tracking.json"),
-    *("checkpoints/previous/model.pt", "checkpoints/previous", "checkpoints/.previous.moving/a"),
+    "checkpoints/.previous.moving/a",
     *("adapters.safetensors", "adapter_config.json"),
 ]
 

@@ -85,13 +85,8 @@ def test_temporary_files_of_other_programs_stay(train: Cli, run: Path) -> None:
     assert [(run / name).read_text() for name in names] == [MINE] * 3
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *map(slow, ("best/thesis.tex", "step-1/thesis.tex")),
-        *map(slow, ("previous/thesis.tex", "previous/best/thesis.tex")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["best/thesis.tex", "step-1/thesis.tex"])
 def test_file_among_ours_is_not_removed_with_them(train: Cli, run: Path, name: str) -> None:
     options = ("--max-steps", 2, "--save-steps", 1, "--overwrite")
     for _ in range(2):
@@ -112,13 +107,13 @@ def test_two_small_files_make_no_checkpoint_of_a_folder(train: Cli, run: Path) -
     assert thesis.read_text() == MINE
 
 
-@pytest.mark.parametrize("name", ["epoch-1", "previous/tensorboard"])
+@pytest.mark.parametrize("name", ["epoch-1", ".previous.moving/tensorboard"])
 def test_folders_nested_thousands_deep_are_refused_in_one_line(
     train: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     top = run / name
     top.mkdir(parents=True)
-    for folder in (run, run / "previous"):
+    for folder in (run, run / ".previous.moving"):
         if folder.is_dir():
             (folder / ".mlxtune").touch()
     (run / "epoch-1").mkdir(exist_ok=True)

@@ -199,14 +199,14 @@ def test_own_run_that_was_moved_stays_own(run: Path) -> None:
 def test_own_run_that_was_replaced_stays_own(train: Cli, run: Path) -> None:
     assert train("--max-steps", 1, "--overwrite").code == 0
     assert own_runs.is_own(run)
-    assert own_runs.is_own(run / "previous")
+    assert own_runs.is_own(run / "previous-1")
 
 
 def test_strangers_run_that_was_replaced_stays_a_strangers(train: Cli, run: Path) -> None:
     with_other_mark(run)
     assert train("--max-steps", 1, "--overwrite").code == 0
     assert own_runs.is_own(run)
-    assert not own_runs.is_own(run / "previous")
+    assert not own_runs.is_own(run / "previous-1")
 
 
 def test_strangers_run_with_a_model_folder_resumes_unasked(

@@ -195,7 +195,7 @@ def test_unfinished_run_is_not_overwritten_unless_asked(train: Cli, stopped: Pat
     assert (stopped / "metrics.jsonl").read_bytes() == before
 
     assert train(*OPTIONS, "--overwrite").code == 0
-    assert (stopped / "previous" / "metrics.jsonl").read_bytes() == before
+    assert (stopped / "previous-1" / "metrics.jsonl").read_bytes() == before
     # Now it is finished, and gives way by itself.
     assert train(*OPTIONS).code == 0
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,3 +105,19 @@ def test_summaries_for_python() -> None:
     write_run(Path("b"), epochs=4)
     assert [each.name for each in mlxtune.runs(sort="val")] == ["b", "a"]
     assert [each.name for each in mlxtune.runs("a")] == ["a"]
+
+
+def test_runs_are_removed_after_a_question(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [write_run(Path(name)) for name in ("a", "b")]
+    for run in runs:
+        (run / ".mlxtune").touch()
+        shutil.rmtree(run / "epoch-1")
+    assert cli("runs", "--remove").code == 2
+    assert "add --yes" in cli("runs", "--remove", "a").error
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True, readline=lambda: "n\n"))
+    assert cli("runs", "--remove", "a").code == 0
+    assert all(each.exists() for each in runs)
+    assert "no such folder" in cli("runs", "--remove", "--yes", "a", "none").error
+    assert all(each.exists() for each in runs)
+    assert cli("runs", "--remove", "--yes", "a").code == 0
+    assert [each.exists() for each in runs] == [False, True]

@@ -18,7 +18,7 @@ from mlxtune.core.run.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_
 from mlxtune.core.run.evaluation import Evaluation, parse_evaluation
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
 from mlxtune.core.run.progress import Progress, Record, parse_records
-from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, PREVIOUS, RESULT
+from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, RESULT, previous_number
 from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
@@ -63,13 +63,8 @@ class Run:
     @property
     def name(self) -> str:
         """The folder as a user would name it, usually the folder of the adapter."""
-        folder, suffix = self.folder, ""
-        if folder.name == PREVIOUS:
-            folder, suffix = folder.parent, " (previous)"
-        if folder.name == CHECKPOINTS:
-            folder = folder.parent
-        shown = str(folder)
-        return (Path.cwd().name if shown == "." else shown) + suffix
+        folder = self.folder.parent if self.folder.name == CHECKPOINTS else self.folder
+        return Path.cwd().name if str(folder) == "." else str(folder)
 
 
 def run_folder_at(path: Path) -> Path:
@@ -99,8 +94,9 @@ def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
         return
     if is_folder.keys() & _OWN:
         yield folder
-        # Inside a run, only the run that it replaced.
-        is_folder = {PREVIOUS: is_folder.get(PREVIOUS, False)}
+        # Inside a run, only earlier runs.
+        earlier = [name for name in is_folder if previous_number(name) is not None]
+        is_folder = {name: is_folder[name] for name in earlier}
     for name in sorted(is_folder):
         if depth and is_folder[name] and name not in _SKIPPED and not name.startswith("."):
             yield from find_runs(folder / name, depth - 1)

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ LEDGER = "ledger.json"
 RESULT = "result.json"
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
-PREVIOUS = "previous"
+# An earlier run, the newest with the highest number; without one, from earlier versions.
+_PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
 # The run's identity with each tracker, and the files of trackers that keep them here.
@@ -82,7 +84,8 @@ RUN_FILES: dict[str, str] = {
     f"{_CHECKPOINT}/metadata.json": "every option, seeds, versions, hashes of the data and base "
     "model",
     f"{_CHECKPOINT}/manifest.json": "size and SHA-256 of each file of the checkpoint, written last",
-    "checkpoints/previous/…": "the files of the run that this one replaced",
+    "checkpoints/previous-N/…": "the files of each run that was here before, the newest with the "
+    "highest number; `mlxtune runs --remove` removes them",
 }
 
 
@@ -218,8 +221,8 @@ def check_own(run: Path, *, new: bool = True) -> None:
             if not is_ours(run / MARK):
                 others += [path for path in files if path.name not in (MARK, LOCK)]
             others += [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
-            moved = (run / name for name in (PREVIOUS, _MOVING))
-            others += [path for path in moved if os.path.lexists(path) and not _is_run(path)]
+            moving = run / _MOVING
+            others += [moving] if os.path.lexists(moving) and not _is_run(moving) else []
     if others:
         names = join_few(sorted({path.name for path in others}))
         raise OutputError(
@@ -249,19 +252,26 @@ def _is_of_a_run(path: Path) -> bool:
     return path.name in _FILES and is_ours(path)
 
 
+def previous_number(name: str) -> int | None:
+    """Return the number of an earlier run by its folder's name; None for any other name."""
+    found = _PREVIOUS.fullmatch(name)
+    return int(found[1] or 0) if found else None
+
+
 def archive_previous_run(run: Path) -> Path | None:
-    """Move an earlier run's files into `previous/`, replacing its content; mark the folder.
+    """Move an earlier run's files into a `previous-N/` of their own, and mark the folder.
 
     If interrupted, the next call completes the move.
 
-    Returns `previous/`, or None when the folder holds no run. Raises OutputError, also where other
-    files are in the way.
+    Returns `previous-N/`, or None when the folder holds no run. Raises OutputError, also where
+    other files are in the way.
     """
     check_own(run)
-    previous, moving = run / PREVIOUS, run / _MOVING
+    moving = run / _MOVING
     make_folder(run)
-    with as_output_error(previous):
-        earlier = [path for path in sorted(run.iterdir()) if is_named_checkpoint(path)]
+    with as_output_error(moving):
+        paths = sorted(run.iterdir())
+        earlier = [path for path in paths if is_named_checkpoint(path)]
         earlier += [run / name for name in _OF_A_RUN if os.path.lexists(run / name)]
         if os.path.lexists(run / TRACKING):
             names = (*_TRACKERS, TRACKING)
@@ -279,8 +289,28 @@ def archive_previous_run(run: Path) -> Path | None:
             if path.name in _FILES:
                 remove_file(moving / path.name)
             move(path, moving / path.name)
-        if previous.exists():
-            discard(previous)
+        number = max(previous_number(path.name) or 0 for path in [moving, *paths]) + 1
+        previous = run / f"previous-{number}"
         move(moving, previous)
         mark(run)
     return previous
+
+
+def remove_run(run: Path) -> None:
+    """Remove a run's files, apart from its adapter and the earlier runs in its folder.
+
+    Raises OutputError, and removes nothing, if a process trains there or other files stand among
+    them.
+    """
+    lock = lock_run(run, new=True)
+    try:
+        moved = archive_previous_run(run)
+        with as_output_error(run):
+            if moved is not None:
+                discard(moved)
+            remove_file(run / MARK)
+    finally:
+        lock.release()
+    with as_output_error(run):
+        if is_empty(run):
+            discard(run)

@@ -141,7 +141,7 @@ def test_new_run_in_the_folder_begins_a_new_profile(tmp_path: Path) -> None:
     again = Profiled(tmp_path, 3)
     again.train()
     assert again.steps() == [3, 6]
-    assert (tmp_path / "previous" / PROFILE).exists()
+    assert (tmp_path / "previous-1" / PROFILE).exists()
 
 
 def test_profile_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
     ("parts", "name"),
     [
         (("out", "checkpoints"), "out"),
-        (("out", "checkpoints", "previous"), "out (previous)"),
+        (("out", "checkpoints", "previous-2"), "out/checkpoints/previous-2"),
         (("out", "mine"), "out/mine"),
     ],
 )
@@ -83,8 +83,8 @@ def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 def test_runs_are_found_some_levels_deep_and_checkpoints_are_none(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("b", "a/deep/er", "a/x")]
-    write_run(runs[0] / "previous").rename(runs[0] / "previous" / "run")
-    before = runs[0] / "previous"
+    write_run(runs[0] / "previous-1").rename(runs[0] / "previous-1" / "run")
+    before = runs[0] / "previous-1"
     for path in (before / "run").iterdir():
         path.rename(before / path.name)
     found = list(find_runs(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mlxtune.core.run.run_folder import (
     archive_previous_run,
     find_resume_point,
     lock_run,
+    remove_run,
     reopen,
 )
 from mlxtune.core.training.trainer import InstructTrainer
@@ -52,22 +52,51 @@ def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path)
     run_in(folder, "first")
     (folder / "notes.txt").write_text("mine")
 
-    assert archive_previous_run(folder) == folder / "previous"
+    assert archive_previous_run(folder) == folder / "previous-1"
 
-    assert names_in(folder) == ["notes.txt", "previous"]
-    assert names_in(folder / "previous") == RUN
-    assert (folder / "previous" / "best" / ADAPTER).read_text() == "first"
+    assert names_in(folder) == ["notes.txt", "previous-1"]
+    assert names_in(folder / "previous-1") == RUN
+    assert (folder / "previous-1" / "best" / ADAPTER).read_text() == "first"
 
 
-def test_only_the_latest_earlier_run_is_kept(tmp_path: Path) -> None:
-    run_in(tmp_path, "first")
-    archive_previous_run(tmp_path)
-    run_in(tmp_path, "second")
-    archive_previous_run(tmp_path)
+def test_every_earlier_run_is_kept(tmp_path: Path) -> None:
+    # An earlier version kept one, under this name; a number that was removed is not given again.
+    run_in(tmp_path / "previous", "zeroth")
+    for text in ("first", "second", "third", "fourth"):
+        run_in(tmp_path, text)
+        archive_previous_run(tmp_path)
+        if text == "second":
+            remove_run(tmp_path / "previous-1")
 
-    assert names_in(tmp_path) == ["previous"]
-    assert names_in(tmp_path / "previous") == RUN
-    assert (tmp_path / "previous" / "metrics.jsonl").read_text() == "second"
+    kept = {"previous": "zeroth", "previous-2": "second", "previous-3": "third"}
+    kept["previous-4"] = "fourth"
+    assert names_in(tmp_path) == sorted(kept)
+    for name, text in kept.items():
+        assert names_in(tmp_path / name) == RUN
+        assert (tmp_path / name / "metrics.jsonl").read_text() == text
+
+
+def test_run_is_removed_without_earlier_ones_and_files_of_others(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run_in(folder, "first")
+    archive_previous_run(folder)
+    run_in(folder, "second")
+    (folder / "notes.txt").write_text("mine")
+    remove_run(folder)
+    assert names_in(folder) == ["notes.txt", "previous-1"]
+
+    lock = lock_run(folder)
+    with pytest.raises(OutputError, match=r"process .* is training here"):
+        remove_run(folder)
+    lock.release()
+    (folder / "previous-1" / "best" / "model.pt").write_text("mine")
+    with pytest.raises(OutputError, match="holds best, not written by mlxtune"):
+        remove_run(folder / "previous-1")
+    (folder / "previous-1" / "best" / "model.pt").unlink()
+    (folder / "notes.txt").unlink()
+    remove_run(folder / "previous-1")
+    remove_run(folder)
+    assert not folder.exists()
 
 
 def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -> None:
@@ -76,13 +105,13 @@ def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -
 
     assert archive_previous_run(tmp_path) is None
     assert archive_previous_run(tmp_path / "none") is None
-    assert names_in(tmp_path / "previous") == RUN
+    assert names_in(tmp_path / "previous-1") == RUN
 
 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize(
     "path",
-    ["best/model.pt", "step-3/model.pt", "epoch-1", "previous/notes.txt", ".previous.moving/a"],
+    ["best/model.pt", "step-3/model.pt", "epoch-1", ".previous.moving/a"],
 )
 def test_what_something_else_wrote_is_in_the_way(tmp_path: Path, path: str, marked: bool) -> None:
     if marked:
@@ -111,7 +140,7 @@ def test_links_in_place_of_folders_are_not_followed(tmp_path: Path) -> None:
     run, mine = tmp_path / "run", tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
-    for name in ("best", "step-1", "previous", ".previous.moving"):
+    for name in ("best", "step-1", ".previous.moving"):
         run_in(run, "first") if not run.exists() else None
         shutil.rmtree(run / name, ignore_errors=True)
         (run / name).symlink_to(mine)
@@ -121,15 +150,11 @@ def test_links_in_place_of_folders_are_not_followed(tmp_path: Path) -> None:
     assert (mine / "notes.txt").read_text() == "mine"
 
 
-def test_previous_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_name_that_is_taken_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "previous-7").write_text("mine")
     run_in(tmp_path, "first")
-    (tmp_path / "previous").write_text("mine")
-
-    with pytest.raises(OutputError) as raised:
-        archive_previous_run(tmp_path)
-    assert "holds previous, not written by mlxtune" in str(raised.value)
-    assert (tmp_path / "previous").read_text() == "mine"
-    assert names_in(tmp_path) == sorted([*RUN, "previous"])
+    assert archive_previous_run(tmp_path) == tmp_path / "previous-8"
+    assert (tmp_path / "previous-7").read_text() == "mine"
 
 
 def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
@@ -198,22 +223,6 @@ def test_nothing_is_locked_or_written_before_the_folder_is_known(tmp_path: Path,
     with pytest.raises(OutputError, match=r"holds .*run\.json, not written by mlxtune"):
         lock_run(tmp_path, new=new)
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("name", ["thesis.tex", "best/thesis.tex", "run.json"])
-def test_earlier_run_with_a_file_of_the_user_is_not_removed(tmp_path: Path, name: str) -> None:
-    run_in(tmp_path, "first")
-    archive_previous_run(tmp_path)
-    mine = tmp_path / "previous" / name
-    mine.unlink(missing_ok=True)
-    if name == "run.json":
-        mine.symlink_to(tmp_path)
-    else:
-        mine.write_text("mine")
-    run_in(tmp_path, "second")
-    with pytest.raises(OutputError, match="holds previous, not written by mlxtune"):
-        archive_previous_run(tmp_path)
-    assert os.path.lexists(mine)
 
 
 def test_litter_of_a_desktop_is_in_nobodys_way(tmp_path: Path) -> None:

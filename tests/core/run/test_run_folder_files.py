@@ -38,7 +38,7 @@ def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path)
     ("path", "entry"),
     [
         ("checkpoints/step-40/metadata.json", "checkpoints/{best,epoch-N,step-N}/metadata.json"),
-        ("checkpoints/previous/best/metadata.json", "checkpoints/previous/…"),
+        ("checkpoints/previous-2/best/metadata.json", "checkpoints/previous-N/…"),
         ("checkpoints/step-x/metadata.json", None),
         ("checkpoints/step-1/metadata.json.tmp", None),
         ("checkpoints/metricsXjsonl", None),

@@ -69,7 +69,7 @@ def what_counts(result: InstructTrainResult, made: FakePipeline, folder: Path) -
         "initial": result.initial_val_loss,
         "steps": [(record.step, record.loss) for record in result.steps],
         "stopped early": result.stopped_early,
-        "files": names_in(folder) - numbered - {"previous"},
+        "files": names_in(folder) - numbered - {"previous-1"},
     }
 
 

@@ -215,8 +215,8 @@ def test_earlier_run_in_the_same_folder_is_set_aside_and_told(tmp_path: Path) ->
     train(tmp_path, FakePipeline(), epochs=3, observer=Observer())
     train(tmp_path, FakePipeline(), epochs=1, observer=Observer())
 
-    assert told == [None, tmp_path / "previous"]
-    assert names_in(tmp_path) == {"best", "epoch-1", "metrics.jsonl", "previous"}
+    assert told == [None, tmp_path / "previous-1"]
+    assert names_in(tmp_path) == {"best", "epoch-1", "metrics.jsonl", "previous-1"}
     earlier = {"best", "epoch-2", "epoch-3", "metrics.jsonl"}
-    assert names_in(tmp_path / "previous") == earlier
+    assert names_in(tmp_path / "previous-1") == earlier
     assert sum(line["kind"] == "step" for line in log_of(tmp_path)) == 3

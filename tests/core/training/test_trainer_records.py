@@ -74,7 +74,7 @@ def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
     trainer.train({"run.json": {"a": 1}})
 
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
-    assert (tmp_path / "previous" / "run.json").read_text() == "of an earlier run"
+    assert (tmp_path / "previous-1" / "run.json").read_text() == "of an earlier run"
     assert not (tmp_path / "epoch-1" / "run.json").exists()
 
 
