@@ -1,6 +1,6 @@
 """The commands of docs/first-boot.md exist, and what could go wrong in them is simulated.
 
-Elsewhere: kernels that raise (tests/diagnosis/test_kernel_proofs.py) and end a run
+Elsewhere: kernels that raise (tests/diagnosis/test_kernels.py) and end a run
 (tests/cli/test_gpu_faults.py), a proof on a busy machine, one that fails, and Ctrl-C
 (tests/diagnosis/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py),
 no fused attention for a gradient (tests/backend/models/mixers/test_attention.py), a machine

@@ -45,7 +45,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backend/text/tokenizer_trial.py": {"json.loads": LINE},
     "backend/text/template_child.py": {"json.loads": LIMITED_PROCESS},
     "backend/text/tokenizer_child.py": dict.fromkeys(("json.loads", "read_bytes"), LIMITED_PROCESS),
-    "diagnosis/proofs.py": {"np.load": OWN_CHILD},
     "benchmark/bench.py": dict.fromkeys(("json.loads", "read"), OWN_CHILD),
     "benchmark/worker.py": dict.fromkeys(("pickle.loads", "read_bytes"), OWN_CHILD),
     "core/machine/children.py": dict.fromkeys(("json.loads", "read_bytes"), OWN_CHILD),

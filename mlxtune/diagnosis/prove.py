@@ -1,6 +1,6 @@
-"""`mlxtune doctor --prove`: what mlxtune promises, checked on the device at hand.
+"""`mlxtune doctor --prove`: the promises of mlxtune, checked on the device at hand.
 
-What is checked runs in other processes, so that a crash fails one check and leaves the others.
+The checks run in other processes, so that a crash fails one of them and leaves the others.
 """
 
 import getpass
@@ -17,8 +17,8 @@ from mlxtune.core.files import files
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.children import ChildTimeoutError, probe_device
-from mlxtune.diagnosis import proving, requirements
-from mlxtune.diagnosis.proving import MachineProof, ProofCheck
+from mlxtune.diagnosis import checks, requirements
+from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 from mlxtune.diagnosis.views import shareable, show_proof
 from mlxtune.diagnosis.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.errors import ModelError, one_line
@@ -48,13 +48,13 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
         raise ModelError(f"MLX does not start: {problem}: mlxtune doctor shows more")
     with scratch_folder("prove") as folder:
         bench = Workbench(folder.resolve())
-        checks = list(carry_out(parts(bench, device.kind), on_progress))
+        found = list(carry_out(parts(bench, device.kind), on_progress))
     system = facts.read_system()
     # What follows the numbers of a Linux kernel's release is the choice of who built it.
     numbers = re.match(r"[\d.]*", system.get("release") or "")
     names = (system.get("name"), numbers and numbers[0].rstrip("."))
     return MachineProof(
-        checks=checks,
+        checks=found,
         machine={
             "system": " ".join(filter(None, names)),
             "processor": system.get("chip") or platform.machine(),
@@ -63,7 +63,7 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
         device={"kind": device.kind, "name": device.name, "memory_limit": device.limit},
         versions={"python": platform.python_version()}
         | {each.name: each.installed for each in requirements.packages() if each.installed},
-        seconds=time.monotonic() - began,
+        seconds=round(time.monotonic() - began, 1),
     )
 
 
@@ -100,24 +100,48 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     # docs/reliability.md says why.
     promised = device != "CUDA"
     timed = _CPU_TIMED if device == "CPU" else _GPU_TIMED
-    found: list[Part] = []
-    for name in (QWEN, GEMMA, BASE):
-        found.append((proving.GRADIENTS, name, partial(_gradients, bench, name)))
-    found.append((proving.GRADIENTS, "kernels", partial(_kernels, bench)))
-    found.append((proving.DTYPE, "kernels", partial(_kernels16, bench)))
-    for name in (DENSE, BASE):
-        found.append((proving.DTYPE, name, partial(_dtype, bench, name)))
-    for name in (QWEN, BASE):
-        what = f"{name}: run twice"
-        found.append((proving.BYTES, what, partial(_twice, bench, name, what, promised)))
-    for how, stop in (("Ctrl-C", signal.SIGINT), ("kill -9", signal.SIGKILL)):
-        what = f"{QWEN}: {how}, resume"
-        found.append((proving.BYTES, what, partial(_resumed, bench, stop, what, promised)))
-    margin = proving.MEMORY_MARGIN if device == "CPU" else proving.GPU_MEMORY_MARGIN
-    found.append((proving.MEMORY, BASE, partial(_memory, bench, margin)))
-    found.append((proving.SPEED, DENSE, partial(_speed, bench)))
-    found.append((proving.PEER, BASE, partial(_peer, bench, timed)))
-    return found
+
+    def on_model(kind: str, job: str, name: str) -> Part:
+        def part() -> Iterator[ProofCheck]:
+            rows = bench.step if kind in (checks.GRADIENTS, checks.DTYPE) else bench.rows
+            yield from bench.measure_model(job, name, rows)
+
+        return kind, name, part
+
+    def twice(model: str) -> Part:
+        name = f"{model}: run twice"
+
+        def part() -> Iterator[ProofCheck]:
+            first, second = (bench.trained(model, run) for run in ("straight", "again"))
+            yield checks.check_bytes(name, first, second, promised=promised)
+
+        return checks.BYTES, name, part
+
+    def resumed(how: str, stop: signal.Signals) -> Part:
+        name = f"{QWEN}: {how}, resume"
+
+        def part() -> Iterator[ProofCheck]:
+            straight = bench.trained(QWEN)
+            found, step = bench.resumed(QWEN, stop)
+            yield checks.check_bytes(name, straight, found, promised=promised, stopped_after=step)
+
+        return checks.BYTES, name, part
+
+    def peer() -> Iterator[ProofCheck]:
+        yield from checks.check_peer(bench.bench(BASE, *timed))
+
+    return [
+        *(on_model(checks.GRADIENTS, "gradients", name) for name in (QWEN, GEMMA, BASE)),
+        (checks.GRADIENTS, "kernels", partial(bench.measure, "kernels")),
+        (checks.DTYPE, "kernels", partial(bench.measure, "kernels16")),
+        *(on_model(checks.DTYPE, "dtype", name) for name in (DENSE, BASE)),
+        *(twice(name) for name in (QWEN, BASE)),
+        resumed("Ctrl-C", signal.SIGINT),
+        resumed("kill -9", signal.SIGKILL),
+        on_model(checks.MEMORY, "memory", BASE),
+        on_model(checks.SPEED, "steps", DENSE),
+        (checks.PEER, BASE, peer),
+    ]
 
 
 def carry_out(
@@ -130,72 +154,8 @@ def carry_out(
         try:
             for check in part():
                 yield check if check.seconds else check.taking(time.monotonic() - began)
-        except ChildTimeoutError as error:
-            late = proving.unfinished_check(kind, name, one_line(error))
-            yield late.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
             # Whatever it is, it belongs in the report, and the other checks still run.
-            failed = proving.failed_check(kind, name, one_line(error))
-            yield failed.taking(time.monotonic() - began)
-
-
-def _gradients(bench: Workbench, name: str) -> Iterator[ProofCheck]:
-    for found in bench.measure("gradients", bench.model(name), bench.step):
-        check = proving.check_gradients(name, found["way"], found["loss"], found["gradient"])
-        yield check.taking(found["seconds"])
-
-
-def _kernels(bench: Workbench) -> Iterator[ProofCheck]:
-    for found in bench.measure("kernels"):
-        if "error" in found:
-            check = proving.failed_check(proving.GRADIENTS, found["way"], found["error"])
-        else:
-            check = proving.check_gradients("", found["way"], found["loss"], found["gradient"])
-        yield check.taking(found["seconds"])
-
-
-def _kernels16(bench: Workbench) -> Iterator[ProofCheck]:
-    for found in bench.measure("kernels16", exact=False):
-        if "error" in found:
-            check = proving.failed_check(proving.DTYPE, found["way"], found["error"])
-        else:
-            check = proving.check_dtype("", found["way"], found["cosine"], found["norm"])
-        yield check.taking(found["seconds"])
-
-
-def _dtype(bench: Workbench, name: str) -> Iterator[ProofCheck]:
-    expected = bench.scratch / f"{name}.npz"
-    list(bench.measure("reference", bench.model(name), bench.step, expected))
-    for found in bench.measure("dtype", bench.model(name), bench.step, expected, exact=False):
-        values = (found["cosine"], found["norm"], found["unpacked"])
-        yield proving.check_dtype(name, found["way"], *values).taking(found["seconds"])
-
-
-def _twice(bench: Workbench, name: str, what: str, promised: bool) -> Iterator[ProofCheck]:
-    first, second = (bench.trained(name, run) for run in ("straight", "again"))
-    yield proving.check_bytes(what, first, second, promised=promised)
-
-
-def _resumed(
-    bench: Workbench, stop: signal.Signals, what: str, promised: bool
-) -> Iterator[ProofCheck]:
-    straight = bench.trained(QWEN)
-    found, step = bench.resumed(QWEN, stop)
-    yield proving.check_bytes(what, straight, found, promised=promised, stopped_after=step)
-
-
-def _memory(bench: Workbench, margin: float) -> Iterator[ProofCheck]:
-    for found in bench.measure("memory", bench.model(BASE), bench.rows):
-        name = f"{BASE}: {found['tokens']:,} tokens"
-        check = proving.check_memory(name, found["predicted"], found["measured"], margin)
-        yield check.taking(found["seconds"])
-
-
-def _speed(bench: Workbench) -> Iterator[ProofCheck]:
-    for found in bench.measure("steps", bench.model(DENSE), bench.rows, exact=False):
-        check = proving.check_speed(f"{DENSE}: {found['shapes']}", found["tokens_per_s"])
-        yield check.taking(found["seconds"])
-
-
-def _peer(bench: Workbench, timed: Sequence[str]) -> Iterator[ProofCheck]:
-    yield from proving.check_peer(bench.bench(BASE, *timed))
+            late = isinstance(error, ChildTimeoutError)
+            ended = checks.unfinished_check if late else checks.failed_check
+            yield ended(kind, name, one_line(error)).taking(time.monotonic() - began)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mlxtune.core.text import count
-from mlxtune.diagnosis.proving import (
+from mlxtune.diagnosis.checks import (
     BYTES,
     DTYPE,
     GRADIENTS,

@@ -1,9 +1,9 @@
-"""What `mlxtune doctor --prove` works with: small models, rows, and processes that use them."""
+"""Small models, rows, and processes that use them, for `mlxtune doctor --prove`."""
 
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,17 @@ from mlxtune.core.files.files import file_hash, read_json, write_file
 from mlxtune.core.files.reading import read_bytes, read_text
 from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.core.machine.children import ChildError, Children, describe_end
+from mlxtune.diagnosis.checks import ProofCheck
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
 # Made here, each by a job of the worker.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
-# Threads slow down products as small as these. By default the newest GPUs round the factors of
-# float32 products to 19 bits.
+# Threads slow down products as small as these.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_EXACT = {"MLX_ENABLE_TF32": "0", **_QUICK}
+# By default the newest GPUs round the factors of float32 products to 19 bits, as these jobs train.
+_EXACT = {"MLX_ENABLE_TF32": "0"}
+_AS_TRAINED = ("kernels16", "dtype", "steps")
 _ROWS = 32
 # With dropout, only turns of a row share a beginning: two, which keeps bytes equal on Metal.
 _TRAINING = (
@@ -68,24 +70,27 @@ class Workbench:
         lines = list(kinds.values())
         return self._write("step.jsonl", [*lines, lines[-1]])
 
-    def measure(self, job: str, *paths: Path, exact: bool = True) -> Iterator[dict[str, Any]]:
-        """Yield the records of a job of the worker, and raise ChildError if it then fails.
-
-        Unless `exact`, float32 products are the device's own.
-        """
+    def measure(self, job: str, *paths: Path) -> Iterator[ProofCheck]:
+        """Yield the checks of a job of the worker, and raise ChildError if it then fails."""
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         status = self.children.run(
             ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)],
             folder,
-            variables=_EXACT if exact else _QUICK,
+            variables=_QUICK if job in _AS_TRAINED else _QUICK | _EXACT,
         )
         if records.exists():
-            yield from map(json.loads, read_text(records).splitlines())
+            for line in read_text(records).splitlines():
+                yield ProofCheck(**json.loads(line))
         _expect(status, 0, folder)
 
+    def measure_model(self, job: str, name: str, rows: Path) -> Iterator[ProofCheck]:
+        """Yield the checks of a job on a model, under its name."""
+        for check in self.measure(job, self.model(name), rows):
+            yield replace(check, name=f"{name}: {check.name}")
+
     def bench(self, name: str, *timed: str) -> dict[str, Any]:
-        """Return what `mlxtune bench --against mlx-lm` measures, with these options, on a model."""
+        """Return the JSON of `mlxtune bench --against mlx-lm` with these options, on a model."""
         folder = self.scratch / "bench"
         data = ("--model-path", str(self.model(name)), "--data", str(self.rows), "--no-cache")
         output = ("--quiet", "--json", str(folder / "bench.json"))

@@ -1,87 +1,218 @@
-"""A process of `mlxtune doctor --prove`, for what needs a model in memory.
+"""A process of `mlxtune doctor --prove`, for checks that need a model in memory.
 
     python -m mlxtune.diagnosis.worker RECORDS JOB PATH...
 
-Each result is a line of JSON, appended to the file RECORDS.
+Each check is a line of JSON, appended to the file RECORDS.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.device.device import finish, on_cpu
+from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.memory.measure import measure
+from mlxtune.backend.memory.shapes import model_shapes
+from mlxtune.backend.models import loading
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
-from mlxtune.config import DataConfig, StepConfig
+from mlxtune.config import DataConfig, InstructConfig, StepConfig
+from mlxtune.config.limits import CONFIG
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.files import append_line
-from mlxtune.diagnosis import proofs as proving
-from mlxtune.diagnosis.kernel_proofs import kernel_differences
+from mlxtune.core.files.files import append_line, copy_file, make_folder, write_json
+from mlxtune.core.files.ours import entries
+from mlxtune.core.files.sizes import read_value
+from mlxtune.core.steps.execution import Execution, load_of, predict
+from mlxtune.core.steps.rounding import NOT_ROUNDED
+from mlxtune.diagnosis import checks
+from mlxtune.diagnosis.checks import ProofCheck, Step
+from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
 
+# Large enough for the CPU's kernels to be chosen, whatever the model.
+_LARGE = 10**9
+_ONE_STEP, _SMALL_CHUNK = 10**6, 16
+_DROPOUT = 0.3
 # Tokens of a micro-batch, and rows that fill the largest.
-SIZES, ROWS = (128, 512, 2048), 24
-# Rows of the steps that are timed.
-TIMED_ROWS = 12
+SIZES, _ROWS = (128, 512, 2048), 24
+# Rows that are timed, and rows of a step.
+_TIMED_ROWS, _ROWS_PER_STEP = 12, 4
+# The base that is made: the width of its heads, and its quantisation.
+_HEAD, _GROUP, _BITS = 64, 64, 4
+# Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
+_CPU_WIDTH, _GPU_WIDTH = 256, 1024
+# The shapes that steps are timed in; a way to round them is one more entry.
+SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
+    "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
+    "shapes rounded": lambda execution: execution,
+}
 
 
-def gradients(model: Path, data: Path) -> Iterator[dict[str, Any]]:
-    """Yield how far each way to compute a step is from the plain one."""
-    for way, loss, gradient in proving.gradient_differences(model, _examples(model, data)):
-        yield {"way": way, "loss": loss, "gradient": gradient}
+@dataclass(frozen=True)
+class Way:
+    """A way to compute a step, with or without dropout."""
+
+    name: str
+    execution: Execution
+    dropout: float = 0.0
 
 
-def reference(model: Path, data: Path, out: Path) -> Iterator[dict[str, Any]]:
-    """Write the gradients of the plain path in float32."""
-    proving.write_reference(model, _examples(model, data), out)
-    yield {}
+def _way(kind: str, parameters: int = 0) -> Way:
+    """Return the way of a kind, in one micro-batch; parameters decide about the CPU's kernels."""
+    execution = best_execution(parameters, kind=kind)
+    return Way(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
 
 
-def dtype(model: Path, data: Path, expected: Path) -> Iterator[dict[str, Any]]:
-    """Yield how far the gradients of each 16-bit dtype and way are from the reference."""
-    found = proving.dtype_differences(model, _examples(model, data), expected)
-    for way, cosine, norm, unpacked in found:
-        yield {"way": way, "cosine": cosine, "norm": norm, "unpacked": unpacked}
+def ways() -> list[Way]:
+    """Return the ways that this device has.
+
+    Where layers are recomputed, there are also dropout, several micro-batches and small chunks of
+    the head.
+    """
+    found = [_way("plain")]
+    for kind in ("gpu", "cpu") if on_cpu() else ("gpu",):
+        way = _way(kind, _LARGE)
+        found.append(way)
+        execution = replace(way.execution, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
+        small = replace(execution, recompute=True)
+        found.append(Way(f"{kind}, recomputed", small, _DROPOUT))
+    return found
 
 
-def kernels() -> Iterator[dict[str, Any]]:
-    """Yield how far each kernel is from the CPU's operations."""
-    yield from kernel_differences("float32")
+def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
+    """Compare each way to compute a step with the plain one in float32.
+
+    The plain path runs one example at a time through the model as mlx-lm has it, on dequantised
+    weights.
+    """
+    examples = _examples(model, data)
+    plain = replace(best_execution(0, kind="plain"), micro_batch_tokens=1)
+    expected = {
+        dropout: _computed(model, examples, Way("", plain, dropout), "dequantized")[0]
+        for dropout in (0.0, _DROPOUT)
+    }
+    for way in ways():
+        found, _ = _computed(model, examples, way, "auto")
+        yield checks.compare(way.name, "float32", found, expected[way.dropout])
 
 
-def kernels16() -> Iterator[dict[str, Any]]:
-    """Yield how far each kernel in 16 bits is from the CPU's operations in float32."""
-    yield from kernel_differences("bfloat16")
+def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
+    """Compare each 16-bit dtype and way with the plain path in float32, on dequantised weights."""
+    examples = _examples(model, data)
+    # There, no setting of the device rounds the factors of float32 products.
+    with on_the_cpu():
+        expected, _ = _computed(model, examples, _way("plain"), "dequantized")
+    for name in ("bfloat16", "float16"):
+        for kind in ("plain", "gpu"):
+            found, problem = _computed(model, examples, _way(kind), "auto", name)
+            yield checks.compare(f"{name}, {kind}", name, found, expected, problem)
 
 
-def steps(model: Path, data: Path) -> Iterator[dict[str, Any]]:
-    """Yield the speed of steps, in each choice of their shapes."""
-    for name, speed in proving.timed_steps(model, _examples(model, data)[:TIMED_ROWS]):
-        yield {"shapes": name, "tokens_per_s": speed}
+def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
+    """Report the speed of steps in each choice of their shapes: the second time that they run.
+
+    The model computes in its own dtype on a GPU.
+    """
+    examples = _examples(model, data)[:_TIMED_ROWS]
+    batches = [examples[i : i + _ROWS_PER_STEP] for i in range(0, len(examples), _ROWS_PER_STEP)]
+    for name, change in SHAPES.items():
+        base = loading.load_base(model, "auto")
+        execution = change(best_execution(base.parameters, base.dtype))
+        pipeline = InstructPipeline(base.model, _lora(), execution=execution)
+        for _ in range(2):
+            began = time.perf_counter()
+            for batch in batches:
+                pipeline.train_batch(batch)
+            finish()
+        seconds = time.perf_counter() - began
+        yield checks.check_speed(name, sum(len(example.tokens) for example in examples) / seconds)
 
 
-def memory(model: Path, data: Path) -> Iterator[dict[str, Any]]:
-    """Yield the predicted and the measured peak of each size of a micro-batch."""
-    examples = _examples(model, data)[:ROWS]
-    peaks = proving.memory_peaks(model, examples, SIZES, StepConfig.memory_limit)
-    for tokens, predicted, measured in peaks:
-        yield {"tokens": tokens, "predicted": predicted, "measured": measured}
+def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
+    """Compare the predicted and the measured peak of each size of a micro-batch."""
+    memory.set_limits(StepConfig.memory_limit)
+    examples = _examples(model, data)[:_ROWS]
+    margin = checks.MEMORY_MARGIN if on_cpu() else checks.GPU_MEMORY_MARGIN
+    for size in SIZES:
+        memory.release()
+        base = loading.load_base(model, "auto")
+        execution = best_execution(base.parameters, base.dtype)
+        execution = replace(execution, micro_batch_tokens=size)
+        shapes = model_shapes(base, _lora(), execution.operations.memory)
+        pipeline = InstructPipeline(base.model, _lora(), execution=execution)
+        # As the loaded model runs.
+        execution = pipeline.forward.execution
+        plain_head = shapes.plain_head and pipeline.forward.plain_head
+        shapes = replace(shapes, plain_head=plain_head)
+        shapes = replace(shapes, measured=measure(pipeline, shapes, [execution.recompute]))
+        loads = [load_of(group, examples) for group in execution.plan(examples)]
+        predicted = max(predict(shapes, execution, load).total for load in loads)
+        memory.forget_peak()
+        pipeline.train_batch(examples)
+        yield checks.check_memory(f"{size:,} tokens", predicted, memory.peak_bytes(), margin)
 
 
-def base(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Write the base in 4 bits."""
-    proving.write_base(like, folder)
-    yield {}
+def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCheck]:
+    """Write a folder in Qwen 3's shape with seeded weights, as wide as fits the device.
+
+    Weights are in 4 bits if `quantized`, else in bfloat16. Returns no check.
+    """
+    width = _CPU_WIDTH if on_cpu() else _GPU_WIDTH
+    make_folder(folder)
+    for path in entries(like):
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            copy_file(path, folder / path.name)
+    config = read_value(like / "config.json", CONFIG) | {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_attention_heads": width // _HEAD,
+        "num_key_value_heads": width // _HEAD // 2,
+        "head_dim": _HEAD,
+    }
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    if quantized:
+        nn.quantize(model, group_size=_GROUP, bits=_BITS)
+        config["quantization"] = {"group_size": _GROUP, "bits": _BITS}
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_json(folder / "config.json", config)
+    return ()
 
 
-def dense(like: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Write the base in 16 bits."""
-    proving.write_base(like, folder, quantized=False)
-    yield {}
+JOBS: Mapping[str, Callable[..., Iterable[ProofCheck]]] = {
+    "gradients": gradients,
+    "kernels": partial(kernel_checks, "float32"),
+    "kernels16": partial(kernel_checks, "bfloat16"),
+    "dtype": dtype,
+    "memory": memory_peaks,
+    "steps": steps,
+    "base": partial(write_base, quantized=True),
+    "dense": partial(write_base, quantized=False),
+}
 
 
-_ALL = (gradients, reference, dtype, kernels, kernels16, memory, steps, base, dense)
-JOBS = {job.__name__: job for job in _ALL}
+def _lora(dropout: float = 0.0) -> InstructConfig:
+    return InstructConfig(targets=("all",), lora_rank=8, dropout=dropout)
+
+
+def _computed(
+    folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
+) -> tuple[Step, str]:
+    """Return loss and gradients of a step with seeded LoRA matrices, and why it is not packed."""
+    base = loading.load_base(folder, dtype, quantized_compute=compute)
+    pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
+    return step_of(pipeline, examples), pipeline.forward.packing_problem
 
 
 def _examples(model: Path, data: Path) -> list[Example]:
@@ -94,9 +225,9 @@ def main() -> None:
     """Do the job that the command line names."""
     records, job, *paths = sys.argv[1:]
     began = time.perf_counter()
-    for record in JOBS[job](*map(Path, paths)):
+    for check in JOBS[job](*map(Path, paths)):
         now = time.perf_counter()
-        append_line(Path(records), json.dumps(record | {"seconds": now - began}))
+        append_line(Path(records), json.dumps(asdict(check.taking(now - began))))
         began = now
 
 

@@ -19,8 +19,16 @@ from mlxtune.core.machine import facts
 from mlxtune.core.machine.children import ChildError, ChildTimeoutError
 from mlxtune.core.machine.facts import Device
 from mlxtune.diagnosis import prove as recipe
-from mlxtune.diagnosis import proving, requirements
-from mlxtune.diagnosis.proving import ProofCheck
+from mlxtune.diagnosis import requirements
+from mlxtune.diagnosis.checks import (
+    ProofCheck,
+    check_bytes,
+    check_dtype,
+    check_gradients,
+    check_memory,
+    check_speed,
+    failed_check,
+)
 from mlxtune.diagnosis.workbench import Workbench
 from mlxtune.errors import ModelError
 from tests.command import Cli, finish, start
@@ -30,12 +38,11 @@ from tests.paths import DOCS
 PACKAGES = cache(requirements.packages)
 DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
-GRADIENT = {"way": "gpu", "loss": 1e-7, "gradient": 2e-7, "seconds": 0.5}
-IN_16_BITS = {"way": "bfloat16, gpu", "cosine": 0.9995, "norm": 0.99, "seconds": 0.5} | {
-    "unpacked": ""
-}
-STEPS = {"shapes": "shapes as they are", "tokens_per_s": 1000.0, "seconds": 0.5}
-PEAK = {"tokens": 128, "predicted": 1000, "measured": 1100, "seconds": 0.5}
+GRADIENT = check_gradients("gpu", 1e-7, 2e-7).taking(0.5)
+IN_16_BITS = check_dtype("bfloat16, gpu", 0.9995, 0.99).taking(0.5)
+FAILED = failed_check("gradients", "attention with sinks", "NYI").taking(1.0)
+STEPS = check_speed("shapes as they are", 1000.0).taking(0.5)
+PEAK = check_memory("128 tokens", 1000, 1100, 0.5).taking(0.5)
 BENCH = {
     "ours": {"real_tokens_per_s": {"median": 300.0}},
     "theirs": {"real_tokens_per_s": {"median": 100.0}, "failed": None},
@@ -50,12 +57,11 @@ BENCH = {
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What the workbench gives, to be changed, without any process; scratch goes to a folder."""
+    """Results of the workbench without processes, to be changed; scratch goes to a folder."""
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
-        "kernels": [GRADIENT | {"way": "attention with sinks"}],
-        "kernels16": [IN_16_BITS | {"way": "attention with sinks, bfloat16"}],
-        "reference": [{}],
+        "kernels": [GRADIENT],
+        "kernels16": [IN_16_BITS],
         "dtype": [IN_16_BITS],
         "memory": [PEAK],
         "steps": [STEPS],
@@ -70,11 +76,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
             raise values[name]
         return values[name]
 
-    def measure(
-        self: Workbench, job: str, *_: Path, exact: bool = True
-    ) -> Iterator[dict[str, Any]]:
-        # TF32 and the device's own 16-bit kernels are what training runs.
-        assert exact is (job not in ("dtype", "kernels16", "steps"))
+    def measure(self: Workbench, job: str, *_: Path) -> Iterator[ProofCheck]:
         assert list(tmp_path.glob("mlxtune-prove-*")) == [self.scratch]
         yield from give(job)
 
@@ -152,16 +154,12 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("part", "value", "failures"),
     [
-        ("gradients", [GRADIENT | {"gradient": 2e-4}], 3),
-        ("gradients", [GRADIENT, GRADIENT | {"loss": 2e-5}], 3),
+        ("gradients", [GRADIENT, replace(GRADIENT, passed=False)], 3),
         ("resumed", ("other", 2), 2),
-        ("kernels", [GRADIENT | {"gradient": float("nan")}], 1),
-        ("kernels", [{"way": "sinks", "error": "NYI", "seconds": 1.0}, GRADIENT], 1),
-        ("kernels16", [{"way": "sinks", "error": "NYI", "seconds": 1.0}, IN_16_BITS], 1),
-        ("dtype", [IN_16_BITS | {"cosine": 0.998}], 2),
-        ("dtype", [IN_16_BITS | {"norm": 1.04}, IN_16_BITS], 2),
-        ("dtype", [IN_16_BITS | {"unpacked": "its hidden states differ"}], 2),
-        ("memory", [PEAK | {"measured": 1600}], 1),
+        ("kernels", [FAILED, GRADIENT], 1),
+        ("kernels16", [FAILED, IN_16_BITS], 1),
+        ("dtype", [check_dtype("bfloat16, gpu", 0.998, 1.0), IN_16_BITS], 2),
+        ("memory", [check_memory("128 tokens", 1000, 1600, 0.5)], 1),
         ("bench", BENCH | {"losses_agree": False}, 1),
     ],
 )
@@ -178,7 +176,7 @@ def test_what_is_not_equal_fails_and_exits_1(
 
 
 def test_failure_prints_what_it_means_and_what_to_do(cli: Cli, fakes: dict[str, Any]) -> None:
-    fakes["kernels"] = [{"way": "attention with sinks", "error": "NYI", "seconds": 1.0}]
+    fakes["kernels"] = [FAILED]
     outcome = cli("doctor", "--prove")
     assert outcome.code == 1
     (line,) = [each for each in outcome.out.splitlines() if each.startswith("attention with sinks")]
@@ -189,7 +187,7 @@ def test_failure_prints_what_it_means_and_what_to_do(cli: Cli, fakes: dict[str, 
 @pytest.mark.parametrize("part", ["gradients", "kernels", "trained", "resumed", "memory", "bench"])
 def test_busy_machine_fails_nothing(cli: Cli, fakes: dict[str, Any], part: str) -> None:
     fakes[part] = ChildTimeoutError("no end within 300 seconds")
-    fakes["steps"] = [STEPS | {"tokens_per_s": 0.01}]
+    fakes["steps"] = [check_speed("shapes as they are", 0.01)]
     outcome = cli("doctor", "--prove", "--json")
     assert outcome.code == 0
     late = [each for each in json.loads(outcome.out)["checks"] if each["expected"] == "an end"]
@@ -221,7 +219,7 @@ def test_run_that_writes_other_bytes_the_second_time_fails(
         ("kernels", 1, 12),
         ("kernels16", 1, 12),
         ("steps", 1, 13),
-        ("reference", 2, 11),
+        ("dtype", 2, 11),
         ("trained", 4, 9),
         ("resumed", 2, 11),
         ("memory", 1, 12),
@@ -245,7 +243,7 @@ def test_error_fails_its_checks_and_the_others_still_run(
 
 def test_check_found_before_a_crash_is_kept() -> None:
     def crashing() -> Iterator[ProofCheck]:
-        yield proving.check_bytes("first", "a", "a", promised=True)
+        yield check_bytes("first", "a", "a", promised=True)
         raise RuntimeError("broke")
 
     checks = list(recipe.carry_out([("bytes", "part", crashing)], lambda text: None))
@@ -326,7 +324,7 @@ def test_shared_file_holds_neither_names_nor_paths(
     assert shared["versions"]["mlx"]
     assert {check["passed"] for check in shared["checks"]} >= {True, False}
     in_16_bits = next(each["values"] for each in shared["checks"] if each["kind"] == "16 bits")
-    assert in_16_bits == {"cosine": IN_16_BITS["cosine"], "norm_ratio": IN_16_BITS["norm"]}
+    assert in_16_bits == IN_16_BITS.values
 
 
 def test_user_without_a_name_shares_a_proof(

@@ -6,16 +6,16 @@ from io import StringIO
 
 from rich.console import Console
 
-from mlxtune.diagnosis import proving
-from mlxtune.diagnosis.proving import MachineProof
+from mlxtune.diagnosis import checks
+from mlxtune.diagnosis.checks import MachineProof
 from mlxtune.diagnosis.views import show_proof
 
-LONGEST = proving.check_gradients("demo-gemma3", "cpu, recomputed", 1e-7, 2e-7).taking(12.34)
+LONGEST = checks.check_gradients("demo-gemma3: cpu, recomputed", 1e-7, 2e-7).taking(12.34)
 
 
-def shown(*checks: proving.ProofCheck) -> list[str]:
+def shown(*found: checks.ProofCheck) -> list[str]:
     device = {"kind": "Metal", "name": "Apple M9", "memory_limit": 1}
-    proof = MachineProof(checks, {}, device, {}, 71.4)
+    proof = MachineProof(found, {}, device, {}, 71.4)
     console = Console(file=StringIO(), width=80)
     show_proof(proof, console)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
@@ -24,10 +24,10 @@ def shown(*checks: proving.ProofCheck) -> list[str]:
 def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
     lines = shown(
         LONGEST,
-        proving.check_bytes(
+        checks.check_bytes(
             "demo-qwen3: kill -9, resume", "a", "a", promised=True, stopped_after=12
         ).taking(100.5),
-        proving.check_memory("4-bit base: 2,048 tokens", 219_000_000, 241_000_000).taking(3.1),
+        checks.check_memory("4-bit base: 2,048 tokens", 219_000_000, 241_000_000, 0.15).taking(3.1),
     )
     assert [line.split(":")[0].strip() for line in lines[1:]] == [
         "loss and gradients",
@@ -42,7 +42,7 @@ def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
 
 
 def test_failure_stands_out_and_asks_for_the_json() -> None:
-    failed = proving.failed_check(proving.GRADIENTS, "demo-qwen3", "killed by signal 6: \x1b[2J")
+    failed = checks.failed_check(checks.GRADIENTS, "demo-qwen3", "killed by signal 6: \x1b[2J")
     lines = shown(LONGEST, failed)
     assert any("FAIL" in line and "demo-qwen3" in line for line in lines)
     assert "\x1b" not in "".join(lines)

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from mlxtune.diagnosis import proving
-from mlxtune.diagnosis.proving import MachineProof
+from mlxtune.diagnosis import checks
+from mlxtune.diagnosis.checks import MachineProof
 from mlxtune.diagnosis.views import shareable
 
 NAMES = ("Annas-MacBook.local", "anna", "x")
 
 
 def shared(error: str, **machine: Any) -> dict[str, Any]:
-    checks = [
-        proving.failed_check(proving.MEMORY, "4-bit base", error),
-        proving.check_bytes("run twice", "ab" * 32, "cd" * 32, promised=True),
-        proving.check_dtype("16-bit base", "bfloat16, gpu", 0.9995, 1.01),
+    found = [
+        checks.failed_check(checks.MEMORY, "4-bit base", error),
+        checks.check_bytes("run twice", "ab" * 32, "cd" * 32, promised=True),
+        checks.check_dtype("16-bit base: bfloat16, gpu", 0.9995, 1.01),
     ]
     described = {"system": "Debian GNU/Linux 12", "processor": "x86_64", "memory": 10**10}
     device = {"kind": "CPU", "name": "AMD EPYC", "memory_limit": 1}
     versions = {"mlx": "0.32.4"}
-    return shareable(MachineProof(checks, described | machine, device, versions, 1.0), NAMES)
+    return shareable(MachineProof(found, described | machine, device, versions, 1.0), NAMES)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""What `doctor --prove` works with; the real runs are in tests/diagnosis/test_prove.py."""
+"""The models, rows and runs of `doctor --prove`; real runs are in test_prove.py."""
 
 from __future__ import annotations
 
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from mlxtune.core.machine.children import ChildError, Children
 from mlxtune.diagnosis import workbench
+from mlxtune.diagnosis.checks import check_gradients
 from mlxtune.diagnosis.workbench import QWEN, Workbench
 
 
@@ -59,13 +61,14 @@ def test_run_that_fails_says_its_last_message(tmp_path: Path, runs: Any) -> None
         Workbench(tmp_path).trained(QWEN)
 
 
-def test_records_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:
-    runs(-6, records='{"way": "plain"}\n')
+def test_checks_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:
+    check = check_gradients("plain", 1e-7, 2e-7).taking(1.5)
+    runs(-6, records=json.dumps(asdict(check)))
     found = []
     with pytest.raises(ChildError, match="killed by signal 6"):
-        for record in Workbench(tmp_path).measure("gradients", tmp_path):
-            found.append(record)
-    assert found == [{"way": "plain"}]
+        for each in Workbench(tmp_path).measure("gradients", tmp_path):
+            found.append(each)
+    assert found == [check]
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,18 @@ def test_run_that_was_not_stopped_is_an_error(
 def test_demo_is_beside_the_package() -> None:
     for name in (QWEN, workbench.GEMMA):
         assert (Workbench(Path()).model(name) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("job", "exact"), [("gradients", True), ("dtype", False)])
+def test_products_are_rounded_only_where_training_rounds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, exact: bool
+) -> None:
+    seen: dict[str, str] = {}
+
+    def run(self: Children, *_: Any, variables: dict[str, str]) -> int:
+        seen.update(variables)
+        return 0
+
+    monkeypatch.setattr(Children, "run", run)
+    assert list(Workbench(tmp_path).measure(job)) == []
+    assert seen.get("MLX_ENABLE_TF32") == ("0" if exact else None)

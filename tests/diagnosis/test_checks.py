@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mlxtune.diagnosis import proving
-from mlxtune.diagnosis.proving import MachineProof, ProofCheck
+from mlxtune.diagnosis import checks
+from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 
 SPREAD = {"median": 300.0, "min": 290.0, "max": 310.0}
 
@@ -43,7 +44,7 @@ def benchmark(**changes: Any) -> dict[str, Any]:
 def test_gradients_pass_within_both_tolerances_only(
     loss: float, gradient: float, passed: bool
 ) -> None:
-    check = proving.check_gradients("demo", "gpu", loss, gradient)
+    check = checks.check_gradients("demo: gpu", loss, gradient)
     assert check.passed is passed
     # NaN is no JSON.
     json.dumps(check.values, allow_nan=False)
@@ -56,23 +57,23 @@ def test_gradients_pass_within_both_tolerances_only(
 def test_other_bytes_fail_where_equal_ones_are_promised(
     found: str, promised: bool, passed: bool | None
 ) -> None:
-    assert proving.check_bytes("run twice", "a", found, promised=promised).passed is passed
+    assert checks.check_bytes("run twice", "a", found, promised=promised).passed is passed
 
 
 def test_stopped_run_tells_from_where_it_was_resumed() -> None:
-    check = proving.check_bytes("resume", "a", "b", promised=True, stopped_after=3)
+    check = checks.check_bytes("resume", "a", "b", promised=True, stopped_after=3)
     assert check.found == "not equal, from step 3"
 
 
 @pytest.mark.parametrize(("measured", "passed"), [(1, True), (1150, True), (1151, False)])
 def test_memory_fails_only_beyond_its_margin(measured: int, passed: bool) -> None:
-    assert proving.MEMORY_MARGIN == 0.15
-    assert proving.check_memory("128 tokens", 1000, measured).passed is passed
+    assert checks.MEMORY_MARGIN == 0.15
+    assert checks.check_memory("128 tokens", 1000, measured, 0.15).passed is passed
 
 
 def test_speed_is_reported_whatever_it_is() -> None:
     slow = benchmark(ratio={"real_tokens_per_s": 0.1})
-    speed, losses = proving.check_peer(slow)
+    speed, losses = checks.check_peer(slow)
     assert speed.passed is None
     assert (speed.expected, speed.found) == ("mlx-lm 100", "300 (0.10x)")
     assert speed.values == {"tokens_per_s": 300.0, "peer_tokens_per_s": 100.0, "ratio": 0.1}
@@ -82,19 +83,19 @@ def test_speed_is_reported_whatever_it_is() -> None:
 @pytest.mark.parametrize("first", [0.5, None])
 def test_other_losses_than_those_of_mlx_lm_fail(first: float | None) -> None:
     apart = benchmark()["loss_difference"] | {"first": first, "largest": first}
-    _, losses = proving.check_peer(benchmark(losses_agree=False, loss_difference=apart))
+    _, losses = checks.check_peer(benchmark(losses_agree=False, loss_difference=apart))
     assert losses.passed is False
 
 
 def test_mlx_lm_that_fails_fails_nothing_of_ours() -> None:
     failed = {"failed": "killed (signal 9)"}
-    (speed,) = proving.check_peer(benchmark(theirs=failed, ratio=None, losses_agree=None))
+    (speed,) = checks.check_peer(benchmark(theirs=failed, ratio=None, losses_agree=None))
     assert (speed.passed, speed.found) == (None, "killed (signal 9)")
     assert speed.values["tokens_per_s"] == 300.0
 
 
 def test_speed_of_steps_is_only_reported() -> None:
-    check = proving.check_speed("16-bit base: shapes as they are", 1234.5)
+    check = checks.check_speed("16-bit base: shapes as they are", 1234.5)
     assert (check.passed, check.found) == (None, "1,234 tokens a second")
 
 
@@ -112,20 +113,20 @@ def test_speed_of_steps_is_only_reported() -> None:
 def test_16_bits_pass_within_both_tolerances_and_packed(
     cosine: float, norm: float, unpacked: str, passed: bool
 ) -> None:
-    check = proving.check_dtype("demo", "bfloat16, gpu", cosine, norm, unpacked)
+    check = checks.check_dtype("demo: bfloat16, gpu", cosine, norm, unpacked)
     assert check.passed is passed
     assert unpacked in check.found
     json.dumps(check.values, allow_nan=False)
 
 
 FAILED = (
-    proving.check_gradients("demo", "gpu", 1.0, 1.0),
-    proving.check_dtype("demo", "bfloat16, gpu", 0.5, 1.0),
-    proving.check_bytes("run twice", "a", "b", promised=True),
-    proving.check_memory("128 tokens", 100, 1000),
-    proving.check_peer(benchmark(losses_agree=False))[1],
-    proving.failed_check(proving.GRADIENTS, "gated delta rule", "[METAL] failed"),
-    proving.failed_check(proving.SPEED, "16-bit base", "[METAL] failed"),
+    checks.check_gradients("demo: gpu", 1.0, 1.0),
+    checks.check_dtype("demo: bfloat16, gpu", 0.5, 1.0),
+    checks.check_bytes("run twice", "a", "b", promised=True),
+    checks.check_memory("128 tokens", 100, 1000, 0.15),
+    checks.check_peer(benchmark(losses_agree=False))[1],
+    checks.failed_check(checks.GRADIENTS, "gated delta rule", "[METAL] failed"),
+    checks.failed_check(checks.SPEED, "16-bit base", "[METAL] failed"),
 )
 
 
@@ -137,11 +138,11 @@ def test_failed_check_says_what_it_means_and_what_to_do_in_a_line(check: ProofCh
     assert "\n" not in check.advice
     assert "report it" in remedy
     assert meaning
-    assert proving.replace(check, passed=True).advice == ""
+    assert replace(check, passed=True).advice == ""
 
 
 def test_check_that_did_not_end_in_time_fails_nothing() -> None:
-    late = proving.unfinished_check("mlx-lm", "4-bit base", "no end within 300 seconds")
+    late = checks.unfinished_check("mlx-lm", "4-bit base", "no end within 300 seconds")
     proof = MachineProof([late], {}, {}, {}, 1.0)
     assert proof.passed
     assert proof.unfinished == [late]
@@ -150,8 +151,8 @@ def test_check_that_did_not_end_in_time_fails_nothing() -> None:
 
 def test_proof_passes_unless_a_check_fails() -> None:
     def proof(*passed: bool | None) -> MachineProof:
-        checks = [ProofCheck("bytes", "a", "", "", each) for each in passed]
-        return MachineProof(checks, {}, {}, {}, 1.0)
+        found = [ProofCheck("bytes", "a", "", "", each) for each in passed]
+        return MachineProof(found, {}, {}, {}, 1.0)
 
     assert proof(True, None).passed
     assert not proof(True, False, None).passed

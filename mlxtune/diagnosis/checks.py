@@ -1,4 +1,4 @@
-"""The checks of `mlxtune doctor --prove`, and what each may differ by. Pure.
+"""The checks of `mlxtune doctor --prove`, their tolerances and verdicts. Pure.
 
 A check passes or fails; one whose `passed` is None only reports.
 """
@@ -6,6 +6,9 @@ A check passes or fails; one whose `passed` is None only reports.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from mlxtune.core.text import byte_size
 
@@ -23,30 +26,23 @@ GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
 # What a check that ran out of time lacks.
 _END = "an end"
-# What a failed check of a kind means, and what to do.
+# The consequence of a failed check of a kind, and the remedy.
 _ADVICE = {
-    GRADIENTS: (
-        "a step would learn something else here",
-        "train on nothing that matters, update MLX and the system, and report it",
-    ),
-    DTYPE: (
-        "training in 16 bits would learn something else here",
-        "train with --dtype float32, update MLX and the system, and report it",
-    ),
-    BYTES: (
-        "a run cannot be repeated or resumed to the same adapter here",
-        "runs still learn; report it",
-    ),
-    MEMORY: (
-        "plans ask for less memory than runs take",
-        "lower --memory-limit by as much, and report it",
-    ),
-    SPEED: ("the speed of steps is unknown", "report it"),
-    PEER: (
-        "mlxtune and mlx-lm learn different things here",
-        "train on nothing that matters, and report it",
-    ),
+    GRADIENTS: "a step would learn something else here: train on nothing that matters, update MLX "
+    "and the system, and report it",
+    DTYPE: "training in 16 bits would learn something else here: train with --dtype float32, "
+    "update MLX and the system, and report it",
+    BYTES: "a run cannot be repeated or resumed to the same adapter here: runs still learn; report "
+    "it",
+    MEMORY: "plans ask for less memory than runs take: lower --memory-limit by as much, and report "
+    "it",
+    SPEED: "the speed of steps is unknown: report it",
+    PEER: "mlxtune and mlx-lm learn different things here: train on nothing that matters, and "
+    "report it",
 }
+# Gradients by matrix; and a loss with them.
+Gradients = Mapping[str, npt.NDArray[Any]]
+Step = tuple[float, Gradients]
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,10 @@ class ProofCheck:
 
     @property
     def advice(self) -> str:
-        """What failed, what it means and what to do, in a line; empty unless it failed."""
+        """The failure, its consequence and the remedy in a line; empty unless it failed."""
         if self.passed is not False:
             return ""
-        meaning, remedy = _ADVICE[self.kind]
-        return f"{self.name}: {self.found}, expected {self.expected}: {meaning}: {remedy}"
+        return f"{self.name}: {self.found}, expected {self.expected}: {_ADVICE[self.kind]}"
 
     def taking(self, seconds: float) -> Self:
         """Return the check with the time it took."""
@@ -76,7 +71,7 @@ class ProofCheck:
 
 @dataclass(frozen=True)
 class MachineProof:
-    """All checks of a machine, and what they ran on."""
+    """All checks of a machine, and the machine, device and packages they ran on."""
 
     checks: Sequence[ProofCheck]
     machine: Mapping[str, Any]
@@ -100,26 +95,47 @@ class MachineProof:
         return [check for check in self.checks if check.expected == _END]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it for JSON; docs/doctor.md describes it."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "passed": self.passed,
-            "seconds": round(self.seconds, 1),
-            "machine": dict(self.machine),
-            "device": dict(self.device),
-            "versions": dict(self.versions),
-            "checks": [asdict(check) for check in self.checks],
-        }
+        """Return the proof for JSON; docs/doctor.md describes it."""
+        return {"schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
 
 
-def check_gradients(model: str, way: str, loss: float, gradient: float) -> ProofCheck:
-    """Judge how far loss and gradients of a way to compute a step are from the plain ones.
+def compare(
+    name: str, dtype: str, found: Step, expected: Step, packing_problem: str = ""
+) -> ProofCheck:
+    """Compare loss and gradients of a step in a dtype with the plain step's in float32."""
+    if dtype == "float32":
+        loss = abs(found[0] / expected[0] - 1)
+        return check_gradients(name, loss, _largest_difference(found[1], expected[1]))
+    return check_dtype(name, *_cosine_and_ratio(found[1], expected[1]), packing_problem)
 
-    `model` is empty for a kernel.
-    """
+
+def _largest_difference(found: Gradients, expected: Gradients) -> float:
+    """Return the largest difference of an entry, as a share of the largest expected entry."""
+    largest = max(np.abs(value).max() for value in expected.values())
+    # Python's max may pass over a NaN.
+    apart = np.max([np.abs(found[name] - value).max() for name, value in expected.items()])
+    return float(apart / largest)
+
+
+def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, float]:
+    """Return the least cosine of a matrix's gradient, and the ratio of norms farthest from 1."""
+    cosines, ratios = [], []
+    for name, value in expected.items():
+        other = found[name]
+        norm, wanted = float(np.linalg.norm(other)), float(np.linalg.norm(value))
+        with np.errstate(invalid="ignore"):
+            cosines.append(np.divide((other * value).sum(dtype=np.float64), norm * wanted))
+        ratios.append(norm / wanted)
+    # A NaN is farthest, for both.
+    farthest = ratios[int(np.argmax(np.abs(np.array(ratios) - 1)))]
+    return float(np.min(cosines)), farthest
+
+
+def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
+    """Judge the relative differences of loss and gradients from the plain step's."""
     return ProofCheck(
         kind=GRADIENTS,
-        name=": ".join(filter(None, (model, way))),
+        name=name,
         expected=f"≤ {LOSS_TOLERANCE:.0e}, {GRADIENT_TOLERANCE:.0e}",
         found=f"{loss:.0e}, {gradient:.0e}",
         # A NaN is within nothing.
@@ -128,17 +144,18 @@ def check_gradients(model: str, way: str, loss: float, gradient: float) -> Proof
     )
 
 
-def check_dtype(model: str, way: str, cosine: float, norm: float, unpacked: str = "") -> ProofCheck:
+def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
     """Judge gradients in 16 bits: the least cosine with float32's, and the worst ratio of norms.
 
-    `unpacked` says why packing was refused, which fails too: the models of the proof allow it.
+    A step that was not packed fails too: the models of the proof allow packing.
     """
     right = cosine >= COSINE_TOLERANCE and abs(norm - 1) <= NORM_TOLERANCE
+    unpacked = f", not packed: {packing_problem}" if packing_problem else ""
     return ProofCheck(
         kind=DTYPE,
-        name=": ".join(filter(None, (model, way))),
+        name=name,
         expected=f"≥ {COSINE_TOLERANCE}, ±{NORM_TOLERANCE:.0%}",
-        found=f"{cosine:.5f}, {norm - 1:+.1%}" + (f", not packed: {unpacked}" if unpacked else ""),
+        found=f"{cosine:.5f}, {norm - 1:+.1%}{unpacked}",
         # A NaN is within nothing.
         passed=right and not unpacked,
         values={"cosine": _finite(cosine), "norm_ratio": _finite(norm)},
@@ -155,23 +172,18 @@ def check_bytes(
     """
     equal = expected == found
     where = "" if stopped_after is None else f", from step {stopped_after}"
+    hashes = {"expected_sha256": expected, "found_sha256": found}
     return ProofCheck(
         kind=BYTES,
         name=name,
         expected="equal" if promised else "–",
         found=("equal" if equal else "not equal") + where,
         passed=equal or (False if promised else None),
-        values={
-            "expected_sha256": expected,
-            "found_sha256": found,
-            "stopped_after": stopped_after,
-        },
+        values=hashes | {"stopped_after": stopped_after},
     )
 
 
-def check_memory(
-    name: str, predicted: int, measured: int, margin: float = MEMORY_MARGIN
-) -> ProofCheck:
+def check_memory(name: str, predicted: int, measured: int, margin: float) -> ProofCheck:
     """Judge a measured peak in bytes: at most a share `margin` above the predicted one."""
     return ProofCheck(
         kind=MEMORY,

@@ -1,0 +1,202 @@
+"""Kernels of a device beside the CPU's plain operations, for `mlxtune doctor --prove`.
+
+Each kernel is computed on its own, so that one that raises leaves the others.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, gpt_oss, qwen3
+
+from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.forward.gate_kernels import device_kernels
+from mlxtune.backend.forward.gates import plain_swiglu
+from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.models.mixers import gated_delta
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.diagnosis.checks import DTYPE, GRADIENTS, ProofCheck, Step, compare, failed_check
+from mlxtune.errors import one_line
+
+_VOCABULARY = 96
+# Metal's fused attention has a gradient for this head size, and for 128 and 256.
+_SHAPE: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY},
+    **{"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e4},
+}
+_GEMMA = gemma3_text.Model
+Arrays = Sequence[npt.NDArray[Any]]
+
+
+@contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Compute on the CPU inside the block."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        yield
+    finally:
+        mx.set_default_device(before)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: `compute` takes a dtype, and `gpu` for the kernel or `plain` for its reference."""
+
+    name: str
+    compute: Callable[[mx.Dtype, str], Step]
+    exists: Callable[[mx.Dtype], bool] = lambda dtype: True
+
+    def check(self, dtype: str) -> ProofCheck:
+        """Compare the kernel on the device with the CPU's plain operations in float32."""
+        kind, name = GRADIENTS, self.name
+        if dtype != "float32":
+            kind, name = DTYPE, f"{name}, {dtype}"
+        try:
+            with on_the_cpu():
+                expected = self.compute(mx.float32, "plain")
+            found = self.compute(getattr(mx, dtype), "gpu")
+        except Exception as error:  # noqa: BLE001
+            # Whatever MLX raises is the result of this kernel.
+            return failed_check(kind, name, one_line(error))
+        return compare(name, dtype, found, expected)
+
+
+def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
+    """Return loss and gradients of a step with LoRA matrices of seeded random values."""
+    # At zero, as B starts, the gradient of A would be zero too.
+    _fill(pipeline.model.trainable_parameters(), pipeline.model, mx.float32)
+    result = pipeline.loss_and_gradients(examples, step=1)
+    gradients = {name: np.array(value) for name, value in tree_flatten(result.gradients)}
+    return result.loss, gradients
+
+
+def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a model random weights, the same on every device: MLX's differ in their last bits.
+
+    They are numbers of bfloat16. None is zero, as sinks and B would be.
+    """
+    rng, filled = np.random.default_rng(1), []
+    for name, value in tree_flatten(parameters):
+        # Gemma adds 1 to its norms' weights.
+        centre = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
+        scale = 0.1 if value.ndim == 1 or "lora" in name else value.shape[-1] ** -0.5
+        weight = mx.array(centre + scale * rng.standard_normal(value.shape), dtype=mx.float32)
+        filled.append((name, weight.astype(mx.bfloat16).astype(dtype)))
+    model.load_weights(filled, strict=False)
+
+
+def _model_step(
+    module: Any, lengths: Sequence[int], changes: Mapping[str, Any], dtype: mx.Dtype, kind: str
+) -> Step:
+    """Return a step of a model of random weights on examples of these lengths."""
+    config = {**_SHAPE, **changes, "model_type": module.__name__.split(".")[-1]}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    _fill(model.parameters(), model, dtype)
+    execution = replace(best_execution(0, kind=kind), micro_batch_tokens=10**6)
+    lora = InstructConfig(targets=("q_proj", "v_proj"), lora_rank=4)
+    rng, examples = np.random.default_rng(0), []
+    for row, length in enumerate(lengths, 1):
+        # All tokens are supervised but the first.
+        mask = (np.arange(length) > 0).astype(np.uint8)
+        tokens = rng.integers(0, _VOCABULARY, length).astype(np.int32)
+        examples.append(Example(row, tokens, mask))
+    return step_of(InstructPipeline(model, lora, execution=execution), examples)
+
+
+def _function_step(
+    functions: Mapping[str, Callable[..., mx.array]],
+    inputs: Callable[[np.random.Generator], Arrays],
+    dtype: mx.Dtype,
+    kind: str,
+) -> Step:
+    """Return the sum of squares of a function's result, and its gradient by each input."""
+    # Numbers of bfloat16, so that all dtypes get the same.
+    drawn = inputs(np.random.default_rng(0))
+    arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in drawn]
+
+    def summed(*arrays: mx.array) -> mx.array:
+        return mx.square(functions[kind](*arrays).astype(mx.float32)).sum()
+
+    loss, gradients = mx.value_and_grad(summed, argnums=list(range(len(arrays))))(*arrays)
+    named = {f"input {i}": np.array(x.astype(mx.float32)) for i, x in enumerate(gradients)}
+    return float(loss), named
+
+
+def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
+    """Draw q, k, v, log-gates and beta, in a shape of Metal's kernels, for two chunks."""
+    tokens, keys, values, size = 70, 16, 32, 128
+    q, k = (rng.standard_normal((1, tokens, keys, size)) / size**0.5 for _ in range(2))
+    v = rng.standard_normal((1, tokens, values, size))
+    log_gates = -np.abs(rng.standard_normal((1, tokens, values)))
+    beta = 1 / (1 + np.exp(-rng.standard_normal((1, tokens, values))))
+    return [q, k, v, log_gates, beta]
+
+
+def _gate_inputs(rng: np.random.Generator) -> Arrays:
+    """Draw gate and up for some groups of threads and a part of one."""
+    return [2 * rng.standard_normal((3, 1031)) for _ in range(2)]
+
+
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return device_kernels().swiglu(gate, up)
+
+
+def _gated_delta(rule: str, q: mx.array, *arrays: mx.array) -> mx.array:
+    y, _ = getattr(gated_delta, rule)(q, *arrays, mx.zeros((1, 32, 128, 128)))
+    return y
+
+
+_WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
+# All experts are used: in 16 bits, a router may choose others.
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
+_TIED = {"tie_word_embeddings": True}
+_DELTA = {
+    "gpu": partial(_gated_delta, "kernel_rule"),
+    "plain": partial(_gated_delta, "gated_delta_rule"),
+}
+# A new kernel is one more entry.
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED)),
+    # Not a multiple of a kernel's block.
+    Kernel(
+        "attention, heads of 128",
+        partial(_model_step, qwen3, (300, 131, 40), _TIED | {"head_dim": 128}),
+    ),
+    Kernel(
+        "attention with sinks",
+        partial(_model_step, gpt_oss, (40, 23, 31), _EXPERTS),
+        # On the CPU, experts compute in float32 only.
+        lambda dtype: dtype == mx.float32 or not on_cpu(),
+    ),
+    # Longer than two blocks.
+    Kernel("attention in windows", partial(_model_step, gemma3_text, (1100, 40), _WINDOW)),
+    Kernel(
+        "gated delta rule",
+        partial(_function_step, _DELTA, _gated_delta_inputs),
+        # CUDA's library says "has no CUDA implementation"; on the CPU it is mlx-lm's loop.
+        lambda dtype: on_cpu() or has_metal(),
+    ),
+    Kernel(
+        "SwiGLU",
+        partial(_function_step, {"gpu": _swiglu, "plain": plain_swiglu}, _gate_inputs),
+        lambda dtype: not on_cpu(),
+    ),
+)
+
+
+def kernel_checks(dtype: str) -> Iterator[ProofCheck]:
+    """Yield a check of each kernel that the device has for a dtype."""
+    for kernel in KERNELS:
+        if kernel.exists(getattr(mx, dtype)):
+            yield kernel.check(dtype)
