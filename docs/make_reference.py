@@ -22,12 +22,44 @@ from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config.fields import Checked, Option, field_types, flag
 from mlxtune.config.options import SECTIONS
-from mlxtune.core.run.run_folder import RUN_FILES
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"
 REFERENCE, ARCHITECTURE = DOCS / "reference.md", DOCS / "architecture.md"
 MODULES_BEGIN, MODULES_END = "<!-- modules: docs/make_reference.py -->", "<!-- end of modules -->"
+# The folders of checkpoints; N is an epoch or a step.
+CHECKPOINT = "checkpoints/{best,epoch-N,step-N}"
+# Every file that a run writes, and its contents: paths relative to the folder of --output, with the
+# default --checkpoint-dir. tests/core/run/test_run_folder_files.py compares them with a run.
+RUN_FILES: dict[str, str] = {
+    "checkpoints/.mlxtune": "marks the folder as a run's, whose files the next run may move",
+    "checkpoints/run.json": "the run's options, model, plan and data",
+    "adapters.safetensors": "the adapter in mlx-lm's format: of the step with the lowest "
+    "validation loss, "
+    "or of the last step without validation; --output sets its name",
+    "adapter_config.json": "what mlx-lm needs to load the adapter: rank, scale, dropout and layers",
+    "checkpoints/metrics.jsonl": "a JSON line for every step, skipped step, validation and epoch "
+    "so far",
+    "checkpoints/ledger.json": "where every row and every token of each data file went",
+    "checkpoints/result.json": "the result of a finished run: steps, losses, the adapter's SHA-256",
+    "checkpoints/evaluation.json": "how much the adapter helped on the validation rows, if there "
+    "are any",
+    "checkpoints/report.html": "a page about the run; mlxtune report rewrites it",
+    "checkpoints/profile.jsonl": "how long each phase of a step took; with --profile-interval",
+    "checkpoints/tracking.json": "the run's ids in its trackers; with --track",
+    "checkpoints/{tensorboard,wandb}/…": "files of the trackers; with --track",
+    f"{CHECKPOINT}/adapters.safetensors": "the adapter at that step",
+    f"{CHECKPOINT}/adapter_config.json": "the same as next to --output",
+    f"{CHECKPOINT}/optimizer.safetensors": "AdamW's moments and step, for --resume",
+    f"{CHECKPOINT}/parameters.safetensors": "the trained parameters, for --resume, if the adapter "
+    "stores an equivalent LoRA: with --init pissa, or with several workers",
+    f"{CHECKPOINT}/metrics.jsonl": "the records up to that step",
+    f"{CHECKPOINT}/metadata.json": "every option, seeds, versions, hashes of the data and base "
+    "model",
+    f"{CHECKPOINT}/manifest.json": "size and SHA-256 of each file of the checkpoint, written last",
+    "checkpoints/previous-N/…": "the files of each run that was here before, the newest with the "
+    "highest number; `mlxtune runs --remove` removes them",
+}
 KINDS = {"int": "whole number", "float": "number", "bool": "flag"}
 
 

@@ -1,7 +1,7 @@
 """Checkpoint folders: written completely or not at all, verified before use, and pruned.
 
-`RUN_FILES` of run_folder.py describes their files. The manifest, with size and SHA-256 of each, is
-written last: a folder without a manifest is not a checkpoint.
+The manifest, with size and SHA-256 of each file, is written last: a folder without a manifest is
+not a checkpoint.
 """
 
 import os

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.run_folder import RUN_FILES
 from tests.command import Cli, files_in
+
+ROOT = Path(__file__).parents[3]
+REFERENCE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+_, _, SECTION = REFERENCE.partition("## Files of a run")
+RUN_FILES = dict(re.findall(r"(?m)^\| `(.+?)` \| (.+) \|$", SECTION.partition("\n## ")[0]))
 
 # Files that only some options write.
 ON_REQUEST = {entry for entry, content in RUN_FILES.items() if "with --" in content}
 
 
 def entry_of(path: str) -> str | None:
-    """Return the entry of RUN_FILES that describes a file."""
+    """Return the entry of the reference that describes a file."""
     return next((entry for entry in RUN_FILES if re.fullmatch(pattern(entry), path)), None)
 
 
@@ -30,7 +34,7 @@ def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path)
         assert train("--save-steps", 2, "--keep", 5).code == 0
     left = {path: entry_of(path) for path in files_in(output.parent)}
     nowhere = [path for path, entry in left.items() if entry is None]
-    assert nowhere == [], "describe them in mlxtune/core/run/run_folder.py"
+    assert nowhere == [], "describe them in docs/make_reference.py"
     assert set(left.values()) == set(RUN_FILES) - ON_REQUEST
 
 

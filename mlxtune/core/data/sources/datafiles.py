@@ -15,7 +15,6 @@ from typing import IO, Any
 
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.core.data.sources.expansion import check_gzip, check_sparse, check_values
-from mlxtune.core.data.sources.json_array import array_elements
 from mlxtune.core.data.sources.parquet import parquet_rows
 from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.errors import DataError, one_line
@@ -26,6 +25,8 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD_BYTES = 8192
 _MAX_LINE_BYTES = 1 << 26
+# Of a JSON array, which is read as a whole.
+_MAX_ARRAY_BYTES = 1 << 28
 # Blank lines and comments in a row; a million take a second.
 _MAX_ROWLESS = 1_000_000
 # The number of a row, and its object or the reason why it has none.
@@ -100,8 +101,8 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of a JSON
     array or of parquet is an element, and its number is the element's.
 
-    No file is held in memory as a whole. Raises DataError when it cannot be read, or unpacks to far
-    more than its size.
+    Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
+    unpacks to far more than its size.
     """
     head = _head(path)
     if head.startswith(_PARQUET):
@@ -216,12 +217,17 @@ def _object(content: Any) -> dict[str, Any] | BadRow:
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
-    with _reading(path), _open(path) as file:
-        try:
-            for number, element in enumerate(array_elements(file.read), start=1):
-                yield number, _object(element)
-        except BadRow as problem:
-            raise DataError(
-                f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
-                "skipped"
-            ) from problem
+    try:
+        with _reading(path), _open(path) as file:
+            content = file.read(_MAX_ARRAY_BYTES + 1).removeprefix(_UTF8_BOM)
+        if len(content) > _MAX_ARRAY_BYTES:
+            raise BadRow(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
+        check_values(content)
+        elements = parse_json(content, "not a valid JSON array")
+    except BadRow as problem:
+        raise DataError(
+            f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
+            "skipped"
+        ) from problem
+    del content
+    yield from enumerate(map(_object, elements), start=1)
