@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.machine.children import kernel_cache
+from mlxtune.core.files.processes import kernel_cache
 from tests.long import gpu
 from tests.long.gpu import CASES, Machine, Parts, Skip, write_long_rows
 from tests.paths import SHARED

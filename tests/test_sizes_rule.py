@@ -47,7 +47,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backend/text/tokenizer_child.py": dict.fromkeys(("json.loads", "read_bytes"), LIMITED_PROCESS),
     "benchmark/bench.py": dict.fromkeys(("json.loads", "read"), OWN_CHILD),
     "benchmark/worker.py": dict.fromkeys(("pickle.loads", "read_bytes"), OWN_CHILD),
-    "core/machine/children.py": dict.fromkeys(("json.loads", "read_bytes"), OWN_CHILD),
+    "core/files/processes.py": {"read_bytes": OWN_CHILD},
+    "core/machine/facts.py": {"json.loads": OWN_CHILD},
     "diagnosis/workbench.py": dict.fromkeys(("json.loads", "read_text", "read_bytes"), OWN_CHILD),
     "backend/workers/launch.py": {"json.loads": PEERS},
     "backend/workers/worker_run.py": {"json.loads": PEERS, "read_text": SYSTEM},
@@ -58,7 +59,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli/commands.py": {"read_text": PACKAGED},
     "core/machine/blas.py": {"read_text": PACKAGED},
     "views/pages/page.py": {"read_text": PACKAGED},
-    "core/files/limited_process.py": {"read_text": SYSTEM},
+    "core/files/limited_child.py": {"read_text": SYSTEM},
     "backend/workers/environment.py": {"read_text": SYSTEM},
 }
 

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from mlxtune.commands.prepare.memory import choose_plan, first_epoch, planned_wo
 from mlxtune.commands.prepare.model import open_model
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files import files
+from mlxtune.core.files import files, processes
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.text import count
@@ -212,16 +211,11 @@ def _run_process(
     path = scratch / "job.pickle"
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
-    with (
-        scratch_file() as errors,
-        subprocess.Popen(
-            command(path),
-            # Never written to: the worker ends when it closes.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        ) as process,
-    ):
+    with scratch_file() as errors:
+        # Nothing is written to stdin: the worker ends when it closes.
+        process = processes.start(
+            command(path), stdin=processes.PIPE, stdout=processes.PIPE, stderr=errors
+        )
         try:
             for line in process.stdout or ():
                 record = json.loads(line)
@@ -233,7 +227,7 @@ def _run_process(
                 on_step(len(steps))
             status = process.wait()
         finally:
-            process.kill()
+            processes.end(process)
         errors.seek(0)
         output = errors.read().decode(errors="replace")
     raise MlxTuneError(_describe_end(job, status, len(steps), output))

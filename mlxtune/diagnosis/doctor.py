@@ -10,8 +10,8 @@ from mlxtune.config import StepConfig, user_cache
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import Diagnosis, check_lines, diagnose
-from mlxtune.core.machine.children import probe_device
 from mlxtune.core.machine.conditions import Sensors
+from mlxtune.core.machine.facts import probe_device
 from mlxtune.core.machine.reservation import reservations
 from mlxtune.diagnosis import requirements
 from mlxtune.views.output import print_json, print_line

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from mlxtune.core.files import files
+from mlxtune.core.files.processes import ChildTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.machine import facts
-from mlxtune.core.machine.children import ChildTimeoutError, probe_device
+from mlxtune.core.machine.facts import probe_device
 from mlxtune.diagnosis import checks, requirements
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 from mlxtune.diagnosis.views import shareable, show_proof

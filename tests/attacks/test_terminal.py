@@ -107,7 +107,7 @@ PRINTS = {
     "views/output.py": "the module itself",
     "cli/__init__.py": "the last line, through printable",
     "cli/process.py": "makes the streams",
-    "core/files/limited_process.py": "a child's lines of JSON, for its parent",
+    "core/files/limited_child.py": "a child's lines of JSON, for its parent",
     "core/data/sources/parquet_child.py": "a child's lines of JSON, for its parent",
     "backend/text/template_child.py": "a child's lines of JSON, for its parent",
     "backend/text/tokenizer_child.py": "a child's lines of JSON, for its parent",

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from mlxtune.core.files.processes import ChildError, ChildTimeoutError
 from mlxtune.core.machine import facts
-from mlxtune.core.machine.children import ChildError, ChildTimeoutError
 from mlxtune.core.machine.facts import Device
 from mlxtune.diagnosis import prove as recipe
 from mlxtune.diagnosis import requirements

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.machine.children import ChildError, Children
+from mlxtune.core.files.processes import ChildError, Children
 from mlxtune.diagnosis import workbench
 from mlxtune.diagnosis.checks import check_gradients
 from mlxtune.diagnosis.workbench import QWEN, Workbench

@@ -38,7 +38,7 @@ from mlx_lm.models import qwen3
 
 from mlxtune.backend.device.device import device_name, on_cpu
 from mlxtune.core.files.files import write_json
-from mlxtune.core.machine.children import kernel_cache
+from mlxtune.core.files.processes import kernel_cache
 from mlxtune.core.machine.facts import versions
 from tests.long import bench_table
 from tests.models import sums, write_chat

@@ -1,6 +1,6 @@
 """Renders chat templates: the script of template_process.py, which imports nothing of mlxtune.
 
-core/machine's limited process runs it.
+core/files/limited_child.py runs it.
 """
 
 import datetime

@@ -1,7 +1,7 @@
 """Chat templates rendered by transformers, in a process that the system ends at its limits.
 
 A chat template is a program by a stranger. transformers' sandbox keeps it from files and code, but
-not from running forever or filling the memory, so it runs in core/machine's limited process.
+not from running forever or filling the memory, so it runs in a limited process.
 
 Parent and child exchange lines of JSON: a header, a line for each rendering, and one line with all
 replies.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
-from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
+from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 
 __all__ = ["INVALID", "REFUSED", "TEXT", "UNSTEADY", "Asked", "Harmful", "Reply", "TemplateProcess"]
 

@@ -1,6 +1,6 @@
 """Tries a tokenizer file: the script of tokenizer_trial.py, which imports nothing of mlxtune.
 
-core/machine's limited process runs it. It writes one line: what is wrong, as JSON, or null.
+core/files/limited_child.py runs it. It writes one line: what is wrong, as JSON, or null.
 """
 
 import json

@@ -2,16 +2,15 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from mlxtune.config import RunConfig
+from mlxtune.core.files import processes
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 
-_END_SECONDS = 2.0
 # `cat` ends with the pipe to it, which the system closes however this process ends.
 _LINUX = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
@@ -28,30 +27,12 @@ def kept_awake(system: str = platform.system()) -> Iterator[None]:
     command = ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _LINUX
     process = None
     with suppress(OSError):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # After Ctrl-C, the run still saves its state.
-            start_new_session=True,
-        )
+        process = processes.start(command, stdin=processes.PIPE)
     try:
         yield
     finally:
         if process is not None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    process.terminate()
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            processes.end(process)
 
 
 @contextmanager

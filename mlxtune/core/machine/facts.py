@@ -4,11 +4,11 @@ diagnosis.py interprets the facts; requirements.py reads the installed packages.
 """
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import as_path, user_cache
+from mlxtune.core.files.processes import ChildTimeoutError, output_of, own_environment
 from mlxtune.core.files.reading import read_kernel_file
+from mlxtune.errors import one_line
 
 # The packages that install MLX's own library, all into the same place.
 MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
@@ -30,6 +32,8 @@ _SYSCTL = (
     "iogpu.wired_limit_mb",
 )
 _TOOL_SECONDS = 2.0
+# MLX starts within a second; the first time after an update perhaps within a few.
+_MLX_SECONDS = 30.0
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -126,6 +130,23 @@ class Machine:
     thermal: str = ""
     wired_limit_mb: int | None = None
     offline: str = ""
+
+
+def probe_device() -> tuple[Device | None, str]:
+    """Return what MLX computes on; or None, and why it does not start."""
+    # A separate process survives a crash of MLX.
+    command = [sys.executable, "-m", "mlxtune.backend.models.probe"]
+    try:
+        # Files in the current folder could shadow libraries.
+        found = output_of(command, _MLX_SECONDS, folder=Path("/"), environment=own_environment())
+    except ChildTimeoutError as error:
+        return None, str(error)
+    if found.status < 0:
+        return None, f"it was killed by signal {-found.status}"
+    if found.status:
+        lines = found.stderr.split("\n\n")[-1].strip().splitlines()
+        return None, one_line(RuntimeError(lines[-1] if lines else "it failed without a message"))
+    return Device(**json.loads(found.stdout)), ""
 
 
 def read_system() -> dict[str, Any]:
@@ -265,17 +286,6 @@ def tool_output(*command: str) -> str:
     """Return the output of a system tool; empty if the tool is missing or slow."""
     if (path := shutil.which(command[0])) is None:
         return ""
-    try:
-        # With a path, and files left open, Python uses posix_spawn: a fork has to mark all of the
-        # memory of a process that trains.
-        return subprocess.run(
-            [path, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TOOL_SECONDS,
-            close_fds=False,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    with suppress(OSError, ChildTimeoutError):
+        return output_of([path, *command[1:]], _TOOL_SECONDS).stdout
+    return ""

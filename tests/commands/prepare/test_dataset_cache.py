@@ -197,7 +197,7 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     used -= {"backend/models/model_folder", "backend/models/model_config"}
     used -= {f"core/files/{name}" for name in ("files", "ours", "reading", "scratch", "sizes")}
     # It passes lines on.
-    used -= {"core/files/limited_process"}
+    used -= {"core/files/processes"}
     assert used <= hashed
 
 

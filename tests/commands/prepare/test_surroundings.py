@@ -15,7 +15,7 @@ from mlxtune.commands.prepare.surroundings import kept_awake, watched_surroundin
 from mlxtune.config import RunConfig
 from mlxtune.core.machine.conditions import Sensors
 from mlxtune.core.training.observer import TrainingObserver
-from tests.core.machine.test_children import alive
+from tests.core.files.test_processes import alive
 from tests.paths import ROOT
 from tests.waiting import wait_until
 

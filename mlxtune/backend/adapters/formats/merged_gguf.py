@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
+from mlxtune.core.files.processes import output_of
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError, one_line
 
@@ -48,11 +48,11 @@ def convert(program: str, folder: Path, dtype: str) -> None:
     """Run llama.cpp's converter. Raises OutputError with the last line that it printed."""
     command = conversion(program, folder, dtype)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        done = output_of(command)
     except OSError as error:
         raise OutputError(f"{program}: cannot be run: {error.strerror}") from error
-    if done.returncode or not (folder / MERGED).is_file():
-        lines = (done.stderr + done.stdout).decode(errors="replace").split("\n")
+    if done.status or not (folder / MERGED).is_file():
+        lines = (done.stderr + done.stdout).split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "no output")
         raise OutputError(
             f"{program}: failed ({one_line(said)}): leave out --gguf to write the folder alone"

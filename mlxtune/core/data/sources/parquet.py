@@ -14,7 +14,7 @@ from typing import Any
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.sources import parquet_child
 from mlxtune.core.data.sources.expansion import check_values, expands, most_bytes
-from mlxtune.core.files.limited_process import LimitedProcess, TooMuchMemory
+from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 from mlxtune.errors import DataError, one_line
 
 _MEMORY = 2**30

@@ -1,6 +1,6 @@
 """Reads parquet: the script of parquet.py, which imports nothing of mlxtune.
 
-core/machine's limited process runs it. Each row is a line, as JSON: an object, or a list of the
+core/files/limited_child.py runs it. Each row is a line, as JSON: an object, or a list of the
 reason why there is none and a detail. The last line is text: why the file cannot be read, or empty.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.children import ChildError, Children, describe_end, kernel_cache
+from mlxtune.core.files.processes import ChildError, Children, describe_end, kernel_cache
 from tests.waiting import wait_until
 
 SLEEPING = "import time; time.sleep(60)"

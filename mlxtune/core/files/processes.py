@@ -1,0 +1,247 @@
+"""Child processes: started in a session of their own, fed, limited, and ended with their own."""
+
+import importlib.metadata
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mlxtune.core.files import limited_child
+from mlxtune.core.files.files import make_folder, open_to_write
+from mlxtune.core.files.reading import read_bytes
+from mlxtune.errors import MlxTuneError
+
+Process = subprocess.Popen[bytes]
+Stream = int | IO[bytes]
+PIPE = subprocess.PIPE
+_NOWHERE = subprocess.DEVNULL
+_PACKAGE = Path(__file__).resolve().parents[3]
+_POLL_SECONDS = 0.005
+# Seconds between looks at the memory of a process that cannot limit it itself.
+_LOOK_EVERY = 0.2
+_PIECE = 2**16
+
+
+class ChildError(MlxTuneError):
+    """A process ended otherwise than it should."""
+
+
+class ChildTimeoutError(ChildError):
+    """A process did not end in time."""
+
+
+class TooMuchMemory(Exception):
+    """A process has more memory than it may have."""
+
+
+def start(
+    command: Sequence[str],
+    *,
+    stdin: Stream = _NOWHERE,
+    stdout: Stream = _NOWHERE,
+    stderr: Stream | None = _NOWHERE,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    apart: bool = True,
+) -> Process:
+    """Start a process. Ctrl-C reaches only this one, which ends the other with `end`.
+
+    Unless `apart`, Ctrl-C reaches both, and files stay open in the other. Raises OSError.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=folder,
+        env=environment,
+        start_new_session=apart,
+        close_fds=apart,
+    )
+
+
+def end(process: Process) -> None:
+    """Kill a process and those it started, and close its pipes."""
+    # Closing flushes lines that were never read.
+    with suppress(BrokenPipeError), process:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # macOS refuses for a group of zombies.
+            process.kill()
+
+
+@dataclass(frozen=True)
+class Output:
+    """The end of a process: its exit status, below 0 for a signal, and its output."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def output_of(
+    command: Sequence[str],
+    seconds: float | None = None,
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Output:
+    """Run a process to its end. Raises OSError, and ChildTimeoutError after so many seconds."""
+    # Not apart, Python uses posix_spawn for a path: a fork has to mark all of the memory of a
+    # process that trains.
+    process = start(
+        command, stdout=PIPE, stderr=PIPE, folder=folder, environment=environment, apart=False
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise ChildTimeoutError(f"no answer within {seconds:.0f} seconds") from None
+    finally:
+        end(process)
+    texts = (each.decode(errors="replace") for each in (stdout, stderr))
+    return Output(process.returncode, *texts)
+
+
+def own_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a process that imports this very package."""
+    paths = (str(_PACKAGE), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(path for path in paths if path)
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+@dataclass(frozen=True)
+class Children:
+    """Starts Python with this package; all temporary files go to `scratch`.
+
+    A process that runs longer than `limit` seconds is killed.
+    """
+
+    scratch: Path
+    limit: float = 300.0
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        variables: Mapping[str, str] | None = None,
+        until: Callable[[], bool] = lambda: False,
+        stop: signal.Signals = signal.SIGKILL,
+    ) -> int:
+        """Run in a new folder; return the exit status. The output goes to files there.
+
+        Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
+        if it takes too long. Whatever ends this call also ends the process and those it started.
+        """
+        make_folder(folder)
+        own = {"TMPDIR": str(self.scratch), "MLX_PTX_CACHE_DIR": kernel_cache()}
+        with open_to_write(folder / "stdout") as out, open_to_write(folder / "stderr") as errors:
+            process = start(
+                [sys.executable, *arguments],
+                stdout=out,
+                stderr=errors,
+                folder=folder,
+                environment=own_environment(**own, **(variables or {})),
+            )
+            deadline, stopped = time.monotonic() + self.limit, False
+            try:
+                while process.poll() is None:
+                    if not stopped and until():
+                        process.send_signal(stop)
+                        stopped = True
+                    if time.monotonic() > deadline:
+                        raise ChildTimeoutError(f"no end within {self.limit:.0f} seconds")
+                    time.sleep(_POLL_SECONDS)
+                return process.returncode
+            finally:
+                end(process)
+
+
+def kernel_cache() -> str:
+    """Return where MLX keeps the CUDA kernels that it compiles.
+
+    By default that is in the temporary folder, so that a process with its own would compile all of
+    them again: for seconds each.
+    """
+    kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
+    return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)
+
+
+def describe_end(status: int, folder: Path) -> str:
+    """Return how a process of Children ended and its last message."""
+    how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
+    lines = read_bytes(folder / "stderr").decode(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{how}: {last}" if last else how
+
+
+class LimitedProcess:
+    """Runs a script that may take `memory` bytes beyond those of its imports.
+
+    Libraries that read a stranger's file may run forever or fill the memory, and nothing interrupts
+    them in the middle of an operation. A separate process can be killed at any time.
+    limited_child.py describes the script.
+    """
+
+    def __init__(self, script: Path, memory: int, *arguments: str) -> None:
+        self._memory = memory
+        self._unread = bytearray()
+        # -P: the modules beside a script have common names, and must not be found by them.
+        command = [sys.executable, "-P", limited_child.__file__, str(memory), str(script)]
+        self._process = start([*command, *arguments], stdin=PIPE, stdout=PIPE, stderr=None)
+        self.pid = self._process.pid
+
+    def write(self, lines: bytes) -> None:
+        """Send lines. A process that has ended loses them."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # reading shows the same
+            self._process.stdin.write(lines)
+            self._process.stdin.flush()
+
+    def read_line(self, longest: int) -> bytes:
+        """Return the next line, with its end; an incomplete one if it is longer or the last.
+
+        Raises TooMuchMemory.
+        """
+        assert self._process.stdout is not None
+        output, searched = self._process.stdout.fileno(), 0
+        while (found := self._unread.find(b"\n", searched)) < 0 and len(self._unread) < longest:
+            searched = len(self._unread)
+            while not select.select([output], [], [], _LOOK_EVERY)[0]:
+                if not limited_child.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
+                    raise TooMuchMemory
+            if not (piece := os.read(output, _PIECE)):
+                break
+            self._unread += piece
+        size = min(found + 1 or len(self._unread), longest)
+        line = bytes(self._unread[:size])
+        del self._unread[:size]
+        return line
+
+    def why_ended(self) -> str:
+        """Return `time`, `memory` or an exit status: why the process, which has ended, did."""
+        status = self._process.wait()
+        known = {-signal.SIGPROF: "time", limited_child.OUT_OF_MEMORY: "memory"}
+        return known.get(status, f"exit status {status}")
+
+    def close(self) -> None:
+        """End the process."""
+        end(self._process)
+
+
+def resident_memory(pid: int) -> int:
+    """Return the bytes of memory that a process has in use, without what macOS has compressed."""
+    import psutil
+
+    with suppress(psutil.Error):  # it has ended
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
