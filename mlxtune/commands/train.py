@@ -41,11 +41,11 @@ from mlxtune.commands.prepare.model import build_pipeline, open_model
 from mlxtune.commands.prepare.products import settle_products
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
 from mlxtune.commands.prepare.run_metadata import about_result, about_run, provenance_of
-from mlxtune.commands.prepare.surroundings import kept_awake, watched_surroundings
 from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.files import check_outputs, check_writable, write_json
 from mlxtune.core.files.hashing import hash_in_background
+from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.run.evaluation import Evaluation
@@ -56,7 +56,7 @@ from mlxtune.core.run.run import Run
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.steps.memory_plan import MemoryPlan
-from mlxtune.core.training.observer import Observers, TrainingObserver
+from mlxtune.core.training.observer import Observers
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
@@ -141,9 +141,9 @@ def train(
         dataset = setup.dataset
         with (
             stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
-            watched_surroundings(run, asked) as surroundings,
+            ConditionsWatch(Sensors()) as watch,
         ):
-            trainer = make_trainer(parts, setup, worker_run, asked, stop_after, surroundings)
+            trainer = make_trainer(parts, setup, worker_run, asked, stop_after, watch)
             print_plan(parts, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
@@ -319,7 +319,7 @@ def make_trainer(
     worker_run: WorkerRun[RunConsole],
     should_stop: Callable[[], bool],
     stop_after: int | None,
-    surroundings: Callable[[TrainingObserver], Surroundings],
+    watch: ConditionsWatch,
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     run, dataset, console = parts.run, setup.dataset, worker_run.console
@@ -334,6 +334,9 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
+    surroundings = Surroundings(
+        lambda: watch.latest, observer, pause_on_battery=run.pause_on_battery, asked=should_stop
+    )
     workers, decide = worker_run.workers, None
     if workers.size > 1:
         # They can only stop together, after a step.
@@ -349,7 +352,7 @@ def make_trainer(
         stop_after=stop_after,
         decide=decide,
         profiler=profiler,
-        surroundings=surroundings(observer),
+        surroundings=surroundings,
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)

@@ -30,7 +30,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
         facts.Machine(
             system=platform.system(),
             **facts.read_system(),
-            power=sensors.power(),
+            power=facts.Power(sensors.on_battery(), sensors.saves_power()),
             thermal=sensors.thermal(),
             processor=platform.machine(),
             python=platform.python_version(),

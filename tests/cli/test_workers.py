@@ -107,14 +107,13 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
-    pressure = tmp_path / "proc" / "pressure" / "memory"
-    pressure.parent.mkdir(parents=True)
+    pressure = tmp_path / "pressure"
     pressure.write_text("some avg10=90.00\nfull avg10=50.00\n")
     code = (
-        "import os, pathlib, mlxtune.commands.prepare.surroundings as setup, mlxtune.cli\n"
+        "import os, pathlib, mlxtune.commands.train as recipe, mlxtune.cli\n"
         "if os.environ['MLX_RANK'] == '1':\n"
-        f"    found = setup.Sensors('Linux', pathlib.Path({str(tmp_path)!r}))\n"
-        "    setup.Sensors = lambda: found\n"
+        f"    found = recipe.Sensors('Linux', pathlib.Path({str(pressure)!r}))\n"
+        "    recipe.Sensors = lambda: found\n"
         "mlxtune.cli.main()\n"
     )
     (tmp_path / "short.py").write_text(code)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 import mlxtune
 from mlxtune import TrainConfig, train
 from mlxtune.commands import train as recipe
-from mlxtune.config import RunConfig
-from mlxtune.core.machine.conditions import Conditions, Pressure
-from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.machine.conditions import Conditions, Pressure, Sensors
 from mlxtune.core.training.surroundings import Surroundings
 from tests.models import sums, write_chat
 
@@ -48,18 +45,16 @@ def press(monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> None:
     # Before the first step they are looked at once more.
     looks = [Pressure.NORMAL] * HALVED + [Pressure.CRITICAL] + [Pressure.NORMAL] * STEPS
 
-    @contextmanager
-    def pressed(run: RunConfig, asked: Callable[[], bool]) -> Iterator[Any]:
+    class Pressed:
         script = iter(looks[: HALVED + 1] if killed else looks)
 
-        def look() -> Conditions:
-            if (pressure := next(script, None)) is None:
+        @property
+        def latest(self) -> Conditions:
+            if (pressure := next(self.script, None)) is None:
                 raise Killed
             return Conditions(pressure)
 
-        yield partial(Surroundings, look)
-
-    monkeypatch.setattr(recipe, "watched_surroundings", pressed)
+    monkeypatch.setattr(recipe, "ConditionsWatch", lambda sensors: nullcontext(Pressed()))
 
 
 def micro_batches(config: TrainConfig) -> list[int]:
@@ -98,19 +93,30 @@ def test_machine_is_kept_awake_unless_it_may_sleep_or_nothing_trains(
         yield
         events.append("released")
 
-    def observed(observer: TrainingObserver) -> Surroundings:
+    def surroundings(*arguments: Any, **options: Any) -> Surroundings:
         events.append("training")
-        return Surroundings()
-
-    @contextmanager
-    def watched(run: RunConfig, asked: Callable[[], bool]) -> Iterator[Any]:
-        yield observed
+        return Surroundings(*arguments, **options)
 
     monkeypatch.setattr(recipe, "kept_awake", kept_awake)
-    monkeypatch.setattr(recipe, "watched_surroundings", watched)
+    monkeypatch.setattr(recipe, "Surroundings", surroundings)
     train(configured("awake", max_steps=1))
     assert events == ["kept awake", "training", "released"]
     events.clear()
     train(configured("asleep", max_steps=1, allow_sleep=True))
     train(configured("dry"), dry_run=True)
     assert events == ["training"] * 2
+
+
+def test_machine_is_watched_for_the_battery_if_the_option_asks(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[bool] = []
+
+    def look(surroundings: Surroundings, step: int) -> None:
+        paused.append(surroundings._pauses())
+
+    monkeypatch.setattr(Sensors, "on_battery", lambda sensors: True)
+    monkeypatch.setattr(Surroundings, "look", look)
+    for pauses in (False, True):
+        train(configured(f"pauses-{pauses}", max_steps=1, pause_on_battery=pauses))
+        assert paused[-1] is pauses

@@ -1,22 +1,24 @@
 """What changes on a machine while it trains: memory pressure, battery, heat, and sleep.
 
-All of it is read from the system's own commands and files; `root` stands for / in tests.
+psutil reads the battery and temperatures, the system's own commands and files the rest.
 """
 
+import os
 import platform
 import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
+from mlxtune.core.files import processes
 from mlxtune.core.files.reading import read_kernel_file
-from mlxtune.core.machine.facts import Power, parse_pmset, tool_output
+from mlxtune.core.machine.facts import tool_output
 
 # macOS's kern.memorystatus_vm_pressure_level.
 _MAC_WARN, _MAC_CRITICAL = 2, 4
@@ -26,8 +28,13 @@ _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
 # NSProcessInfo.thermalState, which needs no root. pmset knows the heat of Intel's chips only.
 _THERMAL = "ObjC.import('Foundation'); $.NSProcessInfo.processInfo.thermalState"
 _THERMAL_WORDS = {"1": "fair", "2": "serious", "3": "critical"}
-# A trip point at which Linux slows the processor down, and the least that is no placeholder.
-_TRIPS, _LEAST_TRIP = ("passive", "hot", "critical"), 30_000
+# The lowest limit of a temperature, in degrees Celsius, that is no placeholder.
+_LEAST_LIMIT = 30.0
+# `cat` ends with the pipe to it, which the system closes however this process ends.
+_INHIBIT = (
+    *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
+    *("--who=mlxtune", "--why=training", "cat"),
+)
 # Seconds between two readings of the memory, and of the rest, which changes more slowly.
 _SECONDS, _SLOW_SECONDS = 3.0, 12.0
 
@@ -51,10 +58,10 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Sensors:
-    """Reads the conditions of a machine."""
+    """Reads the conditions of a machine; `pressure_file` is Linux's."""
 
     system: str = platform.system()
-    root: Path = Path("/")
+    pressure_file: Path = Path("/proc/pressure/memory")
 
     def pressure(self) -> Pressure:
         """Return the memory pressure; NORMAL if the system does not say."""
@@ -64,62 +71,51 @@ class Sensors:
             if level >= _MAC_CRITICAL:
                 return Pressure.CRITICAL
             return Pressure.WARN if level >= _MAC_WARN else Pressure.NORMAL
-        shares = dict(re.findall(r"(?m)^(\w+) avg10=([\d.]+)", self._text("proc/pressure/memory")))
+        text = ""
+        with suppress(OSError):
+            text = read_kernel_file(self.pressure_file)
+        shares = dict(re.findall(r"(?m)^(\w+) avg10=([\d.]+)", text))
         if float(shares.get("full", 0)) >= _FULL_CRITICAL:
             return Pressure.CRITICAL
         return Pressure.WARN if float(shares.get("some", 0)) >= _SOME_WARN else Pressure.NORMAL
 
-    def power(self) -> Power:
-        """Return whether the machine runs on battery, and saves power."""
-        if self.system == "Darwin":
-            return parse_pmset(tool_output("pmset", "-g", "batt"), tool_output("pmset", "-g"))
-        return Power(on_battery=self._on_battery_of_linux())
+    def on_battery(self) -> bool | None:
+        """Return whether the machine runs on battery; None if it has none."""
+        import psutil
+
+        battery = psutil.sensors_battery()
+        plugged = None if battery is None else battery.power_plugged
+        return None if plugged is None else not plugged
+
+    def saves_power(self) -> bool | None:
+        """Return whether a Mac is in Low Power Mode; None if that is unknown."""
+        settings = tool_output("pmset", "-g") if self.system == "Darwin" else ""
+        # `powermode` on Macs that also have High Power Mode.
+        mode = re.search(r"(?m)^\s*(?:lowpowermode|powermode)\s+(\d)", settings)
+        return None if mode is None else mode[1] == "1"
 
     def thermal(self) -> str:
         """Return one word, or two, for how heat slows the machine; empty if it does not."""
         if self.system != "Darwin":
-            return "hot" if any(map(self._is_hot, self._folders("sys/class/thermal"))) else ""
+            return "hot" if _is_hot() else ""
         speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", tool_output("pmset", "-g", "therm"))
         if speed and int(speed[1]) < 100:
             return f"CPU at {int(speed[1])}%"
         state = tool_output("osascript", "-l", "JavaScript", "-e", _THERMAL).strip()
         return _THERMAL_WORDS.get(state, "")
 
-    def _on_battery_of_linux(self) -> bool | None:
-        batteries, sources = [], []
-        for folder in self._folders("sys/class/power_supply"):
-            kind = self._text(folder / "type")
-            if kind in ("Mains", "USB"):
-                sources.append(self._text(folder / "online"))
-            # Mice and headphones have batteries too.
-            elif kind == "Battery" and self._text(folder / "scope") != "Device":
-                batteries.append(self._text(folder / "status"))
-        if not batteries:
-            return None
-        return "1" not in sources and "Discharging" in batteries
 
-    def _is_hot(self, zone: Path) -> bool:
-        """Return whether a thermal zone has reached a trip point."""
-        trips = (
-            self._whole(kind.with_name(kind.name.replace("_type", "_temp")))
-            for kind in zone.glob("trip_point_*_type")
-            if self._text(kind) in _TRIPS
-        )
-        temperature = self._whole(zone / "temp")
-        return any(_LEAST_TRIP <= trip <= temperature for trip in trips)
+def _is_hot() -> bool:
+    """Return whether a temperature has reached a limit of its chip."""
+    import psutil
 
-    def _folders(self, path: str) -> Iterator[Path]:
-        with suppress(OSError):
-            yield from sorted((self.root / path).iterdir())
-
-    def _whole(self, path: Path) -> int:
-        text = self._text(path)
-        return int(text) if text.isdecimal() else 0
-
-    def _text(self, path: str | Path) -> str:
-        with suppress(OSError):
-            return read_kernel_file(self.root / path).strip()
-        return ""
+    return any(
+        _LEAST_LIMIT <= limit <= each.current
+        for chip in psutil.sensors_temperatures().values()
+        for each in chip
+        for limit in (each.high, each.critical)
+        if limit is not None
+    )
 
 
 class ConditionsWatch:
@@ -159,8 +155,25 @@ class ConditionsWatch:
         on_battery, thermal = before.on_battery, before.thermal
         if now >= self._slow_at:
             self._slow_at = now + min(_SLOW_SECONDS, 4 * self._seconds)
-            on_battery, thermal = self._sensors.power().on_battery, self._sensors.thermal()
+            on_battery, thermal = self._sensors.on_battery(), self._sensors.thermal()
         self.latest = Conditions(self._sensors.pressure(), on_battery, thermal)
+
+
+@contextmanager
+def kept_awake(system: str = platform.system()) -> Iterator[None]:
+    """Keep the machine, but not its display, from sleeping while idle, until this process ends.
+
+    Does nothing where the system has no command for that, or refuses.
+    """
+    command = ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _INHIBIT
+    process = None
+    with suppress(OSError):
+        process = processes.start(command, stdin=processes.PIPE)
+    try:
+        yield
+    finally:
+        if process is not None:
+            processes.end(process)
 
 
 def seconds_asleep() -> float:

@@ -153,7 +153,7 @@ def read_system() -> dict[str, Any]:
     """Return the fields of Machine that the system's own tools know."""
     if platform.system() == "Darwin":
         # Names unknown to a Mac only give errors on stderr.
-        values = parse_pairs(tool_output("sysctl", *_SYSCTL))
+        values = dict(re.findall(r"(?m)^(\S+): (.*)$", tool_output("sysctl", *_SYSCTL)))
         return {
             "name": "macOS",
             "release": platform.mac_ver()[0],
@@ -180,24 +180,6 @@ def read_memory(limit: int = sys.maxsize) -> Memory:
     except OSError:  # without /proc
         return Memory()
     return Memory(min(found.total, limit), min(found.available, limit), swap.used)
-
-
-def parse_pairs(text: str) -> dict[str, str]:
-    """Parse the output of `sysctl a b`, lines of `name: value`."""
-    return dict(re.findall(r"(?m)^(\S+): (.*)$", text))
-
-
-def parse_pmset(battery: str, settings: str) -> Power:
-    """Parse the output of macOS's `pmset -g batt` and `pmset -g`.
-
-    Low Power Mode is `lowpowermode 1`, or `powermode 1` on Macs that also have High Power Mode.
-    """
-    source = re.search(r"drawing from '([^']+)'", battery)
-    mode = re.search(r"(?m)^\s*(?:lowpowermode|powermode)\s+(\d)", settings)
-    return Power(
-        on_battery=None if source is None else source[1] == "Battery Power",
-        saving=None if mode is None else mode[1] == "1",
-    )
 
 
 @cache

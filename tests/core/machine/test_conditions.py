@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from mlxtune.core.machine import conditions
 from mlxtune.core.machine.conditions import Conditions, ConditionsWatch, Pressure, Sensors
-from mlxtune.core.machine.facts import Power
 from tests.waiting import wait_until
 
 Fake = Callable[[str, str], None]
-BATTERY = "Now drawing from 'Battery Power'\n -InternalBattery-0\t85%; discharging; 5:31 remaining"
-MAINS = "Now drawing from 'AC Power'\n -InternalBattery-0\t100%; charged; 0:00 remaining"
 # Of an Apple chip, and of an Intel one.
 NO_THERM = "Note: No thermal warning level has been recorded"
 THERM = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Speed_Limit \t= {}\n"
@@ -44,14 +42,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def mac() -> Sensors:
     return Sensors("Darwin")
-
-
-def write(root: Path, files: dict[str, str]) -> Sensors:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return Sensors("Linux", root)
 
 
 # Memory pressure
@@ -93,52 +83,42 @@ def test_pressure_of_linux_is_the_share_of_time_that_waited_for_memory(
         f"{name} avg10={share} avg60=99.00 avg300=99.00 total=80235"
         for name, share in (("some", some), ("full", full))
     )
-    assert write(tmp_path, {"proc/pressure/memory": text}).pressure() is pressure
+    path = tmp_path / "memory"
+    path.write_text(text)
+    assert Sensors("Linux", path).pressure() is pressure
 
 
 def test_without_commands_and_files_all_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for sensors in (mac(), Sensors("Linux", tmp_path)):
+    monkeypatch.setattr("psutil.sensors_battery", lambda: None)
+    monkeypatch.setattr("psutil.sensors_temperatures", dict, raising=False)
+    for sensors in (mac(), Sensors("Linux", tmp_path / "missing")):
         assert sensors.pressure() is Pressure.NORMAL
-        assert sensors.power() == Power()
+        assert sensors.on_battery() is sensors.saves_power() is None
         assert sensors.thermal() == ""
 
 
 # Battery
 
 
-@pytest.mark.parametrize(("text", "on_battery"), [(BATTERY, True), (MAINS, False), ("", None)])
-def test_battery_of_a_mac_is_what_it_draws_from(
-    fake: Fake, text: str, on_battery: bool | None
+@pytest.mark.parametrize(("plugged", "on_battery"), [(True, False), (False, True), (None, None)])
+def test_machine_runs_on_battery_unless_it_is_plugged_in(
+    monkeypatch: pytest.MonkeyPatch, plugged: bool | None, on_battery: bool | None
 ) -> None:
-    fake("pmset", text)
-    assert mac().power().on_battery is on_battery
+    battery = SimpleNamespace(power_plugged=plugged)
+    monkeypatch.setattr("psutil.sensors_battery", lambda: battery)
+    assert Sensors().on_battery() is on_battery
 
 
 @pytest.mark.parametrize(
-    ("online", "status", "on_battery"),
-    [
-        ("1", "Charging", False),
-        ("1", "Discharging", False),
-        ("0", "Discharging", True),
-        ("0", "Full", False),
-    ],
+    ("settings", "saves"),
+    [(" lowpowermode   1", True), (" lowpowermode   0", False), (" powermode   2", False)],
 )
-def test_battery_of_linux_discharges_while_nothing_is_plugged_in(
-    tmp_path: Path, online: str, status: str, on_battery: bool
-) -> None:
-    power = "sys/class/power_supply"
-    files = {f"{power}/AC/type": "Mains", f"{power}/AC/online": online}
-    files |= {f"{power}/BAT0/type": "Battery", f"{power}/BAT0/status": status}
-    assert write(tmp_path, files).power() == Power(on_battery=on_battery)
-
-
-def test_battery_of_a_mouse_is_not_the_machines(tmp_path: Path) -> None:
-    mouse = "sys/class/power_supply/hidpp_battery_0"
-    files = {f"{mouse}/type": "Battery", f"{mouse}/status": "Discharging"}
-    assert write(tmp_path, {**files, f"{mouse}/scope": "Device"}).power().on_battery is None
+def test_low_power_mode_of_a_mac_is_in_its_settings(fake: Fake, settings: str, saves: bool) -> None:
+    fake("pmset", f"Currently in use:\n standby   1\n{settings}\n displaysleep   10")
+    assert mac().saves_power() is saves
 
 
 # Heat
@@ -165,21 +145,26 @@ def test_heat_of_a_mac_is_its_thermal_state_or_a_limited_speed(
 
 
 @pytest.mark.parametrize(
-    ("temperature", "kind", "trip", "word"),
+    ("current", "high", "critical", "word"),
     [
-        ("95000", "passive", "95000", "hot"),
-        ("94000", "passive", "95000", ""),
-        ("95000", "active", "60000", ""),
-        ("40000", "passive", "0", ""),
-        ("40000", "critical", "-274000", ""),
+        (95.0, 95.0, 105.0, "hot"),
+        (94.9, 95.0, 105.0, ""),
+        (95.0, None, 95.0, "hot"),
+        (95.0, None, None, ""),
+        (40.0, 0.0, -274.0, ""),
     ],
 )
-def test_heat_of_linux_is_a_trip_point_that_is_reached(
-    tmp_path: Path, temperature: str, kind: str, trip: str, word: str
+def test_linux_is_hot_at_a_limit_of_a_chip(
+    monkeypatch: pytest.MonkeyPatch,
+    current: float,
+    high: float | None,
+    critical: float | None,
+    word: str,
 ) -> None:
-    zone = "sys/class/thermal/thermal_zone1"
-    files = {f"{zone}/temp": temperature, f"{zone}/trip_point_0_type": kind}
-    assert write(tmp_path, {**files, f"{zone}/trip_point_0_temp": trip}).thermal() == word
+    cool = SimpleNamespace(current=30.0, high=95.0, critical=105.0)
+    chips = {"a": [cool], "b": [SimpleNamespace(current=current, high=high, critical=critical)]}
+    monkeypatch.setattr("psutil.sensors_temperatures", lambda: chips, raising=False)
+    assert Sensors("Linux").thermal() == word
 
 
 # The watch
@@ -194,8 +179,8 @@ class Scripted:
     def pressure(self) -> Pressure:
         return self.pressures.pop(0) if len(self.pressures) > 1 else self.pressures[0]
 
-    def power(self) -> Power:
-        return Power(on_battery=True)
+    def on_battery(self) -> bool:
+        return True
 
     def thermal(self) -> str:
         return "fair"

@@ -10,41 +10,20 @@ from typing import Any
 import pytest
 
 from mlxtune.core.machine import facts
-from mlxtune.core.machine.facts import Memory, Power
-
-BATTERY = """\
-Now drawing from 'Battery Power'
- -InternalBattery-0 (id=4653155)\t85%; discharging; 5:31 remaining present: true
-"""
-SETTINGS = """\
-System-wide power settings:
-Currently in use:
- standby              1
- lowpowermode         {}
- displaysleep         10
-"""
+from mlxtune.core.machine.facts import Memory
 
 
 def test_what_a_mac_reports_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = (
-        "machdep.cpu.brand_string: Apple M2\nsysctl.proc_translated: 1\niogpu.wired_limit_mb: 0\n"
-    )
+    values = ("machdep.cpu.brand_string: Apple M2: Pro", "", "sysctl.proc_translated: 1")
+    output = "\n".join([*values, "iogpu.wired_limit_mb: 0"])
     monkeypatch.setattr(facts, "tool_output", lambda *_: output)
     monkeypatch.setattr(facts, "read_memory", lambda: Memory(2**34, 2**33, 2**20))
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.3", ("", "", ""), "arm64"))
     assert facts.read_system() == {
-        **{"name": "macOS", "release": "15.3", "chip": "Apple M2", "translated": True},
+        **{"name": "macOS", "release": "15.3", "chip": "Apple M2: Pro", "translated": True},
         "memory": Memory(2**34, 2**33, 2**20),
         "wired_limit_mb": 0,
-    }
-
-
-def test_sysctl_is_read_by_name_with_what_it_does_not_know_left_out() -> None:
-    text = "iogpu.wired_limit_mb: 0\nmachdep.cpu.brand_string: Apple M2: Pro\n\nnonsense\n"
-    assert facts.parse_pairs(text) == {
-        "iogpu.wired_limit_mb": "0",
-        "machdep.cpu.brand_string": "Apple M2: Pro",
     }
 
 
@@ -77,14 +56,6 @@ def test_memory_of_a_system_that_does_not_tell_is_unknown(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("psutil.virtual_memory", fails)
     assert facts.read_memory() == Memory()
-
-
-def test_power_of_a_mac_is_read_from_both_of_its_reports() -> None:
-    assert facts.parse_pmset(BATTERY, SETTINGS.format(1)) == Power(True, True)
-    mains = BATTERY.replace("Battery Power", "AC Power")
-    assert facts.parse_pmset(mains, SETTINGS.format(0)) == Power(False, False)
-    assert facts.parse_pmset(mains, " powermode   2\n").saving is False
-    assert facts.parse_pmset("", "") == Power(None, None)
 
 
 def test_two_macs_of_one_name_are_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.commands.prepare.surroundings import kept_awake, watched_surroundings
-from mlxtune.config import RunConfig
-from mlxtune.core.machine.conditions import Sensors
-from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.machine.conditions import kept_awake
 from tests.core.files.test_processes import alive
 from tests.paths import ROOT
 from tests.waiting import wait_until
@@ -82,7 +79,7 @@ def test_linux_is_kept_from_sleep_until_the_block_ends(install: Install) -> None
 def test_linux_may_sleep_once_the_process_is_killed(install: Install) -> None:
     command = install("systemd-inhibit", INHIBIT)
     code = (
-        "import time; from mlxtune.commands.prepare.surroundings import kept_awake\n"
+        "import time; from mlxtune.core.machine.conditions import kept_awake\n"
         "with kept_awake('Linux'): time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as ours:
@@ -108,15 +105,3 @@ def test_command_that_fails_changes_nothing(
     with kept_awake("Linux"):
         pass
     assert capfd.readouterr() == ("", "")
-
-
-def test_surroundings_are_those_of_the_sensors_and_the_option(tmp_path: Path) -> None:
-    battery = tmp_path / "sys/class/power_supply/BAT0"
-    battery.mkdir(parents=True)
-    (battery / "type").write_text("Battery\n")
-    (battery / "status").write_text("Discharging\n")
-    sensors = Sensors("Linux", tmp_path)
-    for run in (RunConfig(), RunConfig(pause_on_battery=True)):
-        with watched_surroundings(run, lambda: False, sensors) as surroundings:
-            demand = surroundings(TrainingObserver()).look(0)
-            assert (demand is not None and demand.pause) is run.pause_on_battery
