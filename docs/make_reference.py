@@ -20,8 +20,7 @@ import click
 import mlxtune
 from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
-from mlxtune.config.fields import Checked, Option, field_types, flag
-from mlxtune.config.options import SECTIONS
+from mlxtune.config.fields import Checked, Option, Section, field_types, flag
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"
@@ -141,12 +140,11 @@ def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]
     """Yield the options of a command section by section; the last holds its own options."""
     fields = dataclasses.fields(each.config) if isinstance(each, ConfigCommand) else ()
     types = field_types(each.config) if isinstance(each, ConfigCommand) else {}
-    # Commands may use different names for an option.
     arguments = {p.name for p in each.params if isinstance(p, click.Argument)}
-    by_option = {f.metadata["name"]: f for f in fields if f.name not in arguments}
-    for section, options in SECTIONS.items():
-        known = [by_option[name] for name in options if name in by_option]
-        yield section, [_option(field, types[field.name]) for field in known]
+    shown = [field for field in fields if field.name not in arguments]
+    for section in Section:
+        known = [f for f in shown if f.metadata["option"].section is section]
+        yield section.value, [_option(field, types[field.name]) for field in known]
     names = {field.name for field in fields}
     own = [p for p in each.params if isinstance(p, click.Option) and p.name not in names]
     yield "Of the command itself" if fields else "Options", [_own_option(p) for p in own]

@@ -122,7 +122,7 @@ def show(config: BenchConfig) -> None:
 
 def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
     """Return the rows of the first steps of `train`'s first epoch."""
-    epoch = first_epoch(config.training(config.dtype).training(), dataset)
+    epoch = first_epoch(config.training(config.dtype), dataset)
     return list(islice(epoch, config.steps))
 
 
@@ -137,12 +137,12 @@ def _prepare(
 
     Reads no weights. Raises ModelError, and MemoryLimitError when even one example does not fit.
     """
-    parts = config.training(config.dtype).split()
-    base = open_model(parts.step, folder, console)
+    training = config.training(config.dtype)
+    base = open_model(training, folder, console)
     console.say("Model", base.describe())
-    work = planned_work(parts.lora, steps)
-    choose_plan(parts.step, parts.lora, base, work, config.execution)
-    peers.write_start(base, parts.lora, scratch / "adapter")
+    work = planned_work(training, steps)
+    choose_plan(training, base, work, config.execution)
+    peers.write_start(base, training.lora(), scratch / "adapter")
     adapter = scratch / "adapter"
     return Job(OURS, folder, config.training(base.dtype), adapter, steps, config.execution)
 

@@ -20,7 +20,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models.loading import BaseModel, load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
-from mlxtune.config import InstructConfig, RunParts
+from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
@@ -39,22 +39,21 @@ class MlxLm:
     and their gradients added up before the update.
     """
 
-    def __init__(self, folder: Path, parts: RunParts) -> None:
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
         # As its train() does.
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended is not None:
             mx.set_wired_limit(int(recommended))
         self.loss_function = "default"
         self.execution = "eager" if on_cpu() else "compiled"
-        self._lora = parts.lora
-        self._batch_size = parts.data.batch_size
-        step = parts.step
-        config = read_config(folder, trust_remote_code=step.trust_remote_code)
-        self._model, config = load_lazily(folder, config)
-        if step.quantize is not None:
-            quantize_lazily(self._model, config, step.quantize)
-        _cast(self._model, getattr(mx, step.dtype))
-        if step.quantize is not None:
+        self._lora = config.lora()
+        self._batch_size = config.batch_size
+        model_config = read_config(folder, trust_remote_code=config.trust_remote_code)
+        self._model, model_config = load_lazily(folder, model_config)
+        if config.quantize is not None:
+            quantize_lazily(self._model, model_config, config.quantize)
+        _cast(self._model, getattr(mx, config.dtype))
+        if config.quantize is not None:
             read_one_by_one(self._model)
         mx.eval(self._model.parameters())
 

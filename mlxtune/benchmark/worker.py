@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from mlxtune.backend.device import device, memory
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.result import TimedStep
-from mlxtune.config import RunParts, TrainConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.files.scratch import scratch_folder
@@ -85,16 +85,16 @@ class OurSide:
 
     loss_function = "own"
 
-    def __init__(self, folder: Path, parts: RunParts, execution: str) -> None:
+    def __init__(self, folder: Path, config: TrainConfig, execution: str) -> None:
         from mlxtune.backend.forward import operations
         from mlxtune.backend.models import loading
         from mlxtune.commands.prepare.model import open_model
         from mlxtune.views.console import RunConsole
 
         operations.load_ahead(folder)
-        self._parts, self._execution = parts, execution
+        self._config, self._execution = config, execution
         self._console = RunConsole(quiet=True)
-        self.base = open_model(parts.step, folder, self._console)
+        self.base = open_model(config, folder, self._console)
         loading.read_weights(self.base)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
@@ -103,13 +103,13 @@ class OurSide:
         from mlxtune.commands.prepare.model import build_pipeline
         from mlxtune.commands.prepare.products import settle_products
 
-        step, lora, base = self._parts.step, self._parts.lora, self.base
-        work = planned_work(lora, steps)
-        plan = choose_plan(step, lora, base, work, self._execution)
-        self.base, _ = settle_products(step, base, work, plan)
+        config, base = self._config, self.base
+        work = planned_work(config, steps)
+        plan = choose_plan(config, base, work, self._execution)
+        self.base, _ = settle_products(config, base, work, plan)
         if self.base is not base:
-            base, plan = self.base, choose_plan(step, lora, self.base, work, self._execution)
-        self.pipeline, _ = build_pipeline(step, lora, base, work, plan, self._console)
+            base, plan = self.base, choose_plan(config, self.base, work, self._execution)
+        self.pipeline, _ = build_pipeline(config, base, work, plan, self._console)
         self.pipeline.load(adapter)
 
     def warm_up(self, examples: Sequence[Example]) -> float | None:
@@ -149,7 +149,7 @@ class OurSide:
             started = following
 
     def _start(self, number: int, examples: Sequence[Example]) -> "PendingStep":
-        rate = self._parts.lora.learning_rate
+        rate = self._config.lr
         return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
@@ -168,10 +168,9 @@ class OurSide:
 
 def open_side(job: Job) -> BenchSide:
     """Read the weights of a side's model."""
-    parts = job.config.split()
     if job.side == OURS:
-        return OurSide(job.folder, parts, job.execution)
-    return MlxLm(job.folder, parts)
+        return OurSide(job.folder, job.config, job.execution)
+    return MlxLm(job.folder, job.config)
 
 
 def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterator[dict[str, Any]]:

@@ -7,75 +7,57 @@ from typing import Any
 
 import click
 
-from mlxtune.cli.options import ConfigCommand, config_option, debug_option, given, merged
-from mlxtune.config import (
-    BenchConfig,
-    ChatConfig,
-    DemoConfig,
-    EvalConfig,
-    ExportConfig,
-    FuseConfig,
-    GenerateConfig,
-    ImportConfig,
-    InspectConfig,
-    PlanConfig,
-    TrainConfig,
-    as_path,
-)
+from mlxtune import config as configs
+from mlxtune.cli.options import ConfigCommand, given, merged
+from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.core.files.reading import read_text
 from mlxtune.errors import ConfigError
 
 
-def _from_config(
+def _command(
     name: str,
-    kind: type,
-    function: str | Callable[..., None],
-    help: str,
-    example: str,
-    *own: click.Option,
-    argument: str | None = None,
-) -> ConfigCommand:
-    """Return a command that calls a function with a config, built from flags and a file.
-
-    A function is named, because most load mlx and --help must not. A callable gets the flags, the
-    command's `own` too, and the path of the file. The field `argument` is not a flag.
-    """
-
-    def run(config: str | None, **flags: Any) -> None:
-        resolve_name(str(function))(merged(kind, config, flags))
-
-    return ConfigCommand(
-        name,
-        config=kind,
-        argument=argument,
-        callback=function if callable(function) else run,
-        help=help,
-        epilog=f"Example: {example}",
-        params=[*own, config_option, debug_option],
-    )
-
-
-def _from_params(
-    name: str,
-    function: str | Callable[..., bool],
+    function: str | Callable[..., Any],
     help: str,
     example: str,
     *params: click.Parameter,
+    config: type | None = None,
+    argument: str | None = None,
 ) -> click.Command:
-    """Return a command that calls a function with its params, and exits with 1 on False."""
+    """Return a command that calls a function with its params, and exits with 1 on False.
+
+    A function is named where it loads mlx, which --help must not. It gets a config that is built
+    from flags and a file, if the command has one; a callable gets the flags, and the path of the
+    file. The field `argument` of the config is not a flag.
+    """
 
     def run(**values: Any) -> None:
-        called = function if callable(function) else resolve_name(function)
-        if called(**values) is False:
+        if callable(function):
+            passed = function(**values)
+        elif config is None:
+            passed = resolve_name(function)(**values)
+        else:
+            passed = resolve_name(function)(merged(config, values.pop("config"), values))
+        if passed is False:
             raise click.exceptions.Exit(1)
 
-    return click.Command(
-        name,
-        callback=run,
-        help=help,
-        epilog=f"Example: {example}",
-        params=[*params, debug_option],
+    every: dict[str, Any] = {"callback": run, "help": help, "epilog": f"Example: {example}"}
+    # main() reads --debug from the arguments.
+    debug = click.Option(
+        ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
     )
+    if config is None:
+        return click.Command(name, params=[*params, debug], **every)
+    file = _option("--config", "YAML or TOML file of options; flags win.", type=click.Path())
+    every |= {"config": config, "argument": argument}
+    return ConfigCommand(name, params=[*params, file, debug], **every)
+
+
+def _option(names: str, help: str, **settings: Any) -> click.Option:
+    return click.Option(names.split(), help=help, **settings)
+
+
+def _flag(names: str, help: str) -> click.Option:
+    return _option(names, help, is_flag=True)
 
 
 def _demo(config: str | None, **flags: Any) -> None:
@@ -115,7 +97,7 @@ def _train(config: str | None, dry_run: bool, resume: str | None, **flags: Any) 
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
-    """Check this machine or, with `prove`, what it computes; return whether all is fine."""
+    """Check this machine or, with `prove`, its results; return whether all is fine."""
     if share is not None and not prove:
         raise ConfigError(["--share is the result of --prove: give both"])
     if prove:
@@ -127,25 +109,22 @@ def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) 
     return show(as_json=as_json, **under_launch)
 
 
-_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print JSON for programs.")
+_JSON = _flag("--json as_json", "Print JSON for programs.")
 _RUN = click.Argument(["run"], metavar="RUN", type=click.Path())
-_MOVED_MODEL = click.Option(
-    ["--model-path"],
-    default="",
-    type=click.Path(),
-    help="Folder of the base model, if it has moved.",
+_MOVED_MODEL = _option(
+    "--model-path", "Folder of the base model, if it has moved.", default="", type=click.Path()
 )
 # In the order of --help.
 COMMANDS: tuple[click.Command, ...] = (
-    _from_config(
+    _command(
         "demo",
-        DemoConfig,
         _demo,
         "Watch a small model learn, in a minute.\n\n"
         "The model and its data come with mlxtune: a guest's message becomes a booking as JSON.",
         "mlxtune demo --output try/adapters.safetensors",
+        config=DemoConfig,
     ),
-    _from_params(
+    _command(
         "doctor",
         _doctor,
         "Check whether training works on this machine, and how fast.\n\n"
@@ -153,93 +132,87 @@ COMMANDS: tuple[click.Command, ...] = (
         "with its remedy. The exit code is 1 if training is impossible or, with --prove, if "
         "something is not as it should be.",
         "mlxtune doctor; mlxtune doctor --prove",
-        click.Option(
-            ["--prove"],
-            is_flag=True,
-            help="Train small models here for a minute or two, and compare with what should come "
-            "out.",
+        _flag(
+            "--prove",
+            "Train small models here for a minute or two, and compare with what should come out.",
         ),
-        click.Option(
-            ["--share"],
+        _option(
+            "--share",
+            "With --prove: write the result to a file without names or paths, for others to see.",
             metavar="FILE",
             is_flag=False,
             flag_value="mlxtune-proof.json",
-            help="With --prove: write the result to a file without names or paths, for others to "
-            "see.",
         ),
-        click.Option(
-            ["--model-path"],
+        _option(
+            "--model-path",
+            "Under mlx.launch: check that all machines have this model.",
             metavar="PATH",
-            help="Under mlx.launch: check that all machines have this model.",
         ),
-        click.Option(
-            ["--data"],
+        _option(
+            "--data",
+            "Under mlx.launch: check that all machines have this data; may be repeated.",
             metavar="PATH",
             multiple=True,
-            help="Under mlx.launch: check that all machines have this data; may be repeated.",
         ),
         _JSON,
     ),
-    _from_config(
+    _command(
         "inspect",
-        InspectConfig,
         "mlxtune.commands.inspect:show",
         "Show the data as the model will see it, and its problems.",
         "mlxtune inspect --model-path data/demo-qwen3 --data data/bookings.jsonl",
+        config=configs.InspectConfig,
     ),
-    _from_config(
+    _command(
         "plan",
-        PlanConfig,
         "mlxtune.commands.plan:show",
         "Predict the memory, steps and time of a run.\n\nNo weights are read.",
         "mlxtune plan --model-path data/demo-qwen3 --data data/bookings.jsonl",
+        config=configs.PlanConfig,
     ),
-    _from_config(
+    _command(
         "train",
-        TrainConfig,
         _train,
         "Train a LoRA adapter on chat data.",
         "mlxtune train --model-path data/demo-qwen3 --data data/bookings.jsonl",
-        click.Option(
-            ["--resume"],
+        _option(
+            "--resume",
+            "Resume the run in a folder with its saved options; default: the checkpoint folder.",
             is_flag=False,
             flag_value="",
             metavar="[DIR]",
             type=click.Path(),
-            help="Resume the run in a folder with its saved options; default: the checkpoint "
-            "folder.",
         ),
-        click.Option(
-            ["--dry-run"], is_flag=True, help="Stop before the first step, and print the plan."
-        ),
+        _flag("--dry-run", "Stop before the first step, and print the plan."),
+        config=TrainConfig,
     ),
-    _from_config(
+    _command(
         "eval",
-        EvalConfig,
         "mlxtune.commands.evaluate:show",
         "Measure whether an adapter helped on held-out data.\n\n"
         "Compares the loss with and without it on the same rows, with a confidence interval.",
         "mlxtune eval --model-path data/demo-qwen3 --adapter . --data data/bookings_test.jsonl",
+        config=configs.EvalConfig,
     ),
-    _from_config(
+    _command(
         "generate",
-        GenerateConfig,
         "mlxtune.commands.generate:show",
         "Answer a prompt or a conversation.\n\n"
         "The model sees it exactly as training shows it. Without --prompt or --messages, standard "
         "input is read.",
         "mlxtune generate --model-path data/demo-qwen3 --adapter . "
         "--prompt 'A table for two, Sunday at noon. Ida Park'",
+        config=configs.GenerateConfig,
     ),
-    _from_config(
+    _command(
         "chat",
-        ChatConfig,
         "mlxtune.commands.chat:chat",
         "Chat with a model in the terminal.\n\n"
         "/base and /adapter switch between models; /save keeps the conversation as training data.",
         "mlxtune chat --model-path data/demo-qwen3 --adapter .",
+        config=configs.ChatConfig,
     ),
-    _from_params(
+    _command(
         "report",
         "mlxtune.commands.report:show",
         "Write an HTML page about a run, or comparing several.\n\n"
@@ -248,30 +221,26 @@ COMMANDS: tuple[click.Command, ...] = (
         click.Argument(
             ["runs"], metavar="RUN [RUN]...", type=click.Path(), nargs=-1, required=True
         ),
-        click.Option(
-            ["--html"],
+        _option(
+            "--html",
+            "Page to write; default: report.html in the run's folder, comparison.html for several.",
             type=click.Path(),
-            help="Page to write; default: report.html in the run's folder, comparison.html for "
-            "several.",
         ),
-        click.Option(
-            ["--json", "as_json"], is_flag=True, help="Print JSON; the page only with --html."
-        ),
+        _flag("--json as_json", "Print JSON; the page only with --html."),
     ),
-    _from_params(
+    _command(
         "runs",
         "mlxtune.commands.runs:show",
         "List the runs below a folder with their results.\n\n"
         "Without a folder, those below the current one.",
         "mlxtune runs; mlxtune runs ~/adapters --sort val",
         click.Argument(["folders"], metavar="[DIR]...", type=click.Path(), nargs=-1),
-        click.Option(
-            ["--sort"],
+        _option(
+            "--sort",
+            "Order of the runs: newest, name, lowest loss (val, train), fastest or longest first.",
             type=click.Choice(["when", "name", "val", "train", "speed", "steps"]),
             default="when",
             show_default=True,
-            help="Order of the runs: newest, name, lowest loss (val, train), fastest or longest "
-            "first.",
         ),
         click.Option(
             ["--remove"],
@@ -281,46 +250,42 @@ COMMANDS: tuple[click.Command, ...] = (
         click.Option(["--yes"], is_flag=True, help="Remove without asking."),
         _JSON,
     ),
-    _from_params(
+    _command(
         "verify",
         "mlxtune.commands.verify:show",
         "Check the files of a run, and its adapters against the model.\n\n"
         "The exit code is 1 if a check fails.",
         "mlxtune verify out --replay",
         _RUN,
-        click.Option(
-            ["--replay"],
-            is_flag=True,
-            help="Train again from the first checkpoint, and compare.",
-        ),
+        _flag("--replay", "Train again from the first checkpoint, and compare."),
         _MOVED_MODEL,
         _JSON,
     ),
-    _from_config(
+    _command(
         "fuse",
-        FuseConfig,
         "mlxtune.commands.fuse:show",
         "Merge an adapter into its base model.\n\n"
         "Writes a model folder that needs no adapter, and checks that it gives the same logits.",
         "mlxtune fuse --adapter out --output fused-model",
+        config=configs.FuseConfig,
     ),
-    _from_config(
+    _command(
         "export",
-        ExportConfig,
         "mlxtune.commands.export:show",
         "Convert an adapter for mlx-lm, PEFT, llama.cpp or Ollama.\n\n"
         "The result is loaded again and must give the same logits as the trained model.",
         "mlxtune export --format gguf --adapter out --output for-ollama",
+        config=configs.ExportConfig,
     ),
-    _from_config(
+    _command(
         "import",
-        ImportConfig,
         "mlxtune.commands.import_adapter:show",
         "Convert an adapter of mlx-lm or PEFT, to use or train it here.",
         "mlxtune import their-peft-adapter --model-path data/demo-qwen3 --output ours",
+        config=configs.ImportConfig,
         argument="adapter",
     ),
-    _from_params(
+    _command(
         "push",
         "mlxtune.commands.push:show",
         "Upload a run's adapter with a model card to Hugging Face.\n\n"
@@ -328,25 +293,23 @@ COMMANDS: tuple[click.Command, ...] = (
         "mlxtune push out me/bookings --dry-run",
         _RUN,
         click.Argument(["repository"], metavar="OWNER/NAME"),
-        click.Option(
-            ["--public"], is_flag=True, help="Make the repository public; default: private."
-        ),
-        click.Option(
-            ["--base-model"],
+        _flag("--public", "Make the repository public; default: private."),
+        _option(
+            "--base-model",
+            "The base model on Hugging Face, if it was trained from another folder.",
             default="",
             metavar="OWNER/NAME",
-            help="The base model on Hugging Face, if it was trained from another folder.",
         ),
         _MOVED_MODEL,
-        click.Option(["--yes"], is_flag=True, help="Upload without asking."),
-        click.Option(["--dry-run"], is_flag=True, help="Show the card and the files, and stop."),
+        _flag("--yes", "Upload without asking."),
+        _flag("--dry-run", "Show the card and the files, and stop."),
     ),
-    _from_config(
+    _command(
         "bench",
-        BenchConfig,
         "mlxtune.benchmark.bench:show",
         "Time training steps and measure their memory on your data.\n\n"
         "--against times another trainer on the same steps, in separate processes.",
         "mlxtune bench --model-path data/demo-qwen3 --data data/bookings.jsonl --against mlx-lm",
+        config=configs.BenchConfig,
     ),
 )

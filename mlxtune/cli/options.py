@@ -9,8 +9,15 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlxtune.config import as_path
-from mlxtune.config.fields import Checked, Option, field_types, flag
-from mlxtune.config.options import OPTIONS, SECTIONS
+from mlxtune.config.fields import (
+    Checked,
+    Option,
+    Section,
+    every_option,
+    field_types,
+    flag,
+    options_of,
+)
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
@@ -65,15 +72,6 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
-config_option = click.Option(
-    ["--config"], type=click.Path(), help="YAML or TOML file of options; flags win."
-)
-# main() reads --debug from the arguments.
-debug_option = click.Option(
-    ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
-)
-
-
 class ConfigCommand(click.Command):
     """A command with an option for each field of a config, and help in sections.
 
@@ -90,17 +88,16 @@ class ConfigCommand(click.Command):
             self.params.insert(0, place)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options section by section; those of the command itself close the last."""
-        options = (each for each in self.get_params(ctx) if isinstance(each, click.Option))
-        records = {each.name: each.get_help_record(ctx) for each in options}
-        # An option's name in OPTIONS may differ from its flag.
-        fields = {each.metadata["name"]: each.name for each in dataclasses.fields(self.config)}
-        for section, members in SECTIONS.items():
-            names = [fields[name] for name in members if fields.get(name) in records]
-            if section == "Run":
-                names += [str(name) for name in records if name not in fields.values()]
-            if rows := [row for name in names if (row := records[name])]:
-                with formatter.section(section):
+        """Write the options section by section; the command's own close the last."""
+        sections: dict[Section, list[tuple[str, str]]] = {section: [] for section in Section}
+        fields = options_of(self.config)
+        for each in self.get_params(ctx):
+            section = fields[each.name].section if each.name in fields else Section.RUN
+            if isinstance(each, click.Option) and (record := each.get_help_record(ctx)):
+                sections[section].append(record)
+        for section, rows in sections.items():
+            if rows:
+                with formatter.section(section.value):
                     formatter.write_dl(rows)
 
 
@@ -140,13 +137,13 @@ def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str
     # Loads yaml, which most commands do without.
     from mlxtune.config.files import read_config_file
 
-    own = {field.name for field in dataclasses.fields(config)}
+    own, every = options_of(config), every_option()
     options, unknown = {}, []
     for key, value in read_config_file(path).items():
         name = str(key).replace("-", "_")
         if name in own:
             options[name] = value
-        elif name not in OPTIONS:
+        elif name not in every:
             unknown.append(key)
     problems = [_unknown(path, key, own) for key in unknown[:_MAX_NAMED]]
     if more := len(unknown) - len(problems):
@@ -154,7 +151,7 @@ def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str
     return options, problems
 
 
-def _unknown(path: Path, key: Any, own: set[str]) -> str:
+def _unknown(path: Path, key: Any, own: dict[str, Option]) -> str:
     close = difflib.get_close_matches(str(key)[:60].replace("-", "_"), own, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return f"--config {path} has no option {shorten(str(key))}{hint}"

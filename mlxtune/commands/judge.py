@@ -15,7 +15,7 @@ from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import LoadedModel, load_model
-from mlxtune.config import RunParts, UseConfig
+from mlxtune.config import TrainConfig, UseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
@@ -105,20 +105,24 @@ def answer_rows(
 
 
 def judge(
-    parts: RunParts, folder: Path, rows: CorpusRows, console: RunConsole, workers: Workers = ALONE
+    config: TrainConfig,
+    folder: Path,
+    rows: CorpusRows,
+    console: RunConsole,
+    workers: Workers = ALONE,
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
     The run has ended and its adapter is written, so problems are warnings. The losses come first,
     because people wait for the verdict; the samples only serve the run's page.
     """
-    adapter = str(parts.run.output_path)
+    adapter = str(config.output_path)
     # The adapter's own config says how the base was quantised.
-    use = parts.step.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
-    target = parts.run.checkpoint_path / EVALUATION
+    use = config.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
+    target = config.checkpoint_path / EVALUATION
     try:
         loaded = load_model(use, folder, RunConsole(quiet=True), workers)
-        evaluation = compare_losses(loaded, rows, parts.data.seed, console, workers)
+        evaluation = compare_losses(loaded, rows, config.seed, console, workers)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")
@@ -127,11 +131,11 @@ def judge(
         console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
         raise
     console.say("Verdict", verdict_line(evaluation))
-    if not parts.run.samples:
+    if not config.samples:
         return evaluation
     try:
-        tokenizer = Reader(parts.data, folder).tokenizer
-        if drawn := _draw(rows, parts.run.samples, parts.data.seed, tokenizer):
+        tokenizer = Reader(config, folder).tokenizer
+        if drawn := _draw(rows, config.samples, config.seed, tokenizer):
             memory.release()
             generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)

@@ -22,7 +22,7 @@ from mlxtune.commands.prepare.memory import (
     speed_key,
     training_rows,
 )
-from mlxtune.config import DataConfig, InstructTrainingConfig, PlanConfig, StepConfig
+from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_plan import RunPlan
 from mlxtune.core.run.speed import read_speed
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
@@ -43,28 +43,25 @@ def plan(config: PlanConfig) -> RunPlan:
     config = with_hub_data(config, console)
     dataset = None
     if config.data:
-        data = config.part(DataConfig)
         with closing(console):
-            dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
+            dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
         report_findings(dataset, console)
-    step, lora, training = config.part(StepConfig), config.lora(), config.training()
-    base = loading.open_base(folder, step.dtype, **step.loading())
-    steps = first_steps(training, dataset)
+    base = loading.open_base(folder, config.dtype, **config.loading())
+    steps = first_steps(config, dataset)
     costs = [ExampleCosts(base.model).of(examples) for examples in steps]
-    shared = config.parallel == "tensor"
-    if shared:
+    if config.parallel == "tensor":
         base = split_base(base, PlannedGroup(config.workers))
     elif config.workers > 1:
         steps = [
             [examples[i] for i in dearest_items(each, config.workers)]
             for examples, each in zip(steps, costs, strict=True)
         ]
-    longest = longest_example(step, lora, base, config.cache_path) if config.longest else None
+    longest = longest_example(config, base) if config.longest else None
     if longest and dataset is None:
-        lora = replace(lora, max_seq_len=max(longest.recomputed, 2))
-    work = planned_work(lora, steps, dataset)
-    chosen = choose_plan(step, lora, base, work, cache=config.cache_path)
-    adapter = apply_lora(base.model, lora)
+        config = replace(config, max_seq_len=max(longest.recomputed, 2))
+    work = planned_work(config, steps, dataset)
+    chosen = choose_plan(config, base, work)
+    adapter = apply_lora(base.model, config.lora())
     for warning in adapter.warnings():
         console.warn(warning)
     planned = RunPlan(
@@ -74,15 +71,15 @@ def plan(config: PlanConfig) -> RunPlan:
         expert_matrices=adapter.expert_matrices,
         dtype=base.dtype,
         device=device.device_name(),
-        max_seq_len=lora.max_seq_len,
+        max_seq_len=config.max_seq_len,
         memory=chosen,
-        larger_limit=larger_limit(step, chosen, work),
+        larger_limit=larger_limit(config, chosen, work),
         longest=longest,
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
     if dataset is None:
         return planned
-    planned = _with_data(planned, training, dataset)
+    planned = _with_data(planned, config, dataset)
     return planned if config.workers == 1 else _on_workers(planned, config, costs)
 
 
@@ -96,13 +93,13 @@ def show(config: PlanConfig) -> None:
         print_line(f"{name:<12}{line}")
 
 
-def _with_data(planned: RunPlan, config: InstructTrainingConfig, dataset: Dataset) -> RunPlan:
+def _with_data(planned: RunPlan, config: PlanConfig, dataset: Dataset) -> RunPlan:
     corpus, chosen = dataset.corpus, training_rows(config, dataset)
     tokens, supervised = (
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[chosen].sum()
         for values in (corpus.lengths, corpus.supervised)
     )
-    per_epoch, steps = count_steps(config, len(chosen))
+    per_epoch, steps = count_steps(config.training(), len(chosen))
     return replace(
         planned,
         rows=len(chosen),

@@ -24,8 +24,7 @@ from mlxtune.backend.models.quantize import format_name
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
-from mlxtune.config import DataConfig
-from mlxtune.config.use import ImportConfig, OutgoingConfig
+from mlxtune.config import DataConfig, ImportConfig, OutgoingConfig
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.files import file_hash, read_json, write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
@@ -84,7 +83,7 @@ def find_source(config: OutgoingConfig) -> Source:
 
 
 def find_base(
-    config: OutgoingConfig | ImportConfig,
+    config: ImportConfig,
     named: str,
     relative_to: str,
     adapter: str,

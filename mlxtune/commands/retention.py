@@ -119,7 +119,7 @@ def _validation_rows(source: Source) -> CorpusRows | None:
     try:
         if (found := find_resume_point(source.run)) is None:
             return None
-        data = options_of(source.run, found.checkpoint, {}).split().data
+        data = options_of(source.run, found.checkpoint, {})
         dataset = load_dataset(data, Reader(data, source.folder))
     except MlxTuneError:
         return None

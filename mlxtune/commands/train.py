@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,17 +15,9 @@ from mlxtune.backend.adapters.files import check_replaceable, find_adapter
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
-from mlxtune.backend.models.loading import BaseModel
-from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.worker_run import WorkerRun, join_run
 from mlxtune.commands.judge import judge
-from mlxtune.commands.prepare.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    report_findings,
-)
+from mlxtune.commands.prepare.dataset import Reader, data_files, load_dataset, report_findings
 from mlxtune.commands.prepare.hub_data import with_hub_data
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.memory import (
@@ -33,15 +25,14 @@ from mlxtune.commands.prepare.memory import (
     first_steps,
     larger_limit,
     planned_work,
-    recorded_memory,
     reserve_memory,
     save_run_speed,
 )
 from mlxtune.commands.prepare.model import build_pipeline, open_model
 from mlxtune.commands.prepare.products import settle_products
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
-from mlxtune.commands.prepare.run_metadata import about_result, about_run, provenance_of
-from mlxtune.config import DataConfig, RunConfig, RunParts, TrainConfig, user_cache
+from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run, provenance_of
+from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.files import check_outputs, check_writable, write_json
 from mlxtune.core.files.hashing import hash_in_background
@@ -55,7 +46,6 @@ from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run import Run
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.observer import Observers
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
@@ -128,58 +118,55 @@ def train(
     with join_run(config, _console) as worker_run, ExitStack() as held:
         config = with_hub_data(worker_run.config, worker_run.console)
         worker_run = replace(worker_run, config=config)
-        console, parts = worker_run.console, worker_run.config.split()
-        run, is_first = parts.run, worker_run.workers.index == 0
-        folder = check_paths(parts.data, run)
+        console = worker_run.console
+        folder = check_paths(config)
         result = evaluation = None
-        if not (dry_run or run.allow_sleep) and worker_run.first_on_machine:
+        if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
         # A missing folder is made only once there is something to put into it.
-        if is_locked := not dry_run and run.checkpoint_path.is_dir():
-            lock_folder(run, resume, held)
-        setup = prepare(parts, folder, worker_run, None if dry_run else held, resume)
-        dataset = setup.dataset
+        if is_locked := not dry_run and config.checkpoint_path.is_dir():
+            lock_folder(config, resume, held)
+        setup = prepare(folder, worker_run, None if dry_run else held, resume)
+        ledgers = setup.dataset.ledgers
         with (
             stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
             ConditionsWatch(Sensors()) as watch,
         ):
-            trainer = make_trainer(parts, setup, worker_run, asked, stop_after, watch)
-            print_plan(parts, setup, trainer, console)
+            trainer = make_trainer(setup, worker_run, asked, stop_after, watch)
+            print_plan(config, setup, trainer, console)
             if resume is not None:
                 check_resumed(resume, trainer, console)
             check_workers(worker_run, trainer, resume)
             if not dry_run:
                 if not is_locked:  # another run may have made the folder meanwhile
-                    lock_folder(run, resume, held)
-                ledgers = [ledger.as_dict() for ledger in dataset.ledgers]
-                about = about_run(
-                    parts, setup.base, setup.pipeline, setup.plan, trainer, dataset, resume
-                )
-                result = trainer.train({LEDGER: ledgers, ABOUT: about}, resume=resume)
+                    lock_folder(config, resume, held)
+                about = about_run(config, setup, trainer, resume)
+                records = {LEDGER: [ledger.as_dict() for ledger in ledgers], ABOUT: about}
+                result = trainer.train(records, resume=resume)
         peak_gb = memory.peak_gb()
         if result is not None:
-            finish(parts, setup, trainer, result, worker_run)
+            finish(setup, trainer, result, worker_run)
             peak_gb, rows = memory.peak_gb(), trainer.val_rows
             # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
             try:
-                evaluation = (
-                    judge(parts, folder, rows, console, worker_run.workers) if rows else None
-                )
+                workers = worker_run.workers
+                evaluation = judge(config, folder, rows, console, workers) if rows else None
             finally:  # also after Ctrl-C during the evaluation
-                if is_first and (page := write_page(run.checkpoint_path, console.warn)) is not None:
+                if worker_run.workers.index == 0 and (
+                    page := write_page(config.checkpoint_path, console.warn)
+                ):
                     console.say("Report", str(page))
-            usage = run_text.usage_line(result, run, parts.data.model_path)
-            console.say("Try it", usage, copyable=True)
+            console.say("Try it", run_text.usage_line(result, config), copyable=True)
     return TrainResult(
         training=result,
-        adapter=None if dry_run else run.output_path,
-        checkpoint_dir=run.checkpoint_path,
-        ledgers=dataset.ledgers,
+        adapter=None if dry_run else config.output_path,
+        checkpoint_dir=config.checkpoint_path,
+        ledgers=ledgers,
         peak_memory_gb=peak_gb,
         evaluation=evaluation,
-        model_path=parts.data.model_path,
+        model_path=config.model_path,
     )
 
 
@@ -205,60 +192,42 @@ def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
     return train(config, resume=found)
 
 
-def check_paths(data: DataConfig, run: RunConfig) -> Path:
+def check_paths(config: TrainConfig) -> Path:
     """Check before any work that the files can be read and written; return the model's folder.
 
     Raises ModelError, DataError or OutputError.
     """
-    folder = model_folder.find_folder(data.model_path)
-    model_folder.read_config(folder, trust_remote_code=data.trust_remote_code)
-    output = run.output_path
+    folder = model_folder.find_folder(config.model_path)
+    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
+    output = config.output_path
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
-    read = [*data_files(data).all, *folder.iterdir()]
+    read = [*data_files(config).all, *folder.iterdir()]
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
     check_replaceable(output)
-    check_writable(run.checkpoint_path, "--checkpoint-dir")
+    check_writable(config.checkpoint_path, "--checkpoint-dir")
     return folder
 
 
-def lock_folder(run: RunConfig, resume: ResumePoint | None, held: ExitStack) -> None:
+def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:
     """Lock the run's folder and its adapter for as long as `held`, or this process, lives.
 
     Raises OutputError if another process trains there, or if it holds another unfinished run.
     """
-    folder = run.checkpoint_path
-    if (lock := run_folder.lock_output(run.output_path)) is not None:
+    folder = config.checkpoint_path
+    if (lock := run_folder.lock_output(config.output_path)) is not None:
         held.callback(lock.release)
     held.callback(run_folder.lock_run(folder, new=resume is None).release)
     if resume is None:
         run_folder.check_own(folder)
-    if resume is None and not run.overwrite and run_folder.is_unfinished(folder):
+    if resume is None and not config.overwrite and run_folder.is_unfinished(folder):
         raise OutputError(
             f"{folder}: holds an unfinished run: resume it with mlxtune train --resume "
             f"{shlex.quote(str(folder))}, or start over with --overwrite"
         )
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a run is made of. `plan` is `planned`, corrected to how the loaded model runs.
-
-    `larger_limit` says what a larger --memory-limit would gain here, if anything, and `products`
-    how the form of quantised products was chosen, if it was.
-    """
-
-    dataset: Dataset
-    base: BaseModel
-    pipeline: InstructPipeline
-    planned: MemoryPlan
-    plan: MemoryPlan
-    larger_limit: str
-    products: str
-
-
 def prepare(
-    parts: RunParts,
     folder: Path,
     worker_run: WorkerRun[RunConsole],
     held: ExitStack | None,
@@ -268,53 +237,43 @@ def prepare(
 
     Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
     """
-    data, lora, step, console = parts.data, parts.lora, parts.step, worker_run.console
+    config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     operations.load_ahead(folder)
     # The data first: its problems show before minutes of loading.
     with closing(console), worker_run.in_turn():
-        dataset = load_dataset(data, Reader(data, folder, console.on_encoding))
+        dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
     report_findings(dataset, console)
-    if parts.training.val_steps and dataset.validation is not None and not dataset.validation:
+    if config.val_steps and dataset.validation is not None and not dataset.validation:
         raise ConfigError(
             ["--val-steps: no rows validate: leave it out, or set --val-split above 0"]
         )
 
     # Then the memory: a run that does not fit ends before its weights are read.
-    base = open_model(step, folder, console, worker_run.workers)
-    if lora.init_adapter is not None and resume is None:
-        weights = find_adapter(lora.init_adapter, "--init-adapter")
-        if other := base_mismatch(weights, base, trust_remote_code=step.trust_remote_code):
+    base = open_model(config, folder, console, workers)
+    if config.init_adapter is not None and resume is None:
+        weights = find_adapter(config.init_adapter, "--init-adapter")
+        if other := base_mismatch(weights, base, trust_remote_code=config.trust_remote_code):
             console.warn(f"--init-adapter {other}")
-    work = planned_work(lora, first_steps(parts.training, dataset), dataset)
-    planned = choose_plan(step, lora, base, work, cache=data.cache_path)
-    settled, products = settle_products(step, base, work, planned, resume, worker_run.workers)
+    work = planned_work(config, first_steps(config, dataset), dataset)
+    planned = choose_plan(config, base, work)
+    settled, products = settle_products(config, base, work, planned, resume, workers)
     if settled is not base:
-        base, planned = settled, choose_plan(step, lora, settled, work, cache=data.cache_path)
+        base, planned = settled, choose_plan(config, settled, work)
     if held is not None:
-        reserve_memory(parts.run, planned, held, console)
+        reserve_memory(config, planned, held, console)
 
-    model_hash = hash_in_background(folder, None if data.no_cache else user_cache())
+    model_hash = hash_in_background(folder, None if config.no_cache else user_cache())
     loading.read_weights(base)
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
     pipeline, plan = build_pipeline(
-        step,
-        lora,
-        base,
-        work,
-        planned,
-        console,
-        provenance,
-        resume,
-        worker_run.workers,
-        cache=data.cache_path,
-        recorded=None if resume is None else recorded_memory(parts.run.checkpoint_path),
+        config, base, work, planned, console, provenance, resume, workers
     )
-    return Setup(dataset, base, pipeline, planned, plan, larger_limit(step, plan, work), products)
+    gain = larger_limit(config, plan, work)
+    return Setup(dataset, base, pipeline, planned, plan, gain, products)
 
 
 def make_trainer(
-    parts: RunParts,
     setup: Setup,
     worker_run: WorkerRun[RunConsole],
     should_stop: Callable[[], bool],
@@ -322,20 +281,21 @@ def make_trainer(
     watch: ConditionsWatch,
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
-    run, dataset, console = parts.run, setup.dataset, worker_run.console
-    trackers = trackers_of(run, parts.options, console.warn)
+    config, dataset, console = worker_run.config, setup.dataset, worker_run.console
+    options = asdict(config)
+    trackers = trackers_of(config, options, console.warn)
     observer = Observers([console, *trackers, worker_run.last_step])
     profiler = None
-    if run.profile_interval:
+    if config.profile_interval:
         profiler = StepProfiler(
-            run.profile_interval,
+            config.profile_interval,
             setup.pipeline.phases,
-            run.checkpoint_path,
+            config.checkpoint_path,
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
     surroundings = Surroundings(
-        lambda: watch.latest, observer, pause_on_battery=run.pause_on_battery, asked=should_stop
+        lambda: watch.latest, observer, pause_on_battery=config.pause_on_battery, asked=should_stop
     )
     workers, decide = worker_run.workers, None
     if workers.size > 1:
@@ -344,9 +304,9 @@ def make_trainer(
     trainer = InstructTrainer(
         setup.pipeline,
         dataset.corpus,
-        parts.training,
+        config.training(),
         validation=dataset.validation,
-        run_config=parts.options,
+        run_config=options,
         observer=observer,
         should_stop=should_stop,
         stop_after=stop_after,
@@ -365,46 +325,41 @@ def check_workers(
     """Raise WorkerError if another worker has other data, weights, options or versions."""
     hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
     step = {"step": resume.progress.step if resume else 0}
-    worker_run.check_same(
-        worker_run.config.split().options, {**trainer.pipeline.describe(), **hashes, **step}
-    )
+    described = {**trainer.pipeline.describe(), **hashes, **step}
+    worker_run.check_same(asdict(worker_run.config), described)
 
 
 def print_plan(
-    parts: RunParts, setup: Setup, trainer: InstructTrainer, console: RunConsole
+    config: TrainConfig, setup: Setup, trainer: InstructTrainer, console: RunConsole
 ) -> None:
-    """Print where the rows and tokens went, and what training will do with them."""
+    """Print where the rows and tokens went, and how training will use them."""
     for ledger in setup.dataset.ledgers:
         console.say("Data", run_text.rows_line(ledger))
         console.say("", run_text.tokens_line(ledger))
-    console.say("Template", run_text.template_line(setup.dataset.template, parts.data))
+    console.say("Template", run_text.template_line(setup.dataset.template, config))
     console.say("Plan", run_text.plan_line(trainer))
-    console.say("", plan_text.micro_batches_line(setup.plan))
-    console.say("", plan_text.peak_line(setup.plan))
-    if setup.products:
-        console.say("", setup.products)
-    if setup.larger_limit:
-        console.say("", setup.larger_limit)
+    lines = (plan_text.micro_batches_line(setup.plan), plan_text.peak_line(setup.plan))
+    for line in filter(None, (*lines, setup.products, setup.larger_limit)):
+        console.say("", line)
 
 
 def finish(
-    parts: RunParts,
     setup: Setup,
     trainer: InstructTrainer,
     result: InstructTrainResult,
     worker_run: WorkerRun[RunConsole],
 ) -> None:
     """Write the adapter and the run's result, and print a summary. Raises OutputError."""
-    console = worker_run.console
+    config, console = worker_run.config, worker_run.console
     if result.best_epoch is not None:
         setup.pipeline.load(trainer.best_folder)
-    setup.pipeline.write(parts.run.output_path)
-    content = about_result(parts.run, trainer, result)
-    write_json(parts.run.checkpoint_path / RESULT, content)
-    save_run_speed(parts.data.cache_path, setup.planned, setup.base.dtype, result.steps)
+    setup.pipeline.write(config.output_path)
+    content = about_result(config, trainer, result)
+    write_json(config.checkpoint_path / RESULT, content)
+    save_run_speed(config.cache_path, setup.planned, setup.base.dtype, result.steps)
     about = {"plan": {"memory": {"peak": setup.plan.peak.total}}}
-    run = Run(parts.run.checkpoint_path, about, result=content, progress=progress_of(result))
-    for line in run_text.summary_lines(RunView.of(run), parts.run):
+    run = Run(config.checkpoint_path, about, result=content, progress=progress_of(result))
+    for line in run_text.summary_lines(RunView.of(run), config):
         console.say("Done", line)
-    for line in run_text.quantized_base_lines(parts.step):
+    for line in run_text.quantized_base_lines(config):
         console.say("Base", line)

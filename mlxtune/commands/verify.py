@@ -12,7 +12,7 @@ from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.products import recorded_products
 from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, options_of
 from mlxtune.commands.train import train
-from mlxtune.config import StepConfig, TrainConfig, as_path, user_cache
+from mlxtune.config import TrainConfig, as_path, user_cache
 from mlxtune.core.files.files import file_hash, read_own
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.scratch import scratch_folder
@@ -72,8 +72,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
     changed = f"{folder}: its weights are not those that the run started from"
     found.add("base model", None if actual == expected else changed, str(folder))
-    step = config.part(StepConfig)
-    base = loading.open_base(folder, step.dtype, **step.loading())
+    base = loading.open_base(folder, config.dtype, **config.loading())
     summary = apply_lora(base.model, config.lora())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"

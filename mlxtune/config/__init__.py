@@ -1,32 +1,33 @@
 """The options of each command as frozen dataclasses, for flags, config files and Python.
 
-Each field takes its help, its effect and its bounds from mlxtune.config.options.
+Each option is defined once, as a field of the config that is nearest to its subject.
 """
 
 from mlxtune.config.data import DataConfig, InspectConfig, user_cache
-from mlxtune.config.demo import DemoConfig, demo_file
 from mlxtune.config.fields import as_path
 from mlxtune.config.training import (
+    OPTIONS,
     BenchConfig,
     InstructConfig,
     InstructTrainingConfig,
     PlanConfig,
-    RunConfig,
-    RunParts,
-    StepConfig,
     TrainConfig,
 )
 from mlxtune.config.use import (
     ChatConfig,
+    DemoConfig,
     EvalConfig,
     ExportConfig,
     FuseConfig,
     GenerateConfig,
     ImportConfig,
+    OutgoingConfig,
     UseConfig,
+    demo_file,
 )
 
 __all__ = [
+    "OPTIONS",
     "BenchConfig",
     "ChatConfig",
     "DataConfig",
@@ -39,10 +40,8 @@ __all__ = [
     "InspectConfig",
     "InstructConfig",
     "InstructTrainingConfig",
+    "OutgoingConfig",
     "PlanConfig",
-    "RunConfig",
-    "RunParts",
-    "StepConfig",
     "TrainConfig",
     "UseConfig",
     "as_path",

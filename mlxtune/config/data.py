@@ -5,9 +5,10 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxtune.config.fields import Checked, as_path
-from mlxtune.config.options import option
+from mlxtune.config.fields import Affects, Checked, Section, as_path
 from mlxtune.errors import shorten
+
+RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
 
 ROW_NAMES = (
     *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
@@ -15,19 +16,77 @@ ROW_NAMES = (
 )
 MESSAGE_NAMES = ("role", "content", "from", "value")
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
+FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(Checked):
+class _Source(Checked):
+    """The model folder, and how prompts are written for it."""
+
+    model_path: str = Section.FILES.option(
+        "",
+        "Model folder in MLX or Hugging Face layout, or owner/name to download.",
+        INPUT,
+        path=True,
+        required=True,
+    )
+    _: dataclasses.KW_ONLY
+    trust_remote_code: bool = Section.FILES.option(
+        False,
+        "Run Python code from the model's folder; read it first.",
+        EXECUTION,
+        encodes=True,  # it may bring another tokenizer
+        inherited=False,
+    )
+    template: str = Section.DATA.option(
+        "auto",
+        "Chat template; auto is the model's own, or a built-in one for its type.",
+        RESULT,
+        encodes=True,
+        choices=("auto", "qwen3", "gemma"),
+    )
+    thinking: str = Section.DATA.option(
+        "auto",
+        "Whether the template turns thinking on; auto follows each conversation.",
+        RESULT,
+        encodes=True,
+        choices=("auto", "on", "off"),
+    )
+    merge_system: bool = Section.DATA.option(
+        False,
+        "Merge a system message into the first user turn if the template has no system role.",
+        RESULT,
+        encodes=True,
+    )
+    quiet: bool = Section.RUN.option(False, "Print warnings and errors only.", PLACES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(_Source):
     """Which base model is loaded, in which precision, and the memory that it may use."""
 
-    model_path: str = option("model_path", "")
-    _: dataclasses.KW_ONLY
-    trust_remote_code: bool = option("trust_remote_code", False)
-    memory_limit: float = option("memory_limit", 24.0)
-    dtype: str = option("dtype", "auto")
-    quantize: str | None = option("quantize", None)
-    double_quant: bool = option("double_quant", False)
+    memory_limit: float = Section.RUN.option(
+        24.0,
+        "Memory that MLX may use, in GB (10^9 bytes); at most what the device can give.",
+        EXECUTION,
+        above=0,
+        at_most=1e6,
+    )
+    dtype: str = Section.RUN.option(
+        "auto",
+        "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",
+        RESULT,
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantize: str | None = Section.RUN.option(
+        None,
+        "Quantise the frozen weights while loading, in an MLX format or QLoRA's nf4.",
+        RESULT,
+        choices=FORMATS,
+    )
+    double_quant: bool = Section.RUN.option(
+        False, "Also quantise the scales of nf4, to 8 bits.", RESULT
+    )
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -40,13 +99,45 @@ class ModelConfig(Checked):
 class RowsConfig(Checked):
     """How the rows of data are read and encoded."""
 
-    max_seq_len: int = option("max_seq_len", 512)
-    format: str = option("format", "auto")
-    field: tuple[str, ...] = option("field", ())
-    turns: str = option("turns", "all")
-    strict: bool = option("strict", False)
-    cache_dir: str | None = option("cache_dir", None)
-    no_cache: bool = option("no_cache", False)
+    max_seq_len: int = Section.DATA.option(
+        512, "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
+    )
+    format: str = Section.DATA.option(
+        "auto",
+        "Layout of a row; auto detects it for each file.",
+        RESULT,
+        encodes=True,
+        choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text"),
+    )
+    field: tuple[str, ...] = Section.DATA.option(
+        (),
+        "Key of a field in the file, such as prompt=question; may be repeated.",
+        RESULT,
+        encodes=True,
+        several=True,
+        metavar="NAME=KEY",
+    )
+    turns: str = Section.DATA.option(
+        "all", "Assistant turns that carry loss.", RESULT, encodes=True, choices=("all", "last")
+    )
+    strict: bool = Section.DATA.option(
+        False, "Make a bad row an error instead of skipping it.", RESULT
+    )
+    cache_dir: str | None = Section.DATA.option(
+        None,
+        "Folder that caches encoded data; default: the user's cache folder.",
+        PLACES,
+        path=True,
+        inherited=False,
+    )
+    no_cache: bool = Section.DATA.option(False, "Encode the data again, and cache nothing.", PLACES)
+
+    @property
+    def cache_path(self) -> Path | None:
+        """The folder that caches encoded data, or None."""
+        if self.no_cache:
+            return None
+        return user_cache() / "encoded" if self.cache_dir is None else as_path(self.cache_dir)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -58,40 +149,58 @@ class RowsConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(RowsConfig):
+class DataConfig(RowsConfig, _Source):
     """Which data is read, and how it is encoded, split and batched."""
 
-    model_path: str = option("model_path", "")
-    data: tuple[str, ...] = option("data", ())
-    batch_size: int = option("batch_size", 4)
-    val_split: float = option("val_split", 0.2)
-    val_data: str | None = option("val_data", None)
-    val_rows: int = option("val_rows", 1000)
-    seed: int = option("seed", 42)
-    template: str = option("template", "auto")
-    thinking: str = option("thinking", "auto")
-    merge_system: bool = option("merge_system", False)
-    trust_remote_code: bool = option("trust_remote_code", False)
-    quiet: bool = option("quiet", False)
-
-    @property
-    def cache_path(self) -> Path | None:
-        """The folder that caches encoded data, or None."""
-        if self.no_cache:
-            return None
-        if self.cache_dir is not None:
-            return as_path(self.cache_dir)
-        return user_cache() / "encoded"
+    data: tuple[str, ...] = Section.FILES.option(
+        (),
+        "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, a folder with train.jsonl and "
+        "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
+        INPUT,
+        path=True,
+        required=True,
+        several=True,
+    )
+    _: dataclasses.KW_ONLY
+    val_split: float = Section.DATA.option(
+        0.2,
+        "Share of the rows held out for validation, up to 0.5; 0 turns validation off.",
+        RESULT,
+        at_least=0,
+        at_most=0.5,
+    )
+    val_data: str | None = Section.DATA.option(
+        None,
+        "Validation file, or owner/name:split on Hugging Face, used instead of --val-split.",
+        INPUT,
+        path=True,
+    )
+    val_rows: int = Section.DATA.option(
+        1000, "Most rows to hold out; the others train.", RESULT, at_least=1
+    )
+    batch_size: int = Section.TRAINING.option(4, "Rows in an optimizer step.", RESULT, at_least=1)
+    seed: int = Section.RUN.option(
+        42, "Seed of the split, the order, the LoRA matrices and dropout.", RESULT, at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class InspectConfig(DataConfig):
     """Options of `mlxtune inspect`. Raises ConfigError, with every problem at once."""
 
-    row: int | None = option("row", None)
-    json: bool = option("json", False)
-    html: str | None = option("html", None)
-    dump: str | None = option("dump", None)
+    row: int | None = Section.INSPECT.option(
+        None, "Show only this row, by its number in the file.", COMMAND, at_least=1
+    )
+    html: str | None = Section.INSPECT.option(None, "Write an HTML page.", COMMAND, path=True)
+    dump: str | None = Section.INSPECT.option(
+        None,
+        "Write every example as a JSON line with its row, tokens and mask.",
+        COMMAND,
+        path=True,
+    )
+    json: bool = Section.RUN.option(
+        False, "Print JSON for programs; docs/inspect.md describes it.", COMMAND
+    )
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()

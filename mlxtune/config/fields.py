@@ -22,7 +22,7 @@ _TOO_LARGE = 2**63
 
 
 class Affects(Enum):
-    """What an option of a run affects, which decides whether a resumed run may change it."""
+    """The effect of an option of a run, which decides whether a resumed run may change it."""
 
     RESULT = auto()  # what is learned: must stay the same
     LENGTH = auto()  # how long the run trains: may only grow
@@ -32,13 +32,34 @@ class Affects(Enum):
     COMMAND = auto()  # a command other than train
 
 
+class Section(Enum):
+    """The sections of --help, in their order."""
+
+    FILES = "Files"
+    DATA = "Data"
+    INSPECT = "Inspect"
+    BENCH = "Bench"
+    PLAN = "Plan"
+    GENERATION = "Generation"
+    EXPORT = "Export"
+    LORA = "LoRA"
+    TRAINING = "Training"
+    RUN = "Run"
+
+    def option(self, default: Any, help: str, affects: Affects, **meaning: Any) -> Any:
+        """Define an option as a field of a config; `meaning` has further fields of Option."""
+        option = Option(help, affects, self, **meaning)
+        return dataclasses.field(default=default, metadata={"option": option})
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What an option means, and the values that it takes beyond its type."""
+    """The meaning of an option, and the values that it takes beyond its type."""
 
     help: str
     # Without a default, so that a new option cannot leave it open.
     affects: Affects
+    section: Section
     # Decides which examples a data file gives, so encoded files are cached by it.
     encodes: bool = False
     # A file or folder: a relative path starts where the run was started.
@@ -56,9 +77,10 @@ class Option:
     several: bool = False
 
     def read(self, value: Any, annotation: Any) -> Any:
-        """Return a value converted to `annotation`. Raises ValueError with what is wrong with it.
+        """Return a value converted to `annotation`.
 
-        The message starts with a verb; the caller puts the name of the option before it.
+        Raises ValueError with its problem, which starts with a verb: the caller puts the name of
+        the option before it.
         """
         if isinstance(value, int) and not isinstance(value, bool) and self.choices:
             value = str(value)  # as in `quantize: 4`
@@ -177,6 +199,25 @@ def as_path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
+def same(
+    config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
+) -> Any:
+    """Use an option of another config as a field, perhaps of another name, default or help.
+
+    `changes` replace other fields of Option.
+    """
+    field = next(each for each in dataclasses.fields(config) if each.name == name)
+    option = field.metadata["option"]
+    option = dataclasses.replace(option, help=help or option.help, **changes)
+    default = field.default if default is dataclasses.MISSING else default
+    return dataclasses.field(default=default, metadata={"name": name, "option": option})
+
+
+def options_of(config: type) -> dict[str, Option]:
+    """Return the options of a config by the names of its fields."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(config)}
+
+
 def field_types(config: type) -> dict[str, Any]:
     """Return the resolved annotation of each field of a config."""
     return typing.get_type_hints(config)
@@ -212,18 +253,24 @@ class Checked:
 
         Its fields may have other names. Where this config has None, `kind` keeps its default.
         """
-        own = {name: getattr(self, field) for field, name in _options(type(self)).items()}
+        own = {_name(each): getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
         shared = {
-            field: own[name] for field, name in _options(kind).items() if own.get(name) is not None
+            each.name: own[_name(each)]
+            for each in dataclasses.fields(kind)  # type: ignore[arg-type]
+            if own.get(_name(each)) is not None
         }
         return kind(**shared | changes)
 
 
-def _options(config: type) -> dict[str, str]:
-    """Return the option of each field, which has its name unless it says otherwise."""
-    return {
-        field.name: field.metadata.get("name", field.name) for field in dataclasses.fields(config)
-    }
+def _name(field: dataclasses.Field[Any]) -> str:
+    """Return the name of a field's option, which is the field's own unless it says otherwise."""
+    return str(field.metadata.get("name", field.name))
+
+
+def every_option(config: type = Checked) -> set[str]:
+    """Return the names of the options of a config and of all that inherit from it."""
+    own = {_name(each) for each in dataclasses.fields(config)} if config is not Checked else set()
+    return own.union(*map(every_option, config.__subclasses__()))
 
 
 def _one_of(choices: tuple[str, ...]) -> str:

@@ -1,26 +1,64 @@
-"""Options of a run and the parts that its modules take, and those of `plan` and `bench`."""
+"""Options of a run, its parts for the pipeline and the trainer, and those of `plan` and `bench`."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import DataConfig, ModelConfig
-from mlxtune.config.fields import Checked, as_path
-from mlxtune.config.options import option
+from mlxtune.config.data import (
+    COMMAND,
+    EXECUTION,
+    INPUT,
+    LENGTH,
+    PLACES,
+    RESULT,
+    DataConfig,
+    ModelConfig,
+)
+from mlxtune.config.fields import Checked, Section, as_path, options_of, same
 from mlxtune.config.ranks import init_problem, target_ranks
 from mlxtune.errors import ConfigError, shorten
 
 
-@dataclasses.dataclass(frozen=True)
-class StepConfig(ModelConfig):
-    """Which base model is trained, in which precision and memory, and how steps are computed.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StepConfig(ModelConfig, DataConfig):
+    """The options that `train` and `bench` share."""
 
-    Only `dtype` and quantisation change what is learned.
-    """
-
-    quantized_compute: str = option("quantized_compute", "auto")
-    grad_checkpoint: str = option("grad_checkpoint", "auto")
+    rank: int = Section.LORA.option(
+        8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6
+    )
+    alpha: float = Section.LORA.option(
+        16.0, "LoRA alpha; the update is scaled by alpha / rank.", RESULT, above=0
+    )
+    targets: tuple[str, ...] = Section.LORA.option(
+        ("q_proj", "v_proj"),
+        "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",
+        RESULT,
+        metavar="NAME,NAME",
+    )
+    num_layers: int | None = Section.LORA.option(
+        None, "Apply LoRA to the last N layers only; default: all.", RESULT, at_least=1
+    )
+    lr: float = Section.TRAINING.option(1e-4, "Peak learning rate of AdamW.", RESULT, above=0)
+    order: str = Section.TRAINING.option(
+        "shuffle",
+        "Rows that share a step: shuffle mixes all, length groups rows of similar length.",
+        RESULT,
+        choices=("shuffle", "length"),
+    )
+    quantized_compute: str = Section.RUN.option(
+        "auto",
+        "Multiply by quantised weights, or dequantise them for each product; auto takes "
+        "dequantized on the CPU, and times both on a GPU.",
+        RESULT,
+        choices=("auto", "quantized", "dequantized"),
+    )
+    grad_checkpoint: str = Section.RUN.option(
+        "auto",
+        "Recompute activations in the backward pass, which saves memory and costs time; auto "
+        "recomputes if needed.",
+        EXECUTION,
+        choices=("auto", "on", "off"),
+    )
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -32,98 +70,51 @@ class StepConfig(ModelConfig):
 
     def loading(self) -> dict[str, Any]:
         """Return the keywords of `open_base` that load the base model as these options say."""
-        return {
-            "trust_remote_code": self.trust_remote_code,
-            "quantize": self.quantize,
-            "double_quant": self.double_quant,
-            "quantized_compute": self.quantized_compute,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig(Checked):
-    """Where a run is written, what it prints and records, and how it shares the machine."""
-
-    output: str = option("output", "adapters.safetensors")
-    checkpoint_dir: str | None = option("checkpoint_dir", None)
-    overwrite: bool = option("overwrite", False)
-    wait: bool = option("wait", False)
-    ignore_ledger: bool = option("ignore_ledger", False)
-    allow_sleep: bool = option("allow_sleep", False)
-    pause_on_battery: bool = option("pause_on_battery", False)
-    log_every: int = option("log_every", 10)
-    profile_interval: int = option("profile_interval", 0)
-    track: tuple[str, ...] = option("track", ())
-    samples: int = option("samples", 3)
-    quiet: bool = option("quiet", False)
-
-    @property
-    def output_path(self) -> Path:
-        """The adapter file to write."""
-        return as_path(self.output)
-
-    @property
-    def checkpoint_path(self) -> Path:
-        """The checkpoint folder; by default `checkpoints` next to the output."""
-        if self.checkpoint_dir is None:
-            return self.output_path.parent / "checkpoints"
-        return as_path(self.checkpoint_dir)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LoopConfig(Checked):
-    """What InstructTrainingConfig and TrainConfig share."""
-
-    schedule: str = option("schedule", "warmup-cosine")
-    warmup_fraction: float = option("warmup_fraction", 0.1)
-    lr_min: float = option("lr_min", 1e-6)
-    max_steps: int | None = option("max_steps", None)
-    order: str = option("order", "shuffle")
-    val_steps: int | None = option("val_steps", None)
-    save_every: int = option("save_every", 1)
-    save_steps: int | None = option("save_steps", None)
-    save_minutes: float = option("save_minutes", 10.0)
-    keep: int = option("keep", 2)
-    on_nonfinite: str = option("on_nonfinite", "skip")
-
-
-@dataclasses.dataclass(frozen=True)
-class InstructTrainingConfig(_LoopConfig):
-    """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
-
-    `learning_rate` is the peak that the schedule scales; None takes the pipeline's.
-
-    Raises ConfigError, with every problem at once.
-    """
-
-    epochs: int = option("epochs", 3)
-    val_split: float = option("val_split", 0.2)
-    early_stopping_patience: int = option("patience", 5)
-    checkpoint_dir: str = option("checkpoint_dir", "checkpoints")
-    seed: int = option("seed", 42)
-    log_interval: int = option("log_every", 1)
-    learning_rate: float | None = option("lr", None)
-    batch_size: int = option("batch_size", 4)
-    val_rows: int = option("val_rows", 1000)
-
-    def contradictions(self) -> list[str]:
-        return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
+        names = ("trust_remote_code", "quantize", "double_quant", "quantized_compute")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LoraConfig(Checked):
-    """What InstructConfig and TrainConfig share."""
+    """The options that InstructConfig and TrainConfig share."""
 
-    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
-    num_layers: int | None = option("num_layers", None)
-    dropout: float = option("dropout", 0.0)
-    weight_decay: float = option("weight_decay", 0.01)
-    target_rank: tuple[str, ...] = option("target_rank", ())
-    rslora: bool = option("rslora", False)
-    dora: bool = option("dora", False)
-    lr_ratio: float = option("lr_ratio", 1.0)
-    init: str = option("init", "lora")
-    init_adapter: str | None = option("init_adapter", None)
+    dropout: float = Section.LORA.option(
+        0.0, "Dropout on the input of the LoRA matrices.", RESULT, at_least=0, below=1
+    )
+    target_rank: tuple[str, ...] = Section.LORA.option(
+        (),
+        "Rank of one target instead of --rank, such as q_proj=16; may be repeated.",
+        RESULT,
+        several=True,
+        metavar="NAME=N",
+    )
+    rslora: bool = Section.LORA.option(
+        False, "Scale the update by alpha / √rank (rsLoRA): for high ranks.", RESULT
+    )
+    dora: bool = Section.LORA.option(
+        False, "Also train the magnitude of each weight row (DoRA).", RESULT
+    )
+    init: str = Section.LORA.option(
+        "lora",
+        "Initial LoRA values: lora is random, pissa the weights' largest singular vectors, "
+        "pissa_niter_N the same by N iterations, which is faster.",
+        RESULT,
+        metavar="lora|pissa|pissa_niter_N",
+    )
+    init_adapter: str | None = Section.LORA.option(
+        None,
+        "Continue training an adapter (file or folder), with its rank, alpha and targets.",
+        INPUT,
+        path=True,
+    )
+    lr_ratio: float = Section.TRAINING.option(
+        1.0,
+        "Learning rate of B, as a multiple of that of A (LoRA+).",
+        RESULT,
+        above=0,
+        at_most=1e6,
+    )
+    weight_decay: float = Section.TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -146,42 +137,56 @@ class _LoraConfig(Checked):
         return problems
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LoopConfig(Checked):
+    """The options that InstructTrainingConfig and TrainConfig share."""
+
+    max_steps: int | None = Section.TRAINING.option(
+        None, "Stop after this many optimizer steps.", LENGTH, at_least=1
+    )
+    schedule: str = Section.TRAINING.option(
+        "warmup-cosine",
+        "Learning rate over the run.",
+        RESULT,
+        choices=("warmup-cosine", "linear-warmup", "constant"),
+    )
+    warmup_fraction: float = Section.TRAINING.option(
+        0.1, "Share of the steps that warm up.", RESULT, at_least=0, at_most=1
+    )
+    lr_min: float = Section.TRAINING.option(
+        1e-6, "Learning rate at the end of warmup-cosine.", RESULT, at_least=0
+    )
+    val_steps: int | None = Section.TRAINING.option(
+        None,
+        "Also validate and save every N optimizer steps within an epoch; default: only at its end.",
+        RESULT,
+        at_least=1,
+        metavar="N",
+    )
+    save_every: int = Section.RUN.option(1, "Epochs between checkpoints.", EXECUTION, at_least=1)
+    save_steps: int | None = Section.RUN.option(
+        None, "Optimizer steps between checkpoints within an epoch.", EXECUTION, at_least=1
+    )
+    save_minutes: float = Section.RUN.option(
+        10.0,
+        "Minutes between checkpoints within an epoch; 0 turns these off.",
+        EXECUTION,
+        at_least=0,
+    )
+    keep: int = Section.RUN.option(
+        2, "Recent checkpoints to keep, in addition to best/.", EXECUTION, at_least=1
+    )
+    on_nonfinite: str = Section.RUN.option(
+        "skip",
+        "If a loss or gradient is not finite, skip the step and stop after 3 in a row, or stop at "
+        "once.",
+        EXECUTION,
+        choices=("skip", "stop"),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class InstructConfig(_LoraConfig):
-    """Options of the pipeline: LoRA, optimizer, clipping.
-
-    `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
-    whose config has none; a trainer passes the rate of its schedule to each step.
-
-    Raises ConfigError, with every problem at once.
-    """
-
-    lora_rank: int = option("rank", 16)
-    lora_alpha: float = option("alpha", 32.0)
-    learning_rate: float = option("lr", 2e-4)
-    epochs: int = option("epochs", 3)
-    max_seq_len: int = option("max_seq_len", 512)
-    gradient_clip_norm: float = option("max_grad_norm", 1.0)
-    seed: int = option("seed", 42)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunParts:
-    """A run's options, split once into what its modules take.
-
-    `options` holds all of them by name, as the run records them.
-    """
-
-    data: DataConfig
-    lora: InstructConfig
-    step: StepConfig
-    training: InstructTrainingConfig
-    run: RunConfig
-    options: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
+class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     """Options of one run, for the command and for `mlxtune.commands.train`.
 
     Strings are converted to a field's type, so that values may come from flags and config files
@@ -190,13 +195,76 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
     Raises ConfigError, with every problem at once.
     """
 
-    rank: int = option("rank", 8)
-    alpha: float = option("alpha", 16.0)
-    lr: float = option("lr", 1e-4)
-    epochs: int = option("epochs", 1)
-    max_grad_norm: float = option("max_grad_norm", 1.0)
-    patience: int = option("patience", 5)
-    parallel: str = option("parallel", "data")
+    _: dataclasses.KW_ONLY
+    output: str = Section.FILES.option(
+        "adapters.safetensors",
+        "Adapter file to write; adapter_config.json is written next to it.",
+        PLACES,
+        path=True,
+    )
+    checkpoint_dir: str | None = Section.FILES.option(
+        None,
+        "Folder of checkpoints, metrics and ledger; default: checkpoints next to --output.",
+        PLACES,
+        path=True,
+    )
+    epochs: int = Section.TRAINING.option(1, "Passes over the training rows.", LENGTH, at_least=1)
+    max_grad_norm: float = Section.TRAINING.option(
+        1.0, "Clip gradients to this L2 norm; 0 turns clipping off.", RESULT, at_least=0
+    )
+    patience: int = Section.TRAINING.option(
+        5,
+        "Stop after this many validations, of epochs and --val-steps, without a better loss.",
+        RESULT,
+        at_least=1,
+    )
+    samples: int = Section.TRAINING.option(
+        3,
+        "Validation rows to answer at the end, with and without the adapter; 0 for none.",
+        EXECUTION,
+        at_least=0,
+        at_most=1000,
+    )
+    parallel: str = Section.RUN.option(
+        "data",
+        "What the workers that mlx.launch starts share: the examples of each step (data), or the "
+        "model, of which each holds a part (tensor).",
+        EXECUTION,
+    )
+    overwrite: bool = Section.RUN.option(
+        False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False
+    )
+    wait: bool = Section.RUN.option(
+        False,
+        "Wait if other runs hold the memory, instead of failing.",
+        EXECUTION,
+        inherited=False,
+    )
+    ignore_ledger: bool = Section.RUN.option(
+        False, "Train even if other runs hold the memory.", EXECUTION, inherited=False
+    )
+    allow_sleep: bool = Section.RUN.option(
+        False, "Let an idle machine fall asleep while it trains.", EXECUTION, inherited=False
+    )
+    pause_on_battery: bool = Section.RUN.option(
+        False,
+        "Pause between steps while the machine runs on battery.",
+        EXECUTION,
+        inherited=False,
+    )
+    log_every: int = Section.RUN.option(
+        10, "Steps between progress lines when stderr is not a terminal.", PLACES, at_least=1
+    )
+    profile_interval: int = Section.RUN.option(
+        0, "Profile every Nth step, by phase; 0 turns it off.", EXECUTION, at_least=0
+    )
+    track: tuple[str, ...] = Section.RUN.option(
+        (),
+        "Also write the run to a tracker; may be repeated.",
+        EXECUTION,
+        several=True,
+        choices=("trackio", "tensorboard", "wandb"),
+    )
 
     def contradictions(self) -> list[str]:
         problems = [*super().contradictions(), *self._tensor_problems()]
@@ -208,7 +276,7 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
         return problems
 
     def _tensor_problems(self) -> list[str]:
-        """Return what contradicts --parallel."""
+        """Return the contradictions of --parallel."""
         if self.parallel == "data":
             return []
         if self.parallel.startswith("tensor:"):
@@ -229,22 +297,23 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
             if given
         ]
 
-    def split(self) -> RunParts:
-        """Return these options as the parts that the modules of a run take."""
-        return RunParts(
-            data=self.part(DataConfig),
-            lora=self.lora(),
-            step=self.part(StepConfig),
-            training=self.training(),
-            run=self.part(RunConfig),
-            options=dataclasses.asdict(self),
-        )
+    @property
+    def output_path(self) -> Path:
+        """The adapter file to write."""
+        return as_path(self.output)
 
-    def lora(self) -> InstructConfig:
+    @property
+    def checkpoint_path(self) -> Path:
+        """The checkpoint folder; by default `checkpoints` next to the output."""
+        if self.checkpoint_dir is None:
+            return self.output_path.parent / "checkpoints"
+        return as_path(self.checkpoint_dir)
+
+    def lora(self) -> "InstructConfig":
         """Return the pipeline's part of these options."""
         return self.part(InstructConfig)
 
-    def training(self) -> InstructTrainingConfig:
+    def training(self) -> "InstructTrainingConfig":
         """Return the trainer's part of these options."""
         return self.part(
             InstructTrainingConfig,
@@ -254,17 +323,77 @@ class TrainConfig(_LoraConfig, _LoopConfig, RunConfig, StepConfig, DataConfig):
         )
 
 
+OPTIONS = options_of(TrainConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructTrainingConfig(_LoopConfig):
+    """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
+
+    `learning_rate` is the peak that the schedule scales; None takes the pipeline's.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    epochs: int = same(TrainConfig, "epochs", 3)
+    val_split: float = same(TrainConfig, "val_split")
+    early_stopping_patience: int = same(TrainConfig, "patience")
+    checkpoint_dir: str = same(TrainConfig, "checkpoint_dir", "checkpoints")
+    seed: int = same(TrainConfig, "seed")
+    log_interval: int = same(TrainConfig, "log_every", 1)
+    learning_rate: float | None = same(TrainConfig, "lr", None)
+    batch_size: int = same(TrainConfig, "batch_size")
+    val_rows: int = same(TrainConfig, "val_rows")
+    order: str = same(TrainConfig, "order")
+
+    def contradictions(self) -> list[str]:
+        return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructConfig(_LoraConfig):
+    """Options of the pipeline: LoRA, optimizer, clipping.
+
+    `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
+    whose config has none; a trainer passes the rate of its schedule to each step.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    lora_rank: int = same(TrainConfig, "rank", 16)
+    lora_alpha: float = same(TrainConfig, "alpha", 32.0)
+    learning_rate: float = same(TrainConfig, "lr", 2e-4)
+    epochs: int = same(TrainConfig, "epochs", 3)
+    max_seq_len: int = same(TrainConfig, "max_seq_len")
+    gradient_clip_norm: float = same(TrainConfig, "max_grad_norm")
+    seed: int = same(TrainConfig, "seed")
+    targets: tuple[str, ...] = same(TrainConfig, "targets")
+    num_layers: int | None = same(TrainConfig, "num_layers")
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    """Options of `mlxtune plan`: those of a run, whose data may be missing."""
+    """Options of `mlxtune plan`: the options of a run, whose data may be missing."""
 
-    data: tuple[str, ...] = option(
-        "data", (), "Data to plan for; without it, one example of --max-seq-len.", required=False
+    data: tuple[str, ...] = same(
+        TrainConfig,
+        "data",
+        (),
+        "Data to plan for; without it, one example of --max-seq-len.",
+        required=False,
     )
-    longest: bool = option("longest", False)
-    workers: int = option("workers", 1)
-    link: float = option("link", 10.0)
-    json: bool = option("json", False, "Print JSON for programs; docs/plan.md describes it.")
+    longest: bool = Section.PLAN.option(
+        False, "Say how long an example may be to fit --memory-limit.", COMMAND
+    )
+    workers: int = Section.PLAN.option(
+        1, "Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1
+    )
+    link: float = Section.PLAN.option(
+        10.0, "Bandwidth between the machines, in Gbit/s.", COMMAND, above=0, metavar="GBPS"
+    )
+    json: bool = Section.RUN.option(
+        False, "Print JSON for programs; docs/plan.md describes it.", COMMAND
+    )
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -276,24 +405,31 @@ class PlanConfig(TrainConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchConfig(StepConfig, DataConfig):
+class BenchConfig(_StepConfig):
     """Options of a benchmark of training steps; without `against`, only this package's."""
 
+    _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.
-    val_split: float = option("val_split", 0.0)
-    against: str | None = option("against", None)
-    execution: str = option("execution", "auto")
-    steps: int = option("steps", 8)
-    repeats: int = option("repeats", 2)
-    json: str | None = option(
-        "json", None, "Write the report as JSON, - for stdout; docs/bench.md describes it."
+    val_split: float = same(DataConfig, "val_split", 0.0)
+    against: str | None = Section.BENCH.option(
+        None, "Measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
     )
-    rank: int = option("rank", 8)
-    alpha: float = option("alpha", 16.0)
-    lr: float = option("lr", 1e-4)
-    targets: tuple[str, ...] = option("targets", ("q_proj", "v_proj"))
-    num_layers: int | None = option("num_layers", None)
-    order: str = option("order", "shuffle")
+    execution: str = Section.BENCH.option(
+        "auto",
+        "How our side computes: auto is what train does, gpu what Metal and CUDA get on any "
+        "device, cpu what Linux gets, plain the reference.",
+        COMMAND,
+        choices=("auto", "gpu", "cpu", "plain"),
+    )
+    steps: int = Section.BENCH.option(
+        8, "Optimizer steps to time, the first of an epoch.", COMMAND, at_least=1
+    )
+    repeats: int = Section.BENCH.option(
+        2, "Times to measure each side, each in a new process.", COMMAND, at_least=1
+    )
+    json: str | None = Section.RUN.option(
+        None, "Write the report as JSON, - for stdout; docs/bench.md describes it.", COMMAND
+    )
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -307,5 +443,9 @@ class BenchConfig(StepConfig, DataConfig):
         return None if self.json in (None, "-") else as_path(str(self.json))
 
     def training(self, dtype: str) -> TrainConfig:
-        """Return the options of the timed run: without clipping, as other trainers default."""
-        return self.part(TrainConfig, dtype=dtype, schedule="constant", max_grad_norm=0.0)
+        """Return the options of the timed run: without clipping, as other trainers default.
+
+        Its memory is estimated, not taken from a cache.
+        """
+        own: dict[str, Any] = {"schedule": "constant", "max_grad_norm": 0.0, "no_cache": True}
+        return self.part(TrainConfig, dtype=dtype, **own)

@@ -1,29 +1,35 @@
-"""Options of the commands that run a model and its adapter, or export and import adapters."""
+"""Options of commands that run a model, or convert an adapter, and of the demo."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import DataConfig, ModelConfig, RowsConfig
-from mlxtune.config.fields import Checked, as_path
-from mlxtune.config.options import option
+from mlxtune.config.data import COMMAND, FORMATS, DataConfig, ModelConfig, RowsConfig
+from mlxtune.config.fields import Checked, Section, as_path, same
+from mlxtune.config.training import TrainConfig
 
-_PROOF_DTYPE = "Dtype of the proof; auto is the model's own on a GPU, else float32."
-_BASE = "Folder of the base model; default: the one that the adapter names."
-_JSON = "Print the certificate as JSON; docs/export.md describes it."
+_PACKAGE = Path(__file__).resolve().parents[1]
+# The wheel carries its files in the package; a clone, also if installed as editable, has them here.
+_CARRIED, _CLONED = _PACKAGE / "demo", _PACKAGE.parent / "data"
+MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class UseConfig(ModelConfig):
     """Which model is used, with which adapter and which prompt format."""
 
-    adapter: str | None = option("adapter", None)
-    template: str = option("template", "auto")
-    thinking: str = option("thinking", "auto")
-    merge_system: bool = option("merge_system", False)
-    quantize: str | None = option("use.quantize", None)
-    max_new_tokens: int = option("max_new_tokens", 256)
-    quiet: bool = option("quiet", False)
+    adapter: str | None = Section.FILES.option(
+        None, "Adapter file, its folder, or a run's folder.", COMMAND
+    )
+    quantize: str | None = Section.RUN.option(
+        None,
+        "Quantise the weights while loading; default: as in training.",
+        COMMAND,
+        choices=("none", *FORMATS),
+    )
+    max_new_tokens: int = Section.GENERATION.option(
+        256, "Longest answer in tokens.", COMMAND, at_least=1, at_most=10**9
+    )
 
     def reading(self, **options: Any) -> DataConfig:
         """Return the options that read data as `train` reads it, with `options`."""
@@ -36,44 +42,82 @@ class UseConfig(ModelConfig):
 class EvalConfig(RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
-    Every row of the data is evaluated; in a folder, those of its `test` or else its `valid` file.
-    Without an adapter, only the base model is evaluated.
+    Every row of the data is evaluated; in a folder, its `test` or else its `valid` file. Without an
+    adapter, only the base model is evaluated.
 
     Raises ConfigError, with every problem at once.
     """
 
-    data: tuple[str, ...] = option(
+    data: tuple[str, ...] = same(
+        DataConfig,
         "data",
-        (),
-        "Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, a folder with test.jsonl or "
+        help="Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, a folder with test.jsonl or "
         "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
     )
-    turns: str = option("turns", "all", "Assistant turns to score.")
-    generate: bool = option("generate", False)
-    seed: int = option("seed", 42, "Seed of the bootstrap for the confidence interval.")
-    json: bool = option("json", False, "Print JSON for programs.")
+    turns: str = same(DataConfig, "turns", help="Assistant turns to score.")
+    generate: bool = Section.GENERATION.option(
+        False, "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
+    )
+    seed: int = same(DataConfig, "seed", help="Seed of the bootstrap for the confidence interval.")
+    json: bool = Section.RUN.option(False, "Print JSON for programs.", COMMAND)
 
 
 @dataclasses.dataclass(frozen=True)
-class _AskConfig(UseConfig):
-    system: str | None = option("system", None)
-    temperature: float = option("temperature", 0.0)
-    top_k: int = option("top_k", 0)
-    top_p: float = option("top_p", 1.0)
-    stop: tuple[str, ...] = option("stop", ())
-    seed: int | None = option("seed", None, "Sampling seed; default: a new one each time.")
+class ChatConfig(UseConfig):
+    """Options of a conversation in the terminal."""
+
+    system: str | None = Section.GENERATION.option(
+        None, "System message before the conversation.", COMMAND, metavar="TEXT"
+    )
+    temperature: float = Section.GENERATION.option(
+        0.0,
+        "Sampling temperature; 0 always takes the likeliest token.",
+        COMMAND,
+        at_least=0,
+        at_most=100,
+    )
+    top_k: int = Section.GENERATION.option(
+        0, "Sample from the likeliest K tokens; 0 is off.", COMMAND, at_least=0
+    )
+    top_p: float = Section.GENERATION.option(
+        1.0,
+        "Sample from the likeliest tokens that together have this probability; 1 is off.",
+        COMMAND,
+        above=0,
+        at_most=1,
+    )
+    stop: tuple[str, ...] = Section.GENERATION.option(
+        (),
+        "Text that ends an answer, like the model's own end tokens; may be repeated.",
+        COMMAND,
+        several=True,
+        metavar="TEXT",
+    )
+    seed: int | None = same(
+        DataConfig, "seed", None, "Sampling seed; default: a new one each time."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig(_AskConfig):
+class GenerateConfig(ChatConfig):
     """Options of one answer, for the command and for `mlxtune.commands.generate`.
 
     Raises ConfigError, with every problem at once.
     """
 
-    prompt: str | None = option("prompt", None)
-    messages: str | None = option("messages", None)
-    json: bool = option("json", False, "Print the answer and its figures as JSON.")
+    prompt: str | None = Section.GENERATION.option(
+        None,
+        "The user's message; without it or --messages, standard input is read.",
+        COMMAND,
+        metavar="TEXT",
+    )
+    messages: str | None = Section.GENERATION.option(
+        None,
+        "JSON file of a conversation to answer: a list of messages, or an object with 'messages' "
+        "and perhaps 'tools'; - is standard input.",
+        COMMAND,
+    )
+    json: bool = Section.RUN.option(False, "Print the answer and its figures as JSON.", COMMAND)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -83,18 +127,29 @@ class GenerateConfig(_AskConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatConfig(_AskConfig):
-    """Options of a conversation in the terminal."""
+class ImportConfig(Checked):
+    """Options of `mlxtune import`. Raises ConfigError, with every problem at once."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _ConvertConfig(Checked):
-    adapter: str = option("adapter", "", required=True)
-    output: str = option("export.output", "")
-    model_path: str | None = option("model_path", None, _BASE, required=False)
-    trust_remote_code: bool = option("trust_remote_code", False)
-    overwrite: bool = option("overwrite", False, "Replace an earlier result.")
-    quiet: bool = option("quiet", False)
+    adapter: str = same(
+        UseConfig,
+        "adapter",
+        "",
+        "Adapter of mlx-lm or PEFT: its folder, or its weights.",
+        required=True,
+    )
+    output: str = Section.EXPORT.option(
+        "", "Folder to write.", COMMAND, required=True, metavar="DIR"
+    )
+    model_path: str | None = same(
+        UseConfig,
+        "model_path",
+        None,
+        "Folder of the base model; default: the one that the adapter names.",
+        required=False,
+    )
+    trust_remote_code: bool = same(UseConfig, "trust_remote_code")
+    overwrite: bool = same(TrainConfig, "overwrite", help="Replace an earlier result.")
+    quiet: bool = same(UseConfig, "quiet")
 
     @property
     def output_path(self) -> Path:
@@ -103,33 +158,66 @@ class _ConvertConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class OutgoingConfig(_ConvertConfig):
-    """What `fuse` and `export` share."""
-
-    dtype: str = option("dtype", "auto", _PROOF_DTYPE)
-    json: bool = option("json", False, _JSON)
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseConfig(OutgoingConfig):
+class FuseConfig(ImportConfig):
     """Options of `mlxtune fuse`. Raises ConfigError, with every problem at once."""
 
-    dequantize: bool = option("dequantize", False)
-    force: bool = option("force", False)
-    gguf: bool = option("gguf", False)
+    adapter: str = same(UseConfig, "adapter", "", required=True)
+    dtype: str = same(
+        UseConfig,
+        "dtype",
+        help="Dtype of the proof; auto is the model's own on a GPU, else float32.",
+    )
+    dequantize: bool = Section.EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
+    force: bool = Section.EXPORT.option(
+        False, "Quantise the trained projections as the base does, whatever that loses.", COMMAND
+    )
+    gguf: bool = Section.EXPORT.option(
+        False, "Also write model.gguf with llama.cpp's converter.", COMMAND
+    )
+    json: bool = Section.RUN.option(
+        False, "Print the certificate as JSON; docs/export.md describes it.", COMMAND
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportConfig(OutgoingConfig):
+class ExportConfig(ImportConfig):
     """Options of `mlxtune export`. Raises ConfigError, with every problem at once."""
 
-    format: str = option("export.format", "")
+    adapter: str = same(FuseConfig, "adapter")
+    format: str = Section.EXPORT.option(
+        "",
+        "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat safetensors file.",
+        COMMAND,
+        choices=("mlx-lm", "peft", "gguf", "flat"),
+        required=True,
+    )
+    dtype: str = same(FuseConfig, "dtype")
+    json: bool = same(FuseConfig, "json")
+
+
+OutgoingConfig = FuseConfig | ExportConfig
+
+
+def demo_file(name: str) -> Path:
+    """Return a file or folder of the demo: a model by its name, or its data."""
+    return (_CARRIED if _CARRIED.is_dir() else _CLONED) / name
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportConfig(_ConvertConfig):
-    """Options of `mlxtune import`. Raises ConfigError, with every problem at once."""
+class DemoConfig(Checked):
+    """Options of the demo: a small model learns to answer a guest's message with JSON.
 
-    adapter: str = option(
-        "adapter", "", "Adapter of mlx-lm or PEFT: its folder, or its weights.", required=True
-    )
+    `train(DemoConfig().training())` runs it from Python.
+
+    Raises ConfigError, with every problem at once.
+    """
+
+    output: str = same(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")
+    max_steps: int | None = same(TrainConfig, "max_steps")
+    overwrite: bool = same(TrainConfig, "overwrite")
+    quiet: bool = same(TrainConfig, "quiet")
+
+    def training(self) -> TrainConfig:
+        """Return the options of the demo's run."""
+        model, data = str(demo_file(MODEL)), str(demo_file(DATA))
+        return self.part(TrainConfig, model_path=model, data=(data,), targets=("all",), lr=5e-3)

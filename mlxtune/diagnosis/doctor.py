@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlxtune.backend.workers.environment import launched_several
-from mlxtune.config import StepConfig, user_cache
+from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import Diagnosis, check_lines, diagnose
@@ -40,7 +40,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
             device=device,
             device_problem=problem,
             has_nvidia=facts.has_nvidia(),
-            default_limit=int(StepConfig.memory_limit * 10**9),
+            default_limit=int(TrainConfig.memory_limit * 10**9),
             reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
             folders=facts.folders(),
             offline=facts.offline(),

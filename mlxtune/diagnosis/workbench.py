@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.demo import DATA, demo_file
+from mlxtune.config.use import DATA, demo_file
 from mlxtune.core.files.files import file_hash, read_json, write_file
 from mlxtune.core.files.processes import ChildError, Children, describe_end
 from mlxtune.core.files.reading import read_bytes, read_text

@@ -26,7 +26,7 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
-from mlxtune.config import DataConfig, InstructConfig, StepConfig
+from mlxtune.config import DataConfig, InstructConfig, TrainConfig
 from mlxtune.config.limits import CONFIG
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import append_line, copy_file, make_folder, write_json
@@ -139,7 +139,7 @@ def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
     """Compare the predicted and the measured peak of each size of a micro-batch."""
-    memory.set_limits(StepConfig.memory_limit)
+    memory.set_limits(TrainConfig.memory_limit)
     examples = _examples(model, data)[:_ROWS]
     margin = checks.MEMORY_MARGIN if on_cpu() else checks.GPU_MEMORY_MARGIN
     for size in SIZES:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mlxtune.config import RunConfig
+from mlxtune.config import TrainConfig
 from mlxtune.errors import ConfigError
 from mlxtune.tracking.observer import TrackedRun, Tracker, TrackingObserver
 
@@ -29,7 +29,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def trackers_of(
-    run: RunConfig, options: Mapping[str, Any], warn: Callable[[str], None]
+    run: TrainConfig, options: Mapping[str, Any], warn: Callable[[str], None]
 ) -> list[TrackingObserver]:
     """Return an observer for each tracker of --track, to which `options` are hyperparameters.
 

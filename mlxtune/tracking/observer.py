@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlxtune.config import RunConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.files.files import read_json, write_json
 from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
@@ -63,7 +63,7 @@ class TrackingObserver(TrainingObserver):
         self,
         name: str,
         open_tracker: Callable[[TrackedRun], Tracker],
-        run: RunConfig,
+        run: TrainConfig,
         options: Mapping[str, Any],
         warn: Callable[[str], None],
     ) -> None:

@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 
-from mlxtune.config import DataConfig, RunConfig, StepConfig, TrainConfig
+from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.checkpoint import ADAPTER
@@ -142,7 +142,7 @@ def plan_line(trainer: InstructTrainer) -> str:
     )
 
 
-def summary_lines(view: RunView, run: RunConfig) -> Iterator[str]:
+def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     """Yield the last lines of a run: speed, memory, losses, and the files written."""
     rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.rows_per_second else ""
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
@@ -160,25 +160,25 @@ def summary_lines(view: RunView, run: RunConfig) -> Iterator[str]:
     if view.status == "stopped early":
         yield f"stopped early after step {view.step}"
     chosen = f"{view.best_place}, the best" if view.best_place else "the last epoch"
-    yield f"adapter of {chosen}: {run.output_path}"
-    yield f"checkpoints, metrics and ledger: {run.checkpoint_path}"
+    yield f"adapter of {chosen}: {config.output_path}"
+    yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"
 
 
-def quantized_base_lines(step: StepConfig) -> Iterator[str]:
+def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
     """Yield how to load the base model of an adapter if it was quantised while loading."""
-    if step.quantize is None:
+    if config.quantize is None:
         return
     yield (
-        f"trained on {step.model_path} quantised to {step.quantize} while loading; mlx-lm "
+        f"trained on {config.model_path} quantised to {config.quantize} while loading; mlx-lm "
         "would apply the adapter to the model in full precision, on which it was not trained"
     )
-    same = f"--quantize {step.quantize}{' --double-quant' if step.double_quant else ''}"
-    if step.quantize in _CONVERT_OPTIONS:
-        model = shlex.quote(step.model_path)
-        options = _CONVERT_OPTIONS[step.quantize]
+    same = f"--quantize {config.quantize}{' --double-quant' if config.double_quant else ''}"
+    if config.quantize in _CONVERT_OPTIONS:
+        model = shlex.quote(config.model_path)
+        options = _CONVERT_OPTIONS[config.quantize]
         yield f"the same base for mlx-lm: mlx_lm.convert --hf-path {model} -q {options}"
     else:
-        yield f"mlx-lm has no {step.quantize}: {same} loads the same base in mlxtune"
+        yield f"mlx-lm has no {config.quantize}: {same} loads the same base in mlxtune"
 
 
 # The options of mlx_lm.convert that quantise as --quantize does.
@@ -191,14 +191,14 @@ _CONVERT_OPTIONS = {
 }
 
 
-def usage_line(result: InstructTrainResult, run: RunConfig, model_path: str) -> str:
+def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
     """Return the command that runs the adapter with mlx-lm."""
-    folder = run.output_path.parent
-    if run.output_path.name != ADAPTER:
+    folder = config.output_path.parent
+    if config.output_path.name != ADAPTER:
         if result.best_epoch is None:
             return f"mlx-lm loads the adapter once it is named {ADAPTER}"
-        folder = run.checkpoint_path / "best"
-    model, adapter = shlex.quote(model_path), shlex.quote(str(folder))
+        folder = config.checkpoint_path / "best"
+    model, adapter = shlex.quote(config.model_path), shlex.quote(str(folder))
     return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
 
 

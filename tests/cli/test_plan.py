@@ -166,9 +166,9 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     assert train().code == 0
     expected = adapter(output)
 
-    def huge(step: Any, lora: Any, base: Any, work: Any, cache: Any) -> Any:
-        plan = choose_plan(replace(step, memory_limit=1000), lora, base, work, cache=cache)
-        limit = int(step.memory_limit * 10**9)
+    def huge(config: Any, base: Any, work: Any) -> Any:
+        plan = choose_plan(replace(config, memory_limit=1000), base, work)
+        limit = int(config.memory_limit * 10**9)
         execution = replace(plan.execution, micro_batch_tokens=10**6)
         return replace(plan, execution=execution, limit=limit)
 

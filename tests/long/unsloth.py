@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlxtune.config import RunParts
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.run.checkpoint import ADAPTER
@@ -37,16 +37,16 @@ class Unsloth:
 
     loss_function = "unsloth"
 
-    def __init__(self, folder: Path, parts: RunParts) -> None:
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
         # Else it looks for a CUDA card on Linux.
         os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
         self.execution = f"compiled, unsloth_zoo {version('unsloth_zoo')}"
-        self._parts, self._turns = parts, Turns()
+        self._config, self._turns = config, Turns()
         self._turns.take(lambda: self._load(folder))
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Put its LoRA on the model, with the matrices of the adapter. Raises MlxTuneError."""
-        if any(len(step) != self._parts.data.batch_size for step in steps):
+        if any(len(step) != self._config.batch_size for step in steps):
             raise MlxTuneError("unsloth takes one example a row and whole steps only")
         self._turns.take(lambda: self._attach(adapter))
         rows = [row(example) for step in (steps[0], *steps) for example in step]
@@ -73,14 +73,14 @@ class Unsloth:
     def _load(self, folder: Path) -> None:
         from unsloth_zoo.mlx.loader import FastMLXModel
 
-        step = self._parts.step
+        given = self._config
         self._loader = FastMLXModel
         self._model, self._tokenizer = FastMLXModel.from_pretrained(
             str(folder),
-            dtype=step.dtype,
+            dtype=given.dtype,
             load_in_4bit=False,
-            max_seq_length=self._parts.lora.max_seq_len,
-            trust_remote_code=step.trust_remote_code,
+            max_seq_length=given.max_seq_len,
+            trust_remote_code=given.trust_remote_code,
         )
         mx.eval(self._model.parameters())
 
@@ -104,16 +104,16 @@ class Unsloth:
     def _prepare(self, rows: list[dict[str, list[int]]], output: Path) -> None:
         from unsloth_zoo.mlx.trainer import MLXTrainer, MLXTrainingConfig
 
-        lora, size = self._parts.lora, self._parts.data.batch_size
+        given, size = self._config, self._config.batch_size
         config = MLXTrainingConfig(
             per_device_train_batch_size=size,
             gradient_accumulation_steps=1,
             max_steps=len(rows) // size,
             warmup_steps=0,
-            learning_rate=lora.learning_rate,
+            learning_rate=given.lr,
             lr_scheduler_type="constant",
             optim="adamw",
-            weight_decay=lora.weight_decay,
+            weight_decay=given.weight_decay,
             adam_beta1=0.9,
             adam_beta2=0.999,
             adam_epsilon=1e-8,
@@ -121,7 +121,7 @@ class Unsloth:
             max_grad_leaf_norm=0.0,
             logging_steps=1,
             output_dir=str(output),
-            max_seq_length=lora.max_seq_len,
+            max_seq_length=given.max_seq_len,
             compile=True,
             gradient_checkpointing=False,
             dataset_order="sequential",

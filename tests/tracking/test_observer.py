@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from mlxtune import ConfigError, TrainConfig, train, verify
-from mlxtune.config import RunConfig
 from mlxtune.core.run.run_folder import TRACKING, find_resume_point
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
@@ -197,7 +196,7 @@ def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
 ) -> None:
     asked: list[tuple[tuple[str, ...], int]] = []
 
-    def trackers_of(run: RunConfig, options: Any, warn: Any) -> list[TrackingObserver]:
+    def trackers_of(run: TrainConfig, options: Any, warn: Any) -> list[TrackingObserver]:
         asked.append((run.track, run.profile_interval))
         return []
 

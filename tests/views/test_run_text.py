@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxtune.config import InstructTrainingConfig, RunConfig, TrainConfig
+from mlxtune.config import InstructTrainingConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
@@ -205,7 +205,7 @@ def result(best_epoch: int | None) -> InstructTrainResult:
 
 
 def usage(found: InstructTrainResult, **changes: Any) -> str:
-    return run_text.usage_line(found, RunConfig(**changes), "data/my model")
+    return run_text.usage_line(found, TrainConfig("data/my model", "data.jsonl", **changes))  # type: ignore[arg-type]
 
 
 def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:

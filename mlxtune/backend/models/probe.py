@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxtune.backend import BLAS
 from mlxtune.backend.device import device, memory
-from mlxtune.config import StepConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.machine.facts import Device
 
 _CPU_SIZE, _GPU_SIZE = 512, 2048
@@ -27,7 +27,7 @@ _PRODUCTS = 10
 def device_facts() -> Device:
     """Return the device, its memory, and the speed of a matrix product."""
     info, on_cpu = mx.device_info(), device.on_cpu()
-    limits = memory.find_limits(StepConfig.memory_limit)
+    limits = memory.find_limits(TrainConfig.memory_limit)
     size = _CPU_SIZE if on_cpu else _GPU_SIZE
     a = np.random.default_rng(0).random((size, size), dtype=np.float32)
     b = mx.array(a)

@@ -18,9 +18,8 @@ from mlxtune.backend.workers.environment import launched_worker
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.heartbeat import TOKEN_SIZE, Heartbeat
 from mlxtune.backend.workers.launch import join
-from mlxtune.config import TrainConfig
+from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import open_to_append
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import scratch_folder

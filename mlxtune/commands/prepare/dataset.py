@@ -16,9 +16,8 @@ from mlxtune.backend.text.chat_template import (
     start_process,
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.config import DataConfig, as_path
+from mlxtune.config import OPTIONS, DataConfig, as_path
 from mlxtune.config.data import parse_fields
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Document

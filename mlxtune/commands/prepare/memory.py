@@ -17,7 +17,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.commands.prepare.dataset import Dataset
-from mlxtune.config import InstructConfig, InstructTrainingConfig, RunConfig, StepConfig, user_cache
+from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import read_json
@@ -43,25 +43,22 @@ _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
 _LONGEST = 1 << 20
 
 
-def training_rows(config: InstructTrainingConfig, dataset: Dataset) -> list[int]:
+def training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
     """Return the rows of the corpus that train, as the trainer chooses them."""
     corpus = dataset.corpus
     if dataset.validation is not None:
         return list(range(corpus.num_rows))
-    held_out = order.split_rows(corpus.identities, config.val_split, config.seed, config.val_rows)
-    return held_out[0]
+    return order.split_rows(corpus.identities, config.val_split, config.seed, config.val_rows)[0]
 
 
-def first_epoch(
-    config: InstructTrainingConfig, dataset: Dataset
-) -> Iterator[list[Sequence[Example]]]:
+def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence[Example]]]:
     """Yield the rows of each step of the first epoch, as the trainer takes them."""
     rows = dataset.corpus.select(training_rows(config, dataset))
     for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
         yield [rows[i] for i in step]
 
 
-def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
+def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
     """Return the steps of the first epoch that the plan is made for."""
     if dataset is None:
         return []
@@ -69,62 +66,55 @@ def first_steps(config: InstructTrainingConfig, dataset: Dataset | None) -> list
 
 
 def planned_work(
-    lora: InstructConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
+    config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
 ) -> Work:
-    """Return the work to plan: steps, and the examples that need most memory by themselves.
+    """Return the work to plan: steps, and the single examples that need most memory.
 
-    Those come from the whole data set or else from the steps. Without either, they are one example
+    These come from the whole data set or else from the steps. Without either, there is one example
     of --max-seq-len tokens.
     """
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:
         corpus = dataset.corpus
         sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
-    sizes = sizes or [(lora.max_seq_len, lora.max_seq_len)]
+    sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Work(
         steps=steps,
         alone=tuple(Load.single(length, supervised) for length, supervised in sorted(extremes)),
-        keyed=lora.dropout > 0,
+        keyed=config.dropout > 0,
     )
 
 
 def choose_plan(
-    step: StepConfig,
-    lora: InstructConfig,
-    base: BaseModel,
-    work: Work,
-    execution: str = "auto",
-    cache: Path | None = None,
+    config: TrainConfig, base: BaseModel, work: Work, execution: str = "auto"
 ) -> MemoryPlan:
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits.
 
-    The memory is an estimate unless an earlier run measured it and kept that in `cache`.
+    The memory is an estimate unless an earlier run measured it and kept that in the cache.
     """
-    allowed, shapes = _possible(lora, base, execution, cache)
-    return _choose(step, shapes, allowed, work, memory.find_limits(step.memory_limit).memory)
+    allowed, shapes = _possible(config, base, execution)
+    return _choose(config, shapes, allowed, work, memory.find_limits(config.memory_limit).memory)
 
 
 def _possible(
-    lora: InstructConfig, base: BaseModel, execution: str = "auto", cache: Path | None = None
+    config: TrainConfig, base: BaseModel, execution: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
-    """Return how the model may run, and its shapes with what was measured of them."""
+    """Return how the model may run, and its shapes with the memory measured of them."""
     # The CPU's own functions compute whole layers.
     allowed = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
-    shapes = model_shapes(base, lora, allowed.operations.memory)
-    key = memory_key(shapes, allowed, lora, base.dtype)
-    return allowed, replace(shapes, measured=read_measured(cache, key))
+    shapes = model_shapes(base, config.lora(), allowed.operations.memory)
+    key = memory_key(shapes, allowed, config.dropout, base.dtype)
+    return allowed, replace(shapes, measured=read_measured(config.cache_path, key))
 
 
-def longest_example(
-    step: StepConfig, lora: InstructConfig, base: BaseModel, cache: Path | None = None
-) -> LongestFit:
+def longest_example(config: TrainConfig, base: BaseModel) -> LongestFit:
     """Return the longest example that fits the memory limit, by what the options allow."""
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _LONGEST
-    allowed, shapes = _possible(lora, base, cache=cache)
-    limit = memory.find_limits(step.memory_limit).memory
-    values = _CHECKPOINTING[step.grad_checkpoint]
+    allowed, shapes = _possible(config, base)
+    limit = memory.find_limits(config.memory_limit).memory
+    values = _CHECKPOINTING[config.grad_checkpoint]
     kept, recomputed = (
         memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
         for value in (False, True)
@@ -133,19 +123,18 @@ def longest_example(
 
 
 def confirm(
-    step: StepConfig,
+    config: TrainConfig,
     base: BaseModel,
     pipeline: InstructPipeline,
     work: Work,
     plan: MemoryPlan,
-    cache: Path | None = None,
     recorded: Measured | None = None,
     workers: Workers = ALONE,
 ) -> MemoryPlan:
     """Return the plan for the loaded model, by passes measured on it, and have it run so.
 
     Only a loaded model shows whether its head can run apart, and its examples packed in one line.
-    Its memory is measured once and kept in `cache`; a resumed run keeps what it `recorded`.
+    Its memory is measured once and kept in the cache; a resumed run keeps the memory it `recorded`.
     Worker 0 decides for all. Raises MemoryLimitError if not even one example fits.
     """
     allowed = pipeline.forward.execution
@@ -159,17 +148,17 @@ def confirm(
     shapes = replace(plan.shapes, plain_head=plain)
     known = _agreed(recorded or plan.shapes.measured, workers)
     if known is None and execution.split_head:
-        known = _agreed(measure(pipeline, shapes, _CHECKPOINTING[step.grad_checkpoint]), workers)
+        known = _agreed(measure(pipeline, shapes, _CHECKPOINTING[config.grad_checkpoint]), workers)
         if known is not None:
-            key = memory_key(shapes, execution, pipeline.config, base.dtype)
-            save_measured(cache, key, known)
-    confirmed = _choose(step, replace(shapes, measured=known), execution, work, plan.limit)
+            key = memory_key(shapes, execution, config.dropout, base.dtype)
+            save_measured(config.cache_path, key, known)
+    confirmed = _choose(config, replace(shapes, measured=known), execution, work, plan.limit)
     pipeline.run_as(confirmed.execution)
     return confirmed
 
 
 def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:
-    """Return what worker 0 has."""
+    """Return the measured memory of worker 0."""
     text = "" if measured is None else json.dumps(asdict(measured))
     first = workers.texts(text)[0]
     return Measured.of(json.loads(first)) if first else None
@@ -183,29 +172,24 @@ def recorded_memory(run: Path) -> Measured | None:
 
 
 def _choose(
-    step: StepConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
+    config: TrainConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
 ) -> MemoryPlan:
-    allowed = _CHECKPOINTING[step.grad_checkpoint]
-    plan = memory_plan.choose(
-        shapes,
-        work,
-        execution,
-        limit=limit,
-        checkpointing=allowed,
-        tolerance=_CPU_TOLERANCE if device.on_cpu() else 0.0,
-    )
+    allowed = _CHECKPOINTING[config.grad_checkpoint]
+    tolerance = _CPU_TOLERANCE if device.on_cpu() else 0.0
+    options: dict[str, Any] = {"checkpointing": allowed, "tolerance": tolerance}
+    plan = memory_plan.choose(shapes, work, execution, limit=limit, **options)
     if plan is None:
         raise MemoryLimitError(memory_plan.why_not(shapes, work, execution, limit, True in allowed))
     return plan
 
 
-def larger_limit(step: StepConfig, plan: MemoryPlan, work: Work) -> str:
-    """Return what a larger --memory-limit would gain on this device, empty if nothing."""
-    recommended = memory.find_limits(step.memory_limit).recommended or 0
+def larger_limit(config: TrainConfig, plan: MemoryPlan, work: Work) -> str:
+    """Return the gain of a larger --memory-limit on this device as a line, empty without one."""
+    recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
     if most * memory.GB <= plan.limit:
         return ""
-    larger = _choose(step, plan.shapes, plan.execution, work, most * memory.GB)
+    larger = _choose(config, plan.shapes, plan.execution, work, most * memory.GB)
     return plan_text.larger_limit_line(plan, larger, most)
 
 
@@ -214,16 +198,16 @@ def speed_key(plan: MemoryPlan, dtype: str) -> str:
     return key_of([_sizes(plan.shapes), dtype, device.device_name()])
 
 
-def memory_key(shapes: ModelShapes, execution: Execution, lora: InstructConfig, dtype: str) -> str:
+def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype: str) -> str:
     """Return the key of measured memory: a speed's, and all else that a pass depends on."""
     operations = type(execution.operations).__name__
     return key_of(
-        [_sizes(shapes), dtype, device.device_name(), operations, lora.dropout > 0, versions()]
+        [_sizes(shapes), dtype, device.device_name(), operations, dropout > 0, versions()]
     )
 
 
 def _sizes(shapes: ModelShapes) -> dict[str, Any]:
-    """Return the shapes without what was measured, and without what loading told of the head."""
+    """Return the shapes without the measured memory and the head as it was loaded."""
     return asdict(replace(shapes, measured=None, plain_head=False))
 
 
@@ -236,17 +220,19 @@ def save_run_speed(
         save_speed(cache, speed_key(plan, dtype), speed)
 
 
-def reserve_memory(run: RunConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole) -> None:
+def reserve_memory(
+    config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
+) -> None:
     """Reserve the planned memory among the runs on this machine.
 
     Raises MemoryLimitError if others hold it and neither --wait nor --ignore-ledger is given.
     """
-    folder, owner = user_cache() / "memory", str(run.checkpoint_path.absolute())
+    folder, owner = user_cache() / "memory", str(config.checkpoint_path.absolute())
     size, capacity = plan.peak.total, memory.capacity()
     try:
-        if run.ignore_ledger:
+        if config.ignore_ledger:
             lock = reservation.reserve(folder, size, sys.maxsize, owner)
-        elif run.wait:
+        elif config.wait:
             lock = reservation.reserve_when_free(folder, size, capacity, owner, console.warn)
         else:
             lock = reservation.reserve(folder, size, capacity, owner)

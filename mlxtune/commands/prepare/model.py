@@ -17,11 +17,10 @@ from mlxtune.backend.text.generate import Generator, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader
-from mlxtune.commands.prepare.memory import confirm
-from mlxtune.config import ChatConfig, GenerateConfig, InstructConfig, StepConfig, UseConfig
+from mlxtune.commands.prepare.memory import confirm, recorded_memory
+from mlxtune.config import ChatConfig, TrainConfig, UseConfig
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.steps.execution import Measured
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
@@ -30,14 +29,14 @@ from mlxtune.views.console import RunConsole
 
 
 def open_model(
-    step: StepConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
+    config: TrainConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
 ) -> BaseModel:
     """Set the memory limits and open the model to train, or this worker's part of it.
 
     Its weights are not read yet.
     """
-    console.say("Memory", memory.set_limits(step.memory_limit).describe())
-    base = loading.open_base(folder, step.dtype, **step.loading())
+    console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    base = loading.open_base(folder, config.dtype, **config.loading())
     if workers.split_model:
         base = split_base(base, workers.group)
     if slow := loading.slow_products(base):
@@ -46,8 +45,7 @@ def open_model(
 
 
 def build_pipeline(
-    step: StepConfig,
-    lora: InstructConfig,
+    config: TrainConfig,
     base: BaseModel,
     work: Work,
     plan: MemoryPlan,
@@ -55,21 +53,18 @@ def build_pipeline(
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
-    *,
-    cache: Path | None = None,
-    recorded: Measured | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
-    `provenance` returns what checkpoints record about the model. The plan is returned too: it is
-    made anew from memory that is `recorded`, or kept in `cache`, or measured now.
+    `provenance` returns the facts of the model that checkpoints record. The plan is made anew from
+    memory that the resumed run recorded, that the cache has, or that is measured now.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
         base.model,
-        lora,
+        config.lora(),
         execution=plan.execution,
-        base_model=step.model_path,
+        base_model=config.model_path,
         fresh=resume is None,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
@@ -84,7 +79,8 @@ def build_pipeline(
         console.say("Packing", f"off, examples are padded: {problem}")
     if problem := gate_kernels_problem():
         console.say("SwiGLU", f"by MLX's operations, our kernels do not serve: {problem}")
-    confirmed = confirm(step, base, pipeline, work, plan, cache, recorded, workers)
+    recorded = None if resume is None else recorded_memory(config.checkpoint_path)
+    confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
     pipeline.losses.limit_memory(confirmed.peak.total)
     return pipeline, confirmed
 
@@ -174,9 +170,7 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
         )
 
 
-def start_generator(
-    config: GenerateConfig | ChatConfig, loaded: LoadedModel, reader: Reader
-) -> Generator:
+def start_generator(config: ChatConfig, loaded: LoadedModel, reader: Reader) -> Generator:
     """Return a generator of answers, with the sampling seeded."""
     if config.seed is not None:
         seed(config.seed)

@@ -6,13 +6,13 @@ from typing import Any
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.config import StepConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work
 
 
 def settle_products(
-    step: StepConfig,
+    config: TrainConfig,
     base: BaseModel,
     work: Work,
     plan: MemoryPlan,
@@ -24,7 +24,7 @@ def settle_products(
     The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its own,
     and worker 0 decides for all. The line is empty where the device alone decides.
     """
-    if step.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
+    if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
         return base, ""
     recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
     form, line = base.quantized_compute, ""

@@ -11,9 +11,8 @@ from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
-from mlxtune.config import TrainConfig, as_path
+from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import Affects, field_types, flag
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import file_hash, same_place
 from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.core.run.own_runs import is_own

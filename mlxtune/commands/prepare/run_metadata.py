@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from mlxtune.backend.device import device, memory
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.prepare.dataset import Dataset
-from mlxtune.config import RunConfig, RunParts
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.files.files import file_hash, read_json
@@ -27,29 +27,41 @@ from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.trainer import InstructTrainer
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a run. `plan` is `planned`, corrected to how the loaded model runs.
+
+    `larger_limit` is the gain of a larger --memory-limit here, if there is one, and `products` how
+    the form of quantised products was chosen, if it was.
+    """
+
+    dataset: Dataset
+    base: BaseModel
+    pipeline: InstructPipeline
+    planned: MemoryPlan
+    plan: MemoryPlan
+    larger_limit: str
+    products: str
+
+
 def about_run(
-    parts: RunParts,
-    base: BaseModel,
-    pipeline: InstructPipeline,
-    plan: MemoryPlan,
-    trainer: InstructTrainer,
-    dataset: Dataset,
-    resume: ResumePoint | None,
+    config: TrainConfig, setup: Setup, trainer: InstructTrainer, resume: ResumePoint | None
 ) -> dict[str, Any]:
     """Return the content of run.json: options, model, plan and data.
 
     A resumed run keeps its first start time.
     """
+    base, pipeline, dataset = setup.base, setup.pipeline, setup.dataset
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     if resume is not None:
         with suppress(OSError, ValueError):
-            started = text(read_json(parts.run.checkpoint_path / ABOUT), "started_at") or started
+            started = text(read_json(config.checkpoint_path / ABOUT), "started_at") or started
     return {
         "format": 1,
         "started_at": started,
         "device": device.device_name(),
         "model": {
-            "path": parts.step.model_path,
+            "path": config.model_path,
             "type": base.model_type,
             "description": base.describe(),
             "dtype": base.dtype,
@@ -65,14 +77,14 @@ def about_run(
             "steps_per_epoch": trainer.steps_per_epoch,
             "rows_train": len(trainer.train_rows),
             "rows_validation": len(trainer.val_rows),
-            **_plan(plan),
+            **_plan(setup.plan),
         },
         "lengths": _lengths([dataset.corpus, dataset.validation]),
         "data_hash": trainer.data_hash(),
         "validation_hash": trainer.validation_hash(),
         "hub": dataset.hub,
         "versions": versions(),
-        "config": parts.options,
+        "config": asdict(config),
     }
 
 
@@ -100,7 +112,7 @@ def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
 
 
 def about_result(
-    run: RunConfig, trainer: InstructTrainer, result: InstructTrainResult
+    config: TrainConfig, trainer: InstructTrainer, result: InstructTrainResult
 ) -> dict[str, Any]:
     """Return the content of result.json, once the adapter is written."""
     last = result.epoch_metrics[-1]
@@ -116,8 +128,8 @@ def about_result(
         "total_time_ms": result.total_time_ms,
         "peak_memory": memory.peak_bytes(),
         # Relative to the run's folder, so that both may be moved together.
-        "adapter": os.path.relpath(run.output_path, run.checkpoint_path),
-        "sha256": file_hash(run.output_path),
+        "adapter": os.path.relpath(config.output_path, config.checkpoint_path),
+        "sha256": file_hash(config.output_path),
     }
 
 

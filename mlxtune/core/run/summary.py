@@ -14,9 +14,8 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
 from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.text import byte_size, count, duration, loss_text, sentence

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config import OPTIONS
 from mlxtune.config.fields import Affects, flag
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.files.files import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
 from mlxtune.core.run.evaluation import VERDICTS

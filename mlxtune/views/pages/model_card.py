@@ -10,9 +10,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from mlxtune.config import TrainConfig
+from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.run.evaluation import Sample, verdict_line
 from mlxtune.core.run.run import Run, mapping, text
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data

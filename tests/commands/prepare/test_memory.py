@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,31 @@ from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.prepare import memory
 from mlxtune.commands.prepare.memory import choose_plan, confirm, planned_work, recorded_memory
-from mlxtune.config import InstructConfig, StepConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.steps.execution import Factors, Measured
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.models import write_model
 
-LORA = InstructConfig(lora_rank=4)
 # A layer that is kept takes a thousand times the estimate; one that runs again, what is estimated.
 HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
-Loaded = tuple[StepConfig, BaseModel, InstructPipeline, Work, MemoryPlan]
+Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, Work, MemoryPlan]
 
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Loaded:
-    step = StepConfig(str(write_model(tmp_path / "model", "qwen3")), memory_limit=0.02)
-    base, work = opened(step), planned_work(LORA, [examples()])
-    plan = choose_plan(step, LORA, base, work)
+    options: dict[str, Any] = {"rank": 4, "memory_limit": 0.02, "cache_dir": tmp_path / "cache"}
+    config = TrainConfig(str(write_model(tmp_path / "model", "qwen3")), ("d",), **options)
+    base, work = opened(config), planned_work(config, [examples()])
+    plan = choose_plan(config, base, work)
     read_weights(base)
-    return step, base, InstructPipeline(base.model, LORA, execution=plan.execution), work, plan
+    pipeline = InstructPipeline(base.model, config.lora(), execution=plan.execution)
+    return config, base, pipeline, work, plan
 
 
-def opened(step: StepConfig) -> BaseModel:
-    return open_base(Path(step.model_path), "float32")
+def opened(config: TrainConfig) -> BaseModel:
+    return open_base(Path(config.model_path), "float32")
 
 
 def examples() -> Any:
@@ -50,34 +51,34 @@ def fails(*arguments: Any) -> None:
 def test_memory_is_measured_once_and_kept(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, base, pipeline, work, plan = loaded
+    config, base, pipeline, work, plan = loaded
     assert plan.shapes.measured is None
-    first = confirm(step, base, pipeline, work, plan, tmp_path / "cache")
+    first = confirm(config, base, pipeline, work, plan)
     assert first.shapes.measured is not None
     monkeypatch.setattr(memory, "measure", fails)
-    kept = choose_plan(step, LORA, opened(step), work, cache=tmp_path / "cache")
+    kept = choose_plan(config, opened(config), work)
     assert kept.shapes.measured == first.shapes.measured
-    second = confirm(step, base, pipeline, work, kept, tmp_path / "cache")
+    second = confirm(config, base, pipeline, work, kept)
     assert (second.execution, second.peak) == (first.execution, first.peak)
     with pytest.raises(AssertionError, match="measured again"):
-        confirm(step, base, pipeline, work, plan, None)
+        confirm(replace(config, no_cache=True), base, pipeline, work, plan)
 
 
 def test_what_a_run_recorded_comes_before_what_is_kept(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, base, pipeline, work, plan = loaded
-    confirm(step, base, pipeline, work, plan, tmp_path / "cache")
+    config, base, pipeline, work, plan = loaded
+    confirm(config, base, pipeline, work, plan)
     monkeypatch.setattr(memory, "measure", fails)
-    kept = choose_plan(step, LORA, opened(step), work, cache=tmp_path / "cache")
-    found = confirm(step, base, pipeline, work, kept, tmp_path / "cache", HUGE)
+    kept = choose_plan(config, opened(config), work)
+    found = confirm(config, base, pipeline, work, kept, HUGE)
     assert found.shapes.measured == HUGE
 
 
 def test_loaded_model_runs_as_the_measured_plan_says(loaded: Loaded) -> None:
-    step, base, pipeline, work, plan = loaded
+    config, base, pipeline, work, plan = loaded
     assert not pipeline.forward.execution.recompute
-    found = confirm(step, base, pipeline, work, plan, None, HUGE)
+    found = confirm(config, base, pipeline, work, plan, HUGE)
     assert found.execution.recompute
     assert pipeline.forward.execution.recompute
     assert pipeline.forward.execution.loss_chunk == found.execution.loss_chunk
@@ -86,10 +87,10 @@ def test_loaded_model_runs_as_the_measured_plan_says(loaded: Loaded) -> None:
 
 
 def test_run_that_turns_out_not_to_fit_is_an_error(loaded: Loaded) -> None:
-    step, base, pipeline, work, plan = loaded
+    config, base, pipeline, work, plan = loaded
     much = Measured(HUGE.kept, HUGE.working, again=Factors(1000.0, 1000.0))
     with pytest.raises(MemoryLimitError, match="raise --memory-limit"):
-        confirm(step, base, pipeline, work, plan, None, much)
+        confirm(config, base, pipeline, work, plan, much)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mlxtune.backend.models import layers, loading
 from mlxtune.backend.models.timed_products import TimedProducts
 from mlxtune.backend.workers.group import Workers
 from mlxtune.commands.prepare.products import settle_products
-from mlxtune.config import StepConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Load
 from mlxtune.core.steps.memory_plan import Work
@@ -65,7 +65,7 @@ def opened(tmp_path: Path) -> loading.BaseModel:
     return loading.open_base(write_model(tmp_path / "model", "llama", quantize=4), "float32")
 
 
-STEP = StepConfig(model_path="m")
+CONFIG = TrainConfig(model_path="m", data=("d",))
 
 
 def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
@@ -73,7 +73,7 @@ def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
     lines = set()
     for index in range(2):
         base = opened(tmp_path)
-        found, line = settle_products(STEP, base, work([8]), plan(1), workers=Worker(index, said))
+        found, line = settle_products(CONFIG, base, work([8]), plan(1), workers=Worker(index, said))
         assert found.quantized_compute == "dequantized"
         lines.add(line)
     assert len(timed) == len(lines) == 1
@@ -81,7 +81,7 @@ def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
 
 def test_choice_of_the_options_is_not_timed(tmp_path: Path, timed: list[int]) -> None:
     base = opened(tmp_path)
-    given = replace(STEP, quantized_compute="quantized")
+    given = replace(CONFIG, quantized_compute="quantized")
     assert settle_products(given, base, work([8]), plan(1)) == (base, "")
     assert timed == []
 
@@ -89,7 +89,7 @@ def test_choice_of_the_options_is_not_timed(tmp_path: Path, timed: list[int]) ->
 @pytest.mark.parametrize("form", ["quantized", "dequantized"])
 def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -> None:
     resume: Any = SimpleNamespace(checkpoint=SimpleNamespace(metadata={"quantized_compute": form}))
-    found, line = settle_products(STEP, opened(tmp_path), work([8]), plan(1), resume)
+    found, line = settle_products(CONFIG, opened(tmp_path), work([8]), plan(1), resume)
     assert (found.quantized_compute, line, timed) == (form, "", [])
 
 
@@ -106,7 +106,7 @@ def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -
 def test_tokens_are_those_of_a_large_micro_batch(
     tmp_path: Path, timed: list[int], micro_batch: int, steps: list[list[int]], tokens: int
 ) -> None:
-    settle_products(STEP, opened(tmp_path), work(*steps), plan(micro_batch))
+    settle_products(CONFIG, opened(tmp_path), work(*steps), plan(micro_batch))
     assert timed == [tokens]
 
 
@@ -116,4 +116,4 @@ def test_cpu_keeps_its_form(tmp_path: Path) -> None:
         checkpoint=SimpleNamespace(metadata={"quantized_compute": "quantized"})
     )
     for each in (None, resume):
-        assert settle_products(STEP, base, work([8]), plan(1), each) == (base, "")
+        assert settle_products(CONFIG, base, work([8]), plan(1), each) == (base, "")

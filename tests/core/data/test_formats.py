@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxtune.config import OPTIONS
 from mlxtune.config.data import FIELD_NAMES, parse_fields
-from mlxtune.config.options import OPTIONS
 from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.formats import (
     FORMATS,
