@@ -148,7 +148,7 @@ def test_only_the_output_module_prints() -> None:
         for node in ast.walk(tree)
         if writes(node)
     }
-    flushes = {"backend/text/tokenizer.py", "backend/workers/worker_run.py"}
+    flushes = {"backend/text/tokenizer.py", "backend/workers/watch.py"}
     assert found - flushes == PRINTS.keys()
 
 

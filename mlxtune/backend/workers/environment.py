@@ -1,6 +1,7 @@
 """The workers of a launch: whether there are several, and whether their machines train as one."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.machine.checks import OK, PROBLEM, Check
 from mlxtune.core.text import byte_size, count, short_duration
+from mlxtune.errors import ConfigError, shorten
 
 # An adapter of a few million parameters, and a step worth sharing.
 _EXCHANGED, _STEP_S = 10_000_000, 1.0
@@ -18,16 +20,21 @@ _EXCHANGED, _STEP_S = 10_000_000, 1.0
 def launched_several() -> bool:
     """Return whether a launcher started this process as one of several."""
     if "MLX_HOSTFILE" in os.environ:
-        # Empty with one worker, which MLX refuses.
+        # Empty with one worker, which MLX refuses; it divides by the number of hosts.
         with suppress(OSError):
-            return bool(read_text(Path(os.environ["MLX_HOSTFILE"])).strip())
+            return bool(read_text(Path(os.environ["MLX_HOSTFILE"])).strip(" \n[]{}"))
     return "MLX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
 def launched_worker() -> int:
-    """Return this process's worker, before it has joined the others; 0 if it is alone."""
-    text = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
-    return int(text) if text.isdecimal() else 0
+    """Return this process's worker, before it has joined the others; 0 if it is alone.
+
+    Raises ConfigError if it is no number: MLX takes any text for 0.
+    """
+    text = os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise ConfigError([f"MLX_RANK: {shorten(text)} is no number of a worker"])
+    return int(text)
 
 
 @dataclass(frozen=True)

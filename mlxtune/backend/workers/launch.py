@@ -4,23 +4,31 @@ import faulthandler
 import hashlib
 import io
 import json
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlxtune.backend.models.model_folder import find_folder
-from mlxtune.backend.workers.environment import Link, WorkerReport, judge_workers, launched_several
+from mlxtune.backend.workers.environment import (
+    Link,
+    WorkerReport,
+    judge_workers,
+    launched_several,
+    launched_worker,
+)
 from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.watch import watched
 from mlxtune.config import user_cache
-from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.files import as_output_error, file_hash
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.scratch import lasting_folder, nowhere
 from mlxtune.core.machine.checks import PROBLEM, Check
 from mlxtune.core.machine.facts import machine_id, versions
 from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
-from mlxtune.errors import MlxTuneError, WorkerError
+from mlxtune.errors import MlxTuneError, WorkerError, one_line
 
 # Seconds to wait for workers that never start.
 _JOIN_SECONDS = 120
@@ -34,18 +42,20 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
 
     With `tensor`, they share a model.
 
-    Ends the process where they do not come. Raises WorkerError when they cannot be reached.
+    Ends the process where they do not come. Raises WorkerError when they cannot be reached, and
+    ConfigError for a rank that is no number.
     """
     if not launched_several():
         return Workers()
+    launched_worker()
     say(f"waiting for the others, up to {_JOIN_SECONDS} s")
     with nowhere() as dropped:
         # MLX waits in C, where no signal and no other thread of Python ends it.
         faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True, file=dropped)
         try:
             return Workers.launched(tensor=tensor)
-        except RuntimeError as error:
-            raise WorkerError(f"the other workers cannot be reached: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(f"the other workers cannot be reached: {one_line(error)}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -56,31 +66,26 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 
     The copy goes with the process. Raises what `find` raises.
     """
-    workers, packed, run = join(), io.BytesIO(), Path()
-    found, problem = None, None
-    if workers.index == 0:
-        try:
+    workers = join()
+    if workers.size == 1:
+        return find()
+    packed, run, found = io.BytesIO(), Path(), None
+    with watched(workers, "--resume"):
+        if workers.index == 0:
             run, found = find()
-        except MlxTuneError as error:
-            problem = error
-        else:
             with zipfile.ZipFile(packed, "w", strict_timestamps=False) as files:
                 for folder in dict.fromkeys([found.checkpoint.folder, run / BEST]):
                     for path in folder.glob("*"):
                         files.write(path, path.relative_to(run))
-    content = workers.bytes_from_first(packed.getvalue())
-    run = Path(workers.texts(str(run))[0])
-    if problem is not None:
-        raise problem
-    if not content:
-        # Worker 0 says why.
-        raise SystemExit(1)
-    if found is None:
-        copy = lasting_folder("resumed")
-        with zipfile.ZipFile(io.BytesIO(content)) as files:
-            files.extractall(copy)
-        found = find_resume_point(copy)
-        assert found is not None
+        content = workers.bytes_from_first(packed.getvalue())
+        run = Path(workers.texts(str(run))[0])
+        if found is None:
+            with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
+                copy = lasting_folder("resumed")
+                with zipfile.ZipFile(io.BytesIO(content)) as files:
+                    files.extractall(copy)
+            found = find_resume_point(copy)
+            assert found is not None
     return run, found
 
 
@@ -97,10 +102,10 @@ def check_workers(
         files=files,
         problems=[(check.found, check.remedy) for check in checks if check.level == PROBLEM],
     )
-    reports = [
-        WorkerReport(**json.loads(text)) for text in workers.texts(json.dumps(report.as_dict()))
-    ]
-    link = Link(_seconds_to_add(workers, 4), _seconds_to_add(workers, _MEASURED), _MEASURED)
+    with watched(workers, "doctor"):
+        texts = workers.texts(json.dumps(report.as_dict()))
+        link = Link(_seconds_to_add(workers, 4), _seconds_to_add(workers, _MEASURED), _MEASURED)
+    reports = [WorkerReport(**json.loads(text)) for text in texts]
     return list(judge_workers(reports, link))
 
 

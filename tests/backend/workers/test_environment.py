@@ -14,6 +14,7 @@ from mlxtune.backend.workers.environment import (
     launched_worker,
 )
 from mlxtune.core.machine.checks import OK, PROBLEM, Check
+from mlxtune.errors import ConfigError
 
 # 16 MB on two workers: each sends 16 MB, in 0.1 s.
 LINK = Link(0.001, 0.101, 16_000_000)
@@ -64,6 +65,7 @@ def test_workers_that_differ_are_named(changed: dict[str, object], name: str, fo
         ({"MLX_RANK": "2"}, True, 2),
         ({"OMPI_COMM_WORLD_RANK": "1"}, True, 1),
         ({"MLX_RANK": "0", "MLX_HOSTFILE": "empty"}, False, 0),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "nobody"}, False, 0),
     ],
 )
 def test_a_launch_is_told_by_its_variables(
@@ -74,9 +76,17 @@ def test_a_launch_is_told_by_its_variables(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "empty").write_text("")
+    (tmp_path / "nobody").write_text("[]\n")
     monkeypatch.chdir(tmp_path)
     for name in ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "MLX_HOSTFILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert (launched_several(), launched_worker()) == (several, worker)
+
+
+@pytest.mark.parametrize("text", ["x", "", "-1", "1 ", "٣", "9" * 20])
+def test_rank_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_RANK", text)
+    with pytest.raises(ConfigError, match=r"MLX_RANK: .* is no number of a worker"):
+        launched_worker()

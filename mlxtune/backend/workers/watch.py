@@ -1,0 +1,153 @@
+"""A watch over the other workers of a launch: what waits for one that is gone ends in a line."""
+
+import json
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.heartbeat import TOKEN_SIZE, Heartbeat
+from mlxtune.core.files.reading import read_text
+from mlxtune.core.machine.facts import machine_id
+from mlxtune.errors import (
+    ConfigError,
+    MlxTuneError,
+    TrainingInterrupted,
+    WorkerError,
+    one_line,
+    printable,
+)
+
+# Seconds for all workers to exchange their addresses.
+_MEETING_SECONDS = 60.0
+# Seconds for the main thread to end with its own error, once another worker has failed.
+_GRACE = 3.0
+# Seconds in which the end of another worker's connection is seen.
+_MOMENT = 0.5
+
+
+class Watch:
+    """Ends this process where another worker is gone, for which a collective waits for ever.
+
+    `began` says how the command began, the same on all workers; `describe` continues the line that
+    begins with "worker 1 is gone". `machines` identifies the machine of each worker.
+
+    Raises WorkerError if the workers do not find each other, or began otherwise.
+    """
+
+    def __init__(self, workers: Workers, began: str, describe: Callable[[int | None], str]) -> None:
+        self._workers, self._describe = workers, describe
+        self.found = threading.Event()
+        silent = f"worker {1 - workers.index}" if workers.size == 2 else "another worker"
+        problem = (
+            f"{silent} does not answer, or has ended: start all again, on ports that nothing else "
+            "uses (mlx.launch --starting-port), and allow connections between the machines"
+        )
+        timer = threading.Timer(_MEETING_SECONDS, self._exit, [problem])
+        timer.daemon = True
+        timer.start()
+        try:
+            begun = self._meet(began)
+        except Exception as error:
+            # What MLX's ring returns after a loss leads to errors of any kind.
+            raise WorkerError(f"{problem} ({one_line(error)})") from error
+        finally:
+            timer.cancel()
+        for worker, how in enumerate(begun):
+            if how != begun[0]:
+                self.heartbeat.close()
+                if workers.index:
+                    # Worker 0 says it.
+                    raise SystemExit(1)
+                raise WorkerError(
+                    f"worker {worker} began with {how}, worker 0 with {begun[0]}: "
+                    "start all workers with one command"
+                )
+
+    def _meet(self, began: str) -> tuple[str, ...]:
+        """Start the heartbeat, and return how each worker began."""
+        workers = self._workers
+        # Over MLX's own connections, which nobody else has.
+        token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
+        self.heartbeat = Heartbeat(self._end, token)
+        server = None if workers.index else Heartbeat.listen(_address())
+        port = 0 if server is None else server.getsockname()[1]
+        met = workers.texts(json.dumps([_address(), port, began, machine_id()]))
+        places, ports, begun, self.machines = zip(*map(json.loads, met), strict=True)
+        if server is not None:
+            self.heartbeat.accept(server, workers.size - 1)
+        else:
+            self.heartbeat.connect(places[0], ports[0], workers.index)
+        return begun
+
+    def loss_behind(self, error: Exception) -> str | None:
+        """Return what to say of an error, if it is that another worker is gone."""
+        self.found.set()
+        # What MLX's ring returned after a loss may have led to an error of any kind.
+        of_ring = "[ring]" in str(error)
+        self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
+        # An error that the other one has, too, says more than its loss.
+        if of_ring or (self.heartbeat.failed and isinstance(error, WorkerError)):
+            return self._line()
+        return None
+
+    def _line(self) -> str:
+        lost = self.heartbeat.lost
+        who = "another worker" if lost is None else f"worker {lost}"
+        return f"{who} is gone{self._describe(lost)}"
+
+    def _end(self, lost: int) -> None:
+        # Before mlx.launch ends this process, too; one that failed has said why.
+        if not self.heartbeat.failed or not self.found.wait(_GRACE):
+            self._exit(self._line())
+
+    def _exit(self, line: str) -> None:
+        name = f"worker {self._workers.index}: " if self._workers.index else ""
+        sys.stderr.write(printable(f"mlxtune: error: {name}{line}") + "\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextmanager
+def watched(
+    workers: Workers,
+    began: str,
+    describe: Callable[[int | None], str] = lambda lost: ": give the same command again",
+) -> Iterator[tuple[str, ...]]:
+    """Watch over the other workers, and yield the machines of all; see `Watch`.
+
+    Raises WorkerError in place of an error that comes of the loss of another worker.
+    """
+    watch = Watch(workers, began, describe)
+    failed = True
+    try:
+        yield watch.machines
+        failed = False
+    except (ConfigError, KeyboardInterrupt, SystemExit) as error:
+        failed = not isinstance(error, SystemExit | TrainingInterrupted)
+        raise
+    except Exception as error:
+        if (line := watch.loss_behind(error)) is not None:
+            raise WorkerError(line) from error
+        if workers.index and isinstance(error, MlxTuneError):
+            error.args = (f"worker {workers.index}: {error}",)
+        raise
+    finally:
+        watch.found.set()
+        # The others are told of an error: they may wait for this one.
+        watch.heartbeat.close(failed=failed)
+
+
+def _address() -> str:
+    """Return where the other machines find this one, as the launcher told MLX."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        hosts = json.loads(read_text(Path(os.environ["MLX_HOSTFILE"])))
+        return str(hosts[0][0]).rpartition(":")[0].strip("[]")
+    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
+        if host := os.environ.get(name, "").rpartition(":")[0] or os.environ.get(name):
+            return host
+    return "127.0.0.1"

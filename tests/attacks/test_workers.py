@@ -1,0 +1,173 @@
+"""Several workers of which one ends, hangs or began otherwise: who it was, and how to go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxtune.core.files.lock import Lock
+from mlxtune.core.run.run_folder import LOCK
+from tests.cli.test_workers import arguments, patched
+from tests.launch import free_port, needs_ring, run
+
+pytestmark = [needs_ring, pytest.mark.slow]
+
+WRAP = """import signal, time
+{module}
+real = {owner}.{name}
+def acting(*arguments, **options):
+    found = real(*arguments, **options)
+    {act}
+    return found
+{owner}.{name} = acting"""
+PLACES = {
+    "joined": ("import mlxtune.backend.workers.launch as launch", "launch.Workers", "launched"),
+    "encoding": ("import mlxtune.commands.train as train", "train", "load_dataset"),
+    "loading": ("import mlxtune.backend.models.loading as loading", "loading", "read_weights"),
+    "first step": (
+        "from mlxtune.backend.step.pipeline import InstructPipeline as pipeline",
+        "pipeline",
+        "start_batch",
+    ),
+}
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def lines(said: str) -> list[str]:
+    assert "Traceback" not in said
+    return [line for line in said.splitlines() if line.startswith("mlxtune: ")]
+
+
+def attacked(folder: Path, worker: int, place: str, act: str, command: list[object]) -> list[str]:
+    """Return what is said of a run one of whose workers acts at a place."""
+    module, owner, name = PLACES[place]
+    patch = WRAP.format(module=module, owner=owner, name=name, act=act)
+    script = Path(str(patched(folder, worker, patch)[0]))
+    shorter = "import mlxtune.backend.workers.watch as watch\nwatch._MEETING_SECONDS = 3.0\n"
+    script.write_text(shorter + script.read_text())
+    return lines(run(2, [script, *command[2:]], folder / "log", timeout=120))
+
+
+def started_apart(folder: Path, first: list[object], second: list[object]) -> list[str]:
+    """Return what is said of a run whose workers 0 and 1 were given different commands."""
+    script = folder / "start.sh"
+    commands = (" ".join(map(str, [sys.executable, *each])) for each in (second, first))
+    script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*commands))
+    return lines(run(2, ["bash", script], folder / "log", timeout=120))
+
+
+@pytest.mark.parametrize("place", ["encoding", "loading", "first step"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_worker_that_is_killed_before_anything_is_saved_is_named(
+    tmp_path: Path, worker: int, place: str
+) -> None:
+    (line,) = attacked(tmp_path, worker, place, KILLED, arguments(tmp_path))
+    assert f"worker {worker} is gone after step 0" in line
+    # There is no checkpoint from which to resume.
+    assert line.endswith("; nothing was saved: give the same command again")
+
+
+@pytest.mark.parametrize("act", [KILLED, "time.sleep(600)"])
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("command", ["train", "resume", "doctor"])
+def test_worker_that_joins_and_says_nothing_is_not_waited_for(
+    tmp_path: Path, worker: int, act: str, command: str
+) -> None:
+    options = {
+        "train": arguments(tmp_path),
+        "resume": ["-m", "mlxtune", "train", "--resume", tmp_path],
+        "doctor": ["-m", "mlxtune", "doctor"],
+    }
+    (line,) = attacked(tmp_path, worker, "joined", act, options[command])
+    assert f"worker {worker} does not answer, or has ended: start all again" in line
+
+
+@pytest.mark.parametrize("change", ["--resume", "--parallel tensor"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_workers_that_began_otherwise_are_told_apart_at_once(
+    tmp_path: Path, worker: int, change: str
+) -> None:
+    plain = arguments(tmp_path)
+    other = ["-m", "mlxtune", "train", "--resume", tmp_path] if change == "--resume" else plain
+    other = [*plain, *change.split()] if change != "--resume" else other
+    (line,) = started_apart(tmp_path, *([other, plain] if worker == 0 else [plain, other]))
+    assert "worker 1 began with --" in line
+    assert "start all workers with one command" in line
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_worker_that_ends_with_a_line_of_its_own_says_why(tmp_path: Path, worker: int) -> None:
+    plain, nothing = arguments(tmp_path), arguments(tmp_path, model_path=tmp_path / "nothing")
+    said = started_apart(tmp_path, *([nothing, plain] if worker == 0 else [plain, nothing]))
+    assert f"{tmp_path / 'nothing'}: no such folder" in said[0]
+    assert ("worker 1: " in said[0]) == bool(worker)
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_worker_without_room_for_temporary_files_ends_all(tmp_path: Path, command: str) -> None:
+    options = arguments(tmp_path, max_steps=4, save_steps=2)
+    if command == "resume":
+        run(2, options, tmp_path / "log")
+        elsewhere = ["-m", "mlxtune", "train", "--resume", tmp_path / "checkpoints"]
+        options = [*elsewhere, "--max-steps", 6]
+    patch = """import tempfile
+def full(*arguments, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+tempfile.mkdtemp = full"""
+    script, *_ = patched(tmp_path, 1, patch)
+    said = lines(run(2, [script, *options[2:]], tmp_path / "log", timeout=120))
+    assert "worker 1: " in said[0]
+    assert "cannot be written: No space left on device: " in said[0]
+    assert "choose another TMPDIR" in said[0]
+
+
+def test_second_launch_into_a_folder_ends(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    lock = Lock(tmp_path / "checkpoints" / LOCK)
+    try:
+        said = lines(run(2, arguments(tmp_path), tmp_path / "log", timeout=120))
+    finally:
+        lock.release()
+    assert said[0].endswith("wait until it ends, or choose another --checkpoint-dir")
+
+
+HOSTS = '[["127.0.0.1:PORT"],["127.0.0.1:NEXT"]]'
+
+
+@pytest.mark.parametrize(
+    "rank, hosts, problem",
+    [
+        ("x", HOSTS, "MLX_RANK: 'x' is no number of a worker"),
+        ("-1", HOSTS, "MLX_RANK: '-1' is no number"),
+        ("", HOSTS, "MLX_RANK: '' is no number"),
+        ("9" * 20, HOSTS, "is no number of a worker"),
+        ("5", HOSTS, "the other workers cannot be reached: "),
+        ("0", "x", "the other workers cannot be reached: "),
+        ("0", "[1, 2]", "the other workers cannot be reached: "),
+        ("0", "1", "the other workers cannot be reached: "),
+        ("0", '{"a": ["127.0.0.1:PORT"]}', "the other workers cannot be reached: "),
+        ("0", "[[], []]", "the other workers cannot be reached: "),
+        ("0", '[["127.0.0.1"], ["127.0.0.1:1"]]', "the other workers cannot be reached"),
+        # Without any host, this process is alone.
+        ("0", "[]", "no such folder"),
+        ("0", "{}", "no such folder"),
+    ],
+)
+def test_ranks_and_hosts_that_lie_end_in_a_line(
+    tmp_path: Path, rank: str, hosts: str, problem: str
+) -> None:
+    first = free_port(2)
+    file = tmp_path / "hosts.json"
+    file.write_text(hosts.replace("PORT", str(first)).replace("NEXT", str(first + 1)))
+    environment = {**os.environ, "MLX_RANK": rank, "MLX_HOSTFILE": str(file)}
+    command = [sys.executable, *arguments(tmp_path, model_path=tmp_path / "none")]
+    ended = subprocess.run(
+        [*map(str, command)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode in (1, 2)
+    (line,) = lines(ended.stderr)
+    assert problem in line
