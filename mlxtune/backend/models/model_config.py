@@ -29,6 +29,8 @@ _ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|sh
 _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 # Mamba's time_step_limit may end at infinity.
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
+# Of factors and bases; an epsilon is at most 1.
+_LARGEST = 1e15
 # Digits of a number that is text.
 _LONGEST_NUMBER = 20
 # The parameters of MLX's formats for quantised weights.
@@ -94,6 +96,8 @@ def _senseless_number(name: str, value: Any) -> str | None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}, not a finite number"
+    if abs(value) > (most := 1 if "eps" in name else _LARGEST):
+        return f"{value:.3g}, more than {most:g}"
     if value <= 0 and _ABOVE_ZERO.fullmatch(name):
         return f"{value}, not above 0"
     if value < 0 and _NUMBER.fullmatch(name):

@@ -61,6 +61,8 @@ def test_sound_config_has_no_problems(config: dict[str, Any]) -> None:
         ),
         ({"moe_topk": ["two"]}, "moe_topk is not a list of integers: ['two']"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a finite number"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e+300, more than 1"),
+        ({"rope_theta": 10**90}, "rope_theta is 1e+90, more than 1e+15"),
         (
             {"text_config": json.loads('{"rope_theta": 1e999}')},
             "rope_theta is inf, not a finite number",
