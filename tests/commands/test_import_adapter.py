@@ -148,6 +148,23 @@ def test_what_cannot_be_taken_is_named(
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize("others", [["vision_tower"], ["model.model", "model.other"]])
+def test_modules_that_the_base_has_no_place_of_their_own_for_are_refused(
+    cli: Cli, model: Path, tmp_path: Path, others: list[str]
+) -> None:
+    weights = peft_folder(tmp_path / "theirs") / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    renamed = {
+        name.replace("model.model.model", f"model.{other}"): value
+        for other in others
+        for name, value in tensors.items()
+    }
+    safetensors.numpy.save_file(renamed, weights)
+    outcome = cli("import", weights.parent, "--model-path", model, "--output", tmp_path / "ours")
+    assert "the base model: does not have exactly one module for" in outcome.error
+    assert f"{others[-1].rpartition('model.')[2]}.layers.1.self_attn.q_proj" in outcome.error
+
+
 @pytest.mark.parametrize("shape", [(1,), (63,), (64, 1)])
 def test_magnitudes_of_another_shape_are_refused(
     cli: Cli, model: Path, tmp_path: Path, shape: tuple[int, ...]

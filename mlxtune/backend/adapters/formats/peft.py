@@ -227,7 +227,7 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
     """Return the names in `present` of the wanted modules, which are named by another tool.
 
     Names that differ are matched from the layer number on. Raises ModelError for modules that are
-    missing from `present`, or in it twice; `where` is what it lists.
+    missing from `present`, or in it twice, or that share one there; `where` is what it lists.
     """
     present = set(present)
     by_tail: dict[str, list[str]] = {}
@@ -240,11 +240,12 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
         others = by_tail.get(tail[1], []) if tail else []
         if name in present:
             matches[name] = name
-        elif len(others) == 1:
+        elif len(others) == 1 and not NOT_TEXT.search(name):
             matches[name] = others[0]
         else:
             missing.append(name)
-    if missing:
+    places = Counter(matches.values())
+    if missing := missing or [name for name, place in matches.items() if places[place] > 1]:
         raise ModelError(f"{where}: does not have exactly one module for {join_few(missing)}")
     return matches
 
