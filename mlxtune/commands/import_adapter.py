@@ -13,7 +13,7 @@ from mlxtune.commands.proof import find_base, metadata_of
 from mlxtune.config import ImportConfig, as_path
 from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
-from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.views.output import print_line
 
@@ -39,8 +39,7 @@ def import_adapter(config: ImportConfig) -> Path:
     )
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]
-    names, overwrite = (ADAPTER, ADAPTER_CONFIG), config.overwrite
-    with new_folder(target, sources, manifest=FILES, names=names, overwrite=overwrite) as temporary:
+    with new_folder(target, sources, manifest=FILES, overwrite=config.overwrite) as temporary:
         write_mlx_lm(adapter, temporary / ADAPTER)
         write_json(temporary / FILES, {"files": hashes(temporary)})
     return target / ADAPTER

@@ -13,7 +13,6 @@ from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, Weigh
 from mlxtune.backend.adapters.files import find_adapter, read_info
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
-from mlxtune.backend.adapters.fuse import COPIED
 from mlxtune.backend.adapters.retention import Retention
 from mlxtune.backend.device import memory
 from mlxtune.backend.lora.targets import projections_of
@@ -35,8 +34,6 @@ from mlxtune.errors import ModelError
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 
-# All files that `fuse` and `export` ever write to --output.
-_WRITTEN = (*COPIED, "model*.safetensors", "adapter*.safetensors", "adapter.gguf", "model.gguf")
 _PROMPTS = (
     "Tell me a short story about a fox and a river.",
     "What is 17 + 25? Explain how you got there.",
@@ -153,9 +150,7 @@ def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -
         console.say("Removed", f"{left}, which a killed process left")
     with (
         end_in_order(),
-        new_folder(
-            target, sources, manifest=CERTIFICATE, names=_WRITTEN, overwrite=overwrite
-        ) as folder,
+        new_folder(target, sources, manifest=CERTIFICATE, overwrite=overwrite) as folder,
         noted(folder),
     ):
         yield folder

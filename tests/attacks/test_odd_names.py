@@ -74,7 +74,7 @@ def test_folder_that_holds_the_input_is_no_output_under_another_name(
     )
     with (
         pytest.raises(OutputError, match="which is an input"),
-        new_folder(tmp_path / form, [source / "base"], manifest="m", names=(), overwrite=True),
+        new_folder(tmp_path / form, [source / "base"], manifest="m", overwrite=True),
     ):
         pass
     shutil.rmtree(source)

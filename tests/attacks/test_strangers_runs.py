@@ -12,6 +12,7 @@ import pytest
 
 from mlxtune.backend.models import model_folder
 from mlxtune.config import user_cache
+from mlxtune.core.files import remembered
 from mlxtune.core.run import checkpoint, own_runs
 from tests.command import Cli
 from tests.hub_server import Hub
@@ -243,7 +244,7 @@ def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: 
 
 def test_list_of_own_runs_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(own_runs, "_MAX_LINES", 10)
+    monkeypatch.setattr(remembered, "_MAX_LINES", 10)
     runs = [tmp_path / f"run{number}" for number in range(11)]
     for run in runs:
         run.mkdir()

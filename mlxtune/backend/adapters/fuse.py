@@ -42,7 +42,7 @@ from mlxtune.errors import ModelError, OutputError, one_line
 # A weight file is in memory while it is written; mlx-lm's are five times as large.
 _SHARD_GB = 1
 # The other files of a model folder.
-COPIED = (
+_COPIED = (
     *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
@@ -172,7 +172,7 @@ def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
 
 
 def _copied_files(base: Path) -> Iterator[Path]:
-    for path in sorted({path for pattern in COPIED for path in base.glob(pattern)}):
+    for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
         if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
             yield path
 

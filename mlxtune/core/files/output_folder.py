@@ -1,9 +1,9 @@
 """A folder that appears whole or not at all: made next to its target, then renamed."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.files import (
@@ -16,11 +16,13 @@ from mlxtune.core.files.files import (
     sync,
 )
 from mlxtune.core.files.ours import contents, discard, is_empty, is_folder, is_ours, move
+from mlxtune.core.files.remembered import is_remembered, remember
 from mlxtune.core.text import join_few
 from mlxtune.errors import OutputError
 
 # What a file had when it was known to be ours: its inode, size and time of change.
 _Known = Mapping[str, tuple[int, int, int]]
+_REMEDY = "move it away, or choose another --output"
 
 
 @contextmanager
@@ -29,22 +31,20 @@ def new_folder(
     sources: Iterable[Path],
     *,
     manifest: str,
-    names: Collection[str],
     overwrite: bool,
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 
     The caller writes the file `manifest` there, JSON with the SHA-256 of all others in `files`. An
     existing folder is replaced only with `overwrite`, and only if it holds no files but those in
-    its manifest, unchanged, whose names match `names`: patterns of all that is ever written there,
-    as somebody else may have made the manifest. `sources` are the files and folders that are read,
-    which the target must not hold.
+    its manifest, unchanged, and the manifest is remembered as this user's. `sources` are the files
+    and folders that are read, which the target must not hold.
 
     Raises OutputError.
     """
     check_writable(target, "--output")
     _check_apart(target, sources)
-    known = _check_free(target, manifest, names, overwrite)
+    known = _check_free(target, manifest, overwrite)
 
     def is_known(folder: Path) -> bool:
         return is_folder(folder) and _fingerprints(folder) == known
@@ -54,6 +54,7 @@ def new_folder(
         yield folder
         for path in folder.rglob("*"):
             sync(path)
+        remember(file_hash(folder / manifest))
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
             )
 
 
-def _check_free(target: Path, manifest: str, names: Collection[str], overwrite: bool) -> _Known:
+def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
     """Return the files of the folder that is to be replaced, all of them ours."""
     with as_output_error(target, "--output"):
         if not os.path.lexists(target):
@@ -146,15 +147,17 @@ def _check_free(target: Path, manifest: str, names: Collection[str], overwrite: 
                 f"{target}: already exists: choose another --output, or add --overwrite"
             )
         known = _fingerprints(target)
-        written = {name: each for name, each in files.items() if _matches(name, names)}
-        _check_written(target, {**written, manifest: None})
+        if not _is_remembered(target / manifest):
+            raise OutputError(f"{target}: was not written by you on this machine: {_REMEDY}")
+        _check_written(target, {**files, manifest: None})
     return known
 
 
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    path = PurePosixPath(name)
-    # `match` looks at the last parts only.
-    return any(path.match(each) and each.count("/") == name.count("/") for each in patterns)
+def _is_remembered(manifest: Path) -> bool:
+    # A list that cannot be read has nothing.
+    with suppress(OSError, ValueError):
+        return is_remembered(file_hash(manifest))
+    return False
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
@@ -167,12 +170,11 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
 
 def _check_written(target: Path, files: Mapping[str, Any]) -> None:
     """Raise OutputError unless a folder holds only these files, each with its SHA-256, if any."""
-    remedy = "move it away, or choose another --output"
     found = contents(target)
     if others := [name for name in found if name not in files or not is_ours(found[name])]:
         raise OutputError(
-            f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {remedy}"
+            f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {_REMEDY}"
         )
     for name, path in found.items():
         if files[name] is not None and file_hash(path) != files[name]:
-            raise OutputError(f"{path}: was changed after mlxtune had written it: {remedy}")
+            raise OutputError(f"{path}: was changed after mlxtune had written it: {_REMEDY}")

@@ -1,0 +1,24 @@
+"""What this user made on this machine: a list in the user's cache, of ids that nobody can guess."""
+
+from contextlib import suppress
+
+from mlxtune.config import user_cache
+from mlxtune.core.files.files import append_line, make_folder, read_own, write_file
+
+_MAX_LINES = 20_000
+
+
+def remember(line: str) -> None:
+    """Add a line to the list; without a cache, nothing is remembered."""
+    with suppress(OSError, ValueError):
+        path = user_cache() / "runs"
+        make_folder(path.parent)
+        append_line(path, line)
+        lines = read_own(path).splitlines(keepends=True)
+        if len(lines) > _MAX_LINES:
+            write_file(path, lines[-_MAX_LINES // 2 :])
+
+
+def is_remembered(line: str) -> bool:
+    """Return whether the list has a line. Raises OSError or ValueError if it cannot be read."""
+    return line.encode() in read_own(user_cache() / "runs").splitlines()
