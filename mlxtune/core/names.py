@@ -27,5 +27,4 @@ def is_relative_path(name: object) -> bool:
 
 
 def is_commit(revision: object) -> bool:
-    """Return whether a revision is a commit's full hash."""
     return isinstance(revision, str) and bool(_COMMIT.fullmatch(revision))

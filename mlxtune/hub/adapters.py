@@ -90,7 +90,6 @@ def model_card(run: Run, lines: Iterable[str], *, repository: str, base: str, pe
 
 
 def _results(run: Run, datasets: list[str]) -> list[EvalResult]:
-    """Return the losses on the rows held out, before and after."""
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None:
         return []

@@ -46,7 +46,6 @@ def asking(
 
 
 def reason(error: Exception, kind: str) -> str:
-    """Return what went wrong, and the remedy."""
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -84,7 +83,6 @@ def reason(error: Exception, kind: str) -> str:
 
 
 def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
-    """Return why the hub answered with an error."""
     code = error.response.status_code
     known = huggingface_hub.get_token() is not None
     if code == 401 and known and not isinstance(error, errors.RepositoryNotFoundError):

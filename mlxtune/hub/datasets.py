@@ -41,17 +41,14 @@ class HubData:
 
     @property
     def train(self) -> list[Path]:
-        """The files to train on."""
         return [path for files in list(self.files.values())[:1] for path in files]
 
     @property
     def validation(self) -> list[Path]:
-        """The validation files, if the name has no split."""
         return [path for files in list(self.files.values())[1:] for path in files]
 
     @property
     def titles(self) -> dict[str, str]:
-        """What people read for each split."""
         config = None if self.name.config == DEFAULT else self.name.config
         return {
             split: str(DatasetName(self.name.repository, config, split=split))
@@ -67,7 +64,6 @@ class HubData:
         }
 
     def about(self) -> dict[str, Any]:
-        """Return what a run records about its data."""
         return {
             "name": str(self.name),
             "repository": self.name.repository,
@@ -113,7 +109,6 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
 
 def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> _Listing:
-    """Ask the hub which files a name stands for."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:

@@ -74,7 +74,6 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
 
 
 def _writable(cache: Path | None) -> Path | None:
-    """Make the folder of the cache; return None if it cannot be written."""
     if cache is not None:
         with suppress(OSError):
             make_folder(cache)

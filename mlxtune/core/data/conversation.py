@@ -173,7 +173,6 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def function_name(call: Mapping[str, Any]) -> str | None:
-    """Return the name of the function of a tool or call, if it has one."""
     function = call.get("function") or call
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

@@ -58,12 +58,10 @@ class ExampleArrays:
 
     @classmethod
     def mapped(cls, folder: Path) -> ExampleArrays:
-        """Map the files of write_arrays. Raises OSError."""
         return cls(**{name: _map(folder / name, kind) for name, kind in COLUMNS.items()})
 
     @property
     def num_rows(self) -> int:
-        """How many rows have examples."""
         return len(self.first_of_row) - 1
 
     @cached_property
@@ -195,7 +193,6 @@ class Corpus(Sequence[Example]):
 
     @property
     def num_rows(self) -> int:
-        """How many rows have examples."""
         return len(self._first_of_row) - 1
 
     def row(self, index: int) -> RowExamples:
@@ -224,7 +221,6 @@ class Corpus(Sequence[Example]):
         return own - first + 1, end - first, int(arrays.lengths[own])
 
     def largest_token(self) -> int:
-        """Return the largest token id in the files."""
         largest = 0
         for arrays in self.files:
             largest = max(largest, int(arrays.tokens.max(initial=0)))
@@ -292,7 +288,6 @@ class CorpusRows:
         return self.corpus.paths[file] if self.corpus.paths else "", row
 
     def where(self, index: int) -> str:
-        """Return the place of a row as people read it."""
         path, row = self.place(index)
         return f"{path}:{row}" if path else f"row {row}"
 

@@ -330,7 +330,6 @@ class Encoder:
 
 
 def _chunks(rendered: Iterable[tuple[int, Rendering]]) -> Iterator[list[tuple[int, Rendering]]]:
-    """Group renderings so that none but a single long one has many characters."""
     chunk: list[tuple[int, Rendering]] = []
     characters = 0
     for row, rendering in rendered:

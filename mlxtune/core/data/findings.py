@@ -54,7 +54,6 @@ def row_findings(
 
 
 def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
-    """Return a finding for each reason why rows are skipped."""
     return _findings([(file, file.skipped) for file in files], {})
 
 

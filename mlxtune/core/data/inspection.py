@@ -25,8 +25,6 @@ _SHORTEST_LIMIT = 128
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution of a number of tokens over all examples."""
-
     p50: int
     p95: int
     max: int
@@ -147,7 +145,6 @@ class InspectedExamples:
         return len(self._corpus)
 
     def cost(self, batch_size: int) -> Cost:
-        """Return the cost of an epoch."""
         corpus, trains = self._corpus, ~self._validates
         return Cost(
             steps=math.ceil(len(np.unique(corpus.row_of_example[trains])) / batch_size),
@@ -172,7 +169,6 @@ class InspectedExamples:
         return self._corpus.paths[self._corpus[index].file]
 
     def show(self, index: int, tokenizer: Tokenizer, findings: Sequence[Finding]) -> ShownExample:
-        """Return an example as the model sees it."""
         example, path = self._corpus[index], self._path_of(index)
         part, parts, full_length = self._corpus.part_of_row(index)
         return ShownExample(

@@ -35,23 +35,19 @@ class Ledger:
 
     @property
     def rows_kept(self) -> int:
-        """How many rows train or validate."""
         return self.rows_train + self.rows_validation
 
     def hold_out(self, rows: int) -> None:
-        """Move rows from training to validation."""
         self.rows_train -= rows
         self.rows_validation += rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the ledger as JSON-ready values."""
         return vars(self) | {
             "rows_skipped": dict(sorted(self.rows_skipped.items())),
             "notes": dict(sorted(self.notes.items())),
         }
 
     def adds_up(self) -> bool:
-        """Return whether every row and every token is accounted for."""
         kept = self.rows_kept + self.rows_skipped.total()
         seen = self.tokens_supervised + self.tokens_context + self.tokens_truncated
         return self.rows_read == kept and self.tokens == seen

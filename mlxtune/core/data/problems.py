@@ -60,7 +60,6 @@ class RowTally:
     places_per_kind: int = 5
 
     def count(self, row: int, kind: str, detail: str = "") -> None:
-        """Count the row with this 1-based number."""
         self.counts[kind] += 1
         places = self.places.setdefault(kind, [])
         if len(places) < self.places_per_kind:
@@ -74,12 +73,10 @@ class SkippedRows(RowTally):
     path: Path
 
     def add(self, row: int, problem: BadRow) -> None:
-        """Count the row with this 1-based number."""
         self.count(row, problem.kind, problem.detail)
 
     @property
     def total(self) -> int:
-        """How many rows were skipped."""
         return self.counts.total()
 
     @property

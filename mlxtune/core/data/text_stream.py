@@ -47,5 +47,4 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def text_of(pieces: Sequence[bytes]) -> str:
-    """Return the text of all tokens of an answer."""
     return b"".join(pieces).decode("utf-8", errors="replace")

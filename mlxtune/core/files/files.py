@@ -68,7 +68,6 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def new_file(path: Path) -> IO[bytes]:
-    """Open a file that is not there yet, to write it. Raises OSError."""
     return path.open("x+b")
 
 
@@ -227,11 +226,9 @@ def make_folder(folder: Path, option: str = "path") -> None:
 
 
 def copy_file(path: Path, target: Path) -> None:
-    """Copy a file's content to a file that is not there yet. Raises OSError."""
     with open_regular(path) as file, new_file(target) as copy:
         shutil.copyfileobj(file, copy)
 
 
 def mark_used(path: Path) -> None:
-    """Set a file's times to now. Raises OSError."""
     os.utime(path, follow_symlinks=False)

@@ -51,7 +51,6 @@ class Lock:
         os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
 
     def release(self) -> None:
-        """Release the lock and remove the file."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
@@ -109,7 +108,6 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _check_note(path: Path, descriptor: int) -> None:
-    """Raise NotOurs for a file whose content is no note of a lock."""
     if os.fstat(descriptor).st_size and "pid" not in _note(descriptor):
         raise NotOurs(path, "mlxtune did not write it")
 

@@ -58,7 +58,6 @@ def check_file(path: Path) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a file stands here that is ours."""
     try:
         _check(path, path.lstat())
     except OSError:

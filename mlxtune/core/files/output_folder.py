@@ -91,7 +91,6 @@ def replaced_folder(
 
 
 def _check_known(target: Path, option: str, is_known: Callable[[Path], bool]) -> None:
-    """Raise OutputError if a folder is there, not empty, that is not known to be ours."""
     if os.path.lexists(target) and not is_empty(target) and not is_known(target):
         raise OutputError(
             f"{target}: holds files that mlxtune did not write: move it away, or choose another "

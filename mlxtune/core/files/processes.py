@@ -177,7 +177,6 @@ def kernel_cache() -> str:
 
 
 def describe_end(status: int, folder: Path) -> str:
-    """Return how a process of Children ended and its last message."""
     how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
     lines = read_bytes(folder / "stderr").decode(errors="replace").splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -234,7 +233,6 @@ class LimitedProcess:
         return known.get(status, f"exit status {status}")
 
     def close(self) -> None:
-        """End the process."""
         end(self._process)
 
 

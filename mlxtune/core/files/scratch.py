@@ -48,7 +48,6 @@ def scratch_file() -> IO[bytes]:
 
 
 def nowhere() -> IO[str]:
-    """Open a file that keeps nothing of what is written. Raises OSError."""
     return Path(os.devnull).open("w", encoding="utf-8")
 
 

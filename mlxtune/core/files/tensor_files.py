@@ -41,8 +41,6 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The header of a safetensors file."""
-
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
 
@@ -101,7 +99,6 @@ def _whole(values: Any) -> bool:
 
 
 def _check_places(name: str, places: list[tuple[int, int, str]], size: int) -> None:
-    """Raise ValueError unless the tensors, in their order, take each byte of the data once."""
     end_before = 0
     for start, end, tensor in places:
         if start != end_before:

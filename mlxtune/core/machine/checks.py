@@ -54,11 +54,9 @@ class Diagnosis:
 
     @property
     def can_train(self) -> bool:
-        """True if nothing makes training impossible."""
         return not any(check.stops for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it for JSON."""
         return {
             "can_train": self.can_train,
             "checks": [asdict(check) for check in self.checks],
@@ -66,7 +64,6 @@ class Diagnosis:
         }
 
     def summary(self) -> str:
-        """Return the result in one line."""
         counts = [
             (sum(check.level == level for check in self.checks), level) for level in (PROBLEM, NOTE)
         ]
@@ -76,13 +73,11 @@ class Diagnosis:
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """Judge the facts of a machine."""
     parts = (_system, _packages, _device, _memory, _speed, _folders, _power_and_network)
     return Diagnosis(machine, tuple(check for part in parts for check in part(machine)))
 
 
 def check_lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield a line for each check, and one for its remedy."""
     width = max(len(check.name) for check in checks) + 2
     for check in checks:
         yield f"{check.level:<9}{check.name:<{width}}{check.found}"
@@ -140,7 +135,6 @@ def _packages(m: Machine) -> Iterator[Check]:
 
 
 def _keep_one_library(m: Machine) -> str:
-    """Return commands that leave one of the packages with MLX's library, freshly installed."""
     for_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
     kept = for_gpu[-1] if for_gpu else m.libraries[0]
     version = next((f"=={p.installed}" for p in m.packages if p.name == "mlx"), "")
@@ -148,7 +142,6 @@ def _keep_one_library(m: Machine) -> str:
 
 
 def _extras(m: Machine) -> str:
-    """Return which extras are installed, among those of use on this machine."""
     hidden = ("cpu",) if m.has_nvidia else _EXTRAS.values()
     serves: dict[str, bool] = {}
     for package in m.packages:
@@ -195,7 +188,6 @@ def _memory(m: Machine) -> Iterator[Check]:
 
 
 def _limit(m: Machine, device: Device) -> Check:
-    """Judge the default of --memory-limit."""
     found, remedy = f"by default {_gb(device.limit)}", ""
     if device.limit < m.default_limit:
         found += f": {_gb(m.default_limit)}, capped at what the GPU may use"

@@ -64,7 +64,6 @@ class Sensors:
     pressure_file: Path = Path("/proc/pressure/memory")
 
     def pressure(self) -> Pressure:
-        """Return the memory pressure; NORMAL if the system does not say."""
         if self.system == "Darwin":
             text = tool_output("sysctl", "-n", "kern.memorystatus_vm_pressure_level").strip()
             level = int(text) if text.isdecimal() else 0
@@ -106,7 +105,6 @@ class Sensors:
 
 
 def _is_hot() -> bool:
-    """Return whether a temperature has reached a limit of its chip."""
     import psutil
 
     return any(

@@ -150,7 +150,6 @@ def probe_device() -> tuple[Device | None, str]:
 
 
 def read_system() -> dict[str, Any]:
-    """Return the fields of Machine that the system's own tools know."""
     if platform.system() == "Darwin":
         # Names unknown to a Mac only give errors on stderr.
         values = dict(re.findall(r"(?m)^(\S+): (.*)$", tool_output("sysctl", *_SYSCTL)))
@@ -184,7 +183,6 @@ def read_memory(limit: int = sys.maxsize) -> Memory:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
     packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
     return {"python": platform.python_version()} | {
         package: importlib.metadata.version(package) for package in packages
@@ -203,7 +201,6 @@ def machine_id() -> str:
 
 
 def has_nvidia() -> bool:
-    """Return whether an NVIDIA driver is installed."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
@@ -215,7 +212,6 @@ def offline() -> str:
 
 
 def folders() -> dict[str, Folder]:
-    """Return the folders that runs write to, by their purpose."""
     return {
         "folder": _folder(Path.cwd),
         "cache": _folder(user_cache, measured=True),

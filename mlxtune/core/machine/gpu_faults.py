@@ -69,7 +69,6 @@ class Fault(Enum):
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """Return the fault that an exception reports, None if it is none."""
     if isinstance(error, MlxTuneError):
         return None
     if isinstance(error, MemoryError):

@@ -35,7 +35,6 @@ class Reservation:
     run: str
 
     def describe(self) -> str:
-        """Return the holder and the amount in words."""
         return f"process {self.pid} holds {byte_size(self.size)} for {self.run}"
 
 

@@ -59,7 +59,6 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The number of steps taken."""
         return int(self.metadata["step"])
 
     def seconds(self, name: str) -> float:
@@ -140,7 +139,6 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
 
 
 def is_named_checkpoint(path: Path) -> bool:
-    """Return whether a path has the name of a checkpoint, whatever it is."""
     return path.name == BEST or _NUMBERED.fullmatch(path.name) is not None
 
 

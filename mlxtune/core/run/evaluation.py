@@ -156,7 +156,6 @@ class Sums:
 
     @property
     def loss(self) -> Loss:
-        """The loss over all tokens."""
         mean = float(self.losses.sum() / self.tokens.sum())
         return Loss(mean, perplexity(mean))
 
@@ -219,7 +218,6 @@ def evaluation_of(rows: CorpusRows, base: Sums, adapted: Sums | None, seed: int)
 
 
 def verdict_of(difference: Difference, rows: int) -> str:
-    """Return the verdict for the interval of a difference over `rows` rows."""
     if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
         return CANNOT_TELL
     return HELPED if difference.high < 0 else HURT

@@ -79,16 +79,13 @@ class StepHistory(Sequence[StepRecord]):
         self._columns = {name: array("q" if kind is int else "d") for name, kind in kinds.items()}
 
     def append(self, record: StepRecord) -> None:
-        """Add a record."""
         for name, column in self._columns.items():
             column.append(getattr(record, name))
 
     def column(self, name: str) -> Sequence[float]:
-        """Return one field of all records."""
         return self._columns[name]
 
     def pop(self) -> StepRecord:
-        """Remove and return the last record."""
         return StepRecord(**{name: column.pop() for name, column in self._columns.items()})
 
     def __len__(self) -> int:
@@ -180,7 +177,6 @@ class TrainingMetrics:
         return (first - last) / first
 
     def is_complete(self) -> bool:
-        """Return whether all steps have been taken."""
         return len(self.history) >= self.max_steps
 
 

@@ -34,7 +34,6 @@ class Phase:
     peak_bytes: int
 
     def plus(self, other: Phase) -> Phase:
-        """Return the sum of the times and the larger of the sizes."""
         return Phase(
             self.seconds + other.seconds,
             max(self.bytes, other.bytes),

@@ -53,7 +53,6 @@ class Progress:
             self.append(record)
 
     def append(self, record: Record) -> None:
-        """Add a record."""
         if isinstance(record, StepRecord):
             self.steps.append(record)
             self._entries.append(len(self.steps) - 1)
@@ -78,7 +77,6 @@ class Progress:
 
     @property
     def epochs(self) -> list[InstructEpochMetrics]:
-        """The completed epochs."""
         return [entry for entry in self._entries if isinstance(entry, InstructEpochMetrics)]
 
     @property
@@ -89,7 +87,6 @@ class Progress:
 
     @property
     def best_epoch(self) -> int | None:
-        """The epoch of the best validation."""
         best = self.best
         steps = (r for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
         return next((each.epoch for each in steps if best and each.step <= best.step), None)
@@ -105,23 +102,19 @@ class Progress:
 
     @property
     def validations_since_best(self) -> int:
-        """How many validations came after the best one."""
         best = self.best
         return sum(best is not None and each.step > best.step for each in self.validations)
 
     @property
     def validations(self) -> list[ValidationRecord]:
-        """The validations so far."""
         return [entry for entry in self._entries if isinstance(entry, ValidationRecord)]
 
     @property
     def skipped(self) -> list[SkippedStep]:
-        """The skipped steps."""
         return [entry for entry in self._entries if isinstance(entry, SkippedStep)]
 
     @property
     def initial_val_loss(self) -> float | None:
-        """The validation loss before the first step."""
         return next((each.val_loss for each in self.validations if each.step == 0), None)
 
     @property
@@ -156,7 +149,6 @@ class Progress:
     def epoch_metrics(
         self, epoch: int, val_loss: float | None, learning_rate: float, time_ms: int
     ) -> InstructEpochMetrics:
-        """Return the metrics of an epoch, or of its steps so far."""
         steps = [record for record in self.steps if record.epoch == epoch]
         train_loss = TrainingMetrics(len(steps), steps).average_loss() or 0.0
         seconds = sum(record.seconds for record in steps)
@@ -172,7 +164,6 @@ class Progress:
         )
 
     def result(self, stopped_early: bool, time_ms: int) -> InstructTrainResult:
-        """Return the run as a whole, once it has ended."""
         best = self.best
         return InstructTrainResult(
             epoch_metrics=self.epochs,
@@ -210,7 +201,6 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 
 def record_values(record: Record) -> dict[str, Any]:
-    """Return what a line of metrics.jsonl holds."""
     return {"kind": _KIND_OF[type(record)], **asdict(record)}
 
 

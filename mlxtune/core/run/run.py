@@ -57,7 +57,6 @@ class Run:
         return mapping(self.about, "config")
 
     def column(self, name: str) -> Sequence[float]:
-        """Return a value of every step, by its name in StepRecord."""
         return self.progress.steps.column(name)
 
     @property

@@ -57,7 +57,6 @@ class RunPlan:
         return self.all_tokens / self.speed.tokens_per_s / (gain or 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as docs/plan.md describes it."""
         plan, execution, peak = self.memory, self.memory.execution, self.memory.peak
         return {
             "model": self.model,

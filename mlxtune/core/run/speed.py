@@ -25,7 +25,6 @@ class Speed:
 
 
 def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
-    """Return the speed of a run; None if it was too short."""
     if len(steps) < _MIN_STEPS:
         return None
     tokens, seconds = sum(s.tokens for s in steps[1:]), sum(s.seconds for s in steps[1:])
@@ -33,7 +32,6 @@ def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
 
 
 def read_speed(cache: Path | None, key: str) -> Speed | None:
-    """Return the speed saved under a key; None if there is none."""
     entry: Any = _read(cache, FILE).get(key)
     with suppress(TypeError):
         speed = Speed(**entry)
@@ -42,17 +40,14 @@ def read_speed(cache: Path | None, key: str) -> Speed | None:
 
 
 def save_speed(cache: Path | None, key: str, speed: Speed) -> None:
-    """Save a speed under a key, if the folder can be written."""
     _save(cache, FILE, key, asdict(speed))
 
 
 def read_measured(cache: Path | None, key: str) -> Measured | None:
-    """Return the measured memory saved under a key; None if there is none."""
     return Measured.of(_read(cache, MEMORY_FILE).get(key))
 
 
 def save_measured(cache: Path | None, key: str, measured: Measured) -> None:
-    """Save measured memory under a key, if the folder can be written."""
     _save(cache, MEMORY_FILE, key, asdict(measured))
 
 

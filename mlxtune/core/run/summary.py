@@ -39,7 +39,6 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The sentence and what belongs to it."""
         return f"{self.text} {self.code}".strip()
 
 
@@ -85,7 +84,6 @@ class RunView:
 
     @classmethod
     def of(cls, run: Run) -> RunView:
-        """Describe a run."""
         progress, best, status = run.progress, run.progress.best, _status(run)
         seconds = math.fsum(run.column("seconds"))
         losses = [each.val_loss for each in progress.validations]
@@ -130,7 +128,6 @@ class RunView:
 
     @property
     def steps(self) -> str:
-        """The steps taken, in words."""
         if self.finished:
             epochs = f" in {count(self.epoch, 'epoch')}" if self.epoch else ""
             return f"{self.step:,}{epochs}{', early' * (self.status == 'stopped early')}"
@@ -139,13 +136,11 @@ class RunView:
 
     @property
     def course(self) -> str:
-        """The number of steps, and the time that they took."""
         took = f" in {duration(self.seconds)}" if self.seconds else ""
         return f"{count(self.step, 'step')}{took}"
 
     @property
     def speed(self) -> str:
-        """The speed in tokens of examples, with its unit."""
         speed = self.tokens_per_second
         return f"{speed:,.0f} tokens/s" if speed else ""
 
@@ -157,7 +152,6 @@ class RunView:
 
     @property
     def verdict(self) -> Verdict:
-        """What became of the run, in a sentence."""
         if self.status == "running":
             return Verdict("warning", "! The run is still training: these are its results so far.")
         if not self.finished:
@@ -174,7 +168,6 @@ class RunView:
 
     @property
     def figures(self) -> dict[str, str]:
-        """The numbers of the run, each by its meaning."""
         figures = {}
         if self.best_val_loss is not None:
             before = self.initial_val_loss
@@ -194,7 +187,6 @@ class RunView:
 
     @property
     def headline(self) -> str:
-        """What the run achieved, in one sentence."""
         model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"
         if len(self.data) > 2:
             data = f"{self.data[0]} and {len(self.data) - 1} more files"
@@ -218,7 +210,6 @@ class RunView:
         return f"{model} on {data}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON of a run in `mlxtune runs` and `mlxtune report`, without the curve."""
         values = asdict(self) | {"data": list(self.data)}
         for name in _NOT_IN_JSON:
             del values[name]
@@ -240,7 +231,6 @@ def hub_data(run: Run) -> list[Mapping[str, Any]]:
 
 
 def data_names(run: Run) -> tuple[str, ...]:
-    """Return the names of a run's data files."""
     return tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers))
 
 
@@ -346,7 +336,6 @@ def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
 
 
 def option_text(value: Any) -> str:
-    """Return an option's value as a user would type it."""
     if value is None or value == "" or value == () or value == []:
         return "–"
     if isinstance(value, bool):
@@ -365,7 +354,6 @@ def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def planned_shares(run: Run) -> dict[str, float | None]:
-    """Return the micro-batches, and the shares of padding and of tokens run, that were planned."""
     names = ("micro_batches_per_step", "padding_share", "run_share")
     return {name: number(run.about, "plan", name) for name in names} | {
         "micro_batch_tokens": whole(run.about, "plan", "micro_batch_tokens")

@@ -39,11 +39,9 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether all checks passed."""
         return all(check.ok for check in self.checks)
 
     def add(self, name: str, problem: str | None, detail: str) -> None:
-        """Add a check, which failed if there is a problem."""
         self.checks.append(Check(name, problem is None, detail if problem is None else problem))
 
     def attempt(self, name: str, check: Callable[[], str]) -> None:
@@ -54,7 +52,6 @@ class Verification:
             self.add(name, str(problem), "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON of `mlxtune verify`."""
         return {"ok": self.ok, **asdict(self)}
 
 

@@ -26,12 +26,10 @@ class MicroBatch:
 
     @property
     def supervised(self) -> int:
-        """How many targets carry loss."""
         return int(self.mask.sum())
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many targets of each example carry loss."""
         return tuple(self.mask.sum(axis=1).astype(int).tolist())
 
     @property

@@ -67,12 +67,10 @@ class Factors:
     fixed: int | None = None
 
     def is_sound(self) -> bool:
-        """Return whether these are numbers that a measurement may give."""
         values = (self.tokens, self.scores, self.fixed or 0)
         return all(isinstance(each, int | float) and 0 <= each < 1 << 50 for each in values)
 
     def of(self, entries: Entries, itemsize: int) -> int:
-        """Return the bytes of entries."""
         fixed = itemsize * entries.fixed if self.fixed is None else self.fixed
         grown = self.tokens * entries.tokens + self.scores * entries.scores
         return fixed + ceil(itemsize * grown)
@@ -92,7 +90,6 @@ class Measured:
 
     @classmethod
     def of(cls, content: Any) -> Measured | None:
-        """Return what `asdict` made of measured memory; None if it is anything else."""
         try:
             factors = {name: Factors(**each) for name, each in content.items()}
             found = cls(**factors)
@@ -186,12 +183,10 @@ class Load:
 
     @classmethod
     def single(cls, tokens: int, positions: int) -> Load:
-        """Return the load of one example."""
         return cls(1, tokens, positions, tokens)
 
     @property
     def scores(self) -> int:
-        """Attention scores of one head."""
         return self.lines * self.width**2
 
     @property
@@ -206,7 +201,6 @@ class Load:
 
 
 def load_of(group: Group, examples: Sequence[Example]) -> Load:
-    """Return the load of a group of a step's examples."""
     positions = sum(predicted_tokens(examples[i]) for i in group.examples)
     return Load(len(group.examples), group.width, positions, group.tokens)
 
@@ -400,7 +394,6 @@ class Execution:
     rounding: Rounding = NOT_ROUNDED
 
     def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
-        """Return the micro-batches of a step; with `keyed`, only equal keys share tokens."""
         if self.packs:
             tokens, fixed, rounding = self.micro_batch_tokens, self.fixed_cost, self.rounding
             return plan_packs(examples, tokens, fixed, keyed=keyed, rounding=rounding)
@@ -426,7 +419,6 @@ class Prediction:
 
     @property
     def total(self) -> int:
-        """The most bytes held at once."""
         return self.weights + self.optimizer + self.activations + self.head
 
 

@@ -71,7 +71,6 @@ class Work:
 
 
 def _candidates(work: Work) -> list[int]:
-    """Return the bounds of a micro-batch that are worth trying."""
     longest = max(load.tokens for load in work.alone)
     largest = max([longest, *(sum(map(run_length, step)) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
@@ -88,7 +87,6 @@ def _chunks(shapes: ModelShapes, execution: Execution) -> tuple[int, ...]:
 def _plans(
     shapes: ModelShapes, work: Work, base: Execution, limit: int, checkpointing: Sequence[bool]
 ) -> Iterator[MemoryPlan]:
-    """Yield the plans to choose from."""
     chunks = _chunks(shapes, base)
     for tokens in _candidates(work):
         sized = replace(base, micro_batch_tokens=tokens)

@@ -62,7 +62,6 @@ class Pack:
 
     @property
     def supervised(self) -> int:
-        """How many targets carry loss."""
         return len(self.targets)
 
     @property
@@ -100,7 +99,6 @@ def plan_packs(
 
 
 def _run(example: Example) -> _Ints:
-    """Return the tokens of an example that are run."""
     return example.tokens[: run_length(example)]
 
 
@@ -160,7 +158,6 @@ class _Lines:
         return min(options, key=lambda lines: sum(fixed + self.tokens(line) for line in lines))
 
     def tokens(self, line: Sequence[int]) -> int:
-        """Return the number of tokens in a line."""
         return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
 
     def shortest(self, line: Sequence[int]) -> int:
@@ -172,7 +169,6 @@ class _Lines:
         return self._shared[i][j - i - 1]
 
     def _added(self, line: Sequence[int], place: int) -> int:
-        """Return how many tokens another place adds to a line."""
         added, at = self._runs[place], bisect(line, place)
         if at:
             added -= self._common(line[at - 1], place)

@@ -49,7 +49,6 @@ class Scaling:
         return self.exchange_s / (1 - self.dearest) if self.dearest < 1 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return asdict(self) | {"exchange_s": self.exchange_s, "speedup": self.speedup}
 
 

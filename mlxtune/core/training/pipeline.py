@@ -33,7 +33,6 @@ class Step:
     examples: Sequence[Example]
 
     def record(self, result: InstructBatchResult, seconds: float) -> StepRecord:
-        """Return the record of this step, which took so long."""
         return StepRecord(
             step=self.number,
             epoch=self.epoch,

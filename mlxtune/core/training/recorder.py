@@ -67,7 +67,6 @@ class RunRecorder:
         self._started = self._epoch_started = time.perf_counter()
 
     def start(self) -> None:
-        """Start the clocks of the run and of its first epoch."""
         self._started = self._epoch_started = time.perf_counter()
 
     def resume(self, point: ResumePoint, validated: Callable[[int], bool]) -> None:
@@ -88,7 +87,6 @@ class RunRecorder:
         self._epoch_started -= checkpoint.seconds("epoch_time_ms")
 
     def add(self, record: Record) -> None:
-        """Add a record to the progress and to metrics.jsonl."""
         self._progress.append(record)
         self._metrics_file.write(self._progress)
 
@@ -105,11 +103,9 @@ class RunRecorder:
         self._epoch_started = time.perf_counter()
 
     def save_validated(self, val_loss: float | None) -> None:
-        """Write the checkpoints that follow a validation within an epoch."""
         self._save(self._epoch_metrics(val_loss), f"step-{self._progress.step}")
 
     def save_step(self) -> None:
-        """Write the checkpoint of the last step; if that fails, warn and let training continue."""
         self.saver.try_save(f"step-{self._progress.step}", self._checkpoint())
 
     def interrupted(self) -> TrainingInterrupted:
@@ -138,7 +134,6 @@ class RunRecorder:
             raise type(error)(f"{error}; {kept}") from error
 
     def _is_best(self) -> bool:
-        """Return whether the last step has the best validation loss so far."""
         best = self._progress.best
         return best is not None and best.step == self._progress.step
 
@@ -156,7 +151,6 @@ class RunRecorder:
             self.saver.try_save(name, content)
 
     def _checkpoint(self, metrics: InstructEpochMetrics | None = None) -> CheckpointContent:
-        """Capture the current state for a checkpoint."""
         progress = self._progress
         best = progress.best
         metadata = {

@@ -12,7 +12,6 @@ Schedule = Callable[[int], float]
 
 
 def count_steps(config: InstructTrainingConfig, rows: int) -> tuple[int, int]:
-    """Return the steps of an epoch over some rows, and of the run."""
     per_epoch = math.ceil(rows / config.batch_size)
     steps = config.epochs * per_epoch
     return per_epoch, steps if config.max_steps is None else min(steps, config.max_steps)

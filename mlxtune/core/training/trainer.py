@@ -270,7 +270,6 @@ class InstructTrainer:
         self._observer.on_problem(f"{problem}; training continues with the next step")
 
     def _validate(self) -> float | None:
-        """Return the validation loss after the last step, None without validation rows."""
         if not self.val_rows:
             return None
         step = self.progress.step

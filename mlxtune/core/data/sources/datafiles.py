@@ -42,7 +42,6 @@ class DataFiles:
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """The training files, then the validation files."""
         return (*self.train, *self.validation)
 
 

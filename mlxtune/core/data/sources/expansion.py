@@ -22,12 +22,10 @@ _MAX_VALUES, _LONG = 4_000_000, 2**20
 
 
 def most_bytes(size: int) -> int:
-    """Return how many bytes a file of this size may unpack to."""
     return _ALWAYS + _PER_BYTE * size
 
 
 def expands(path: Path, size: int) -> DataError:
-    """Return the error for a file that unpacks to more."""
     return DataError(
         f"{path}: its {byte_size(size)} unpack to more than {byte_size(most_bytes(size))}, which "
         "no conversations do: if you trust it, unpack it to JSON lines first"

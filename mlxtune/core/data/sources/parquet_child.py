@@ -17,7 +17,6 @@ _SECONDS = 10.0
 
 
 def prepare() -> Any:
-    """Return pyarrow."""
     # Its own allocator reserves a gigabyte of addresses.
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     import pyarrow
@@ -27,7 +26,6 @@ def prepare() -> Any:
 
 
 def serve(pyarrow: Any, path: str) -> None:
-    """Write the rows of a file."""
     write = sys.stdout.buffer.write
     try:
         for batch in _batches(pyarrow, path):
