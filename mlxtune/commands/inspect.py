@@ -77,7 +77,8 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     else:
         trained = dataset.corpus.num_rows
         held_out = list(range(trained, trained + dataset.validation.num_rows))
-    examples = inspection.InspectedExamples(dataset.files, config.max_seq_len, held_out)
+    parts = [part for part in (dataset.corpus, dataset.validation) if part is not None]
+    examples = inspection.InspectedExamples(parts, held_out)
     every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)

@@ -158,7 +158,7 @@ class Reader:
             cache=None,
             key="",
         )
-        file.account(self._config.max_seq_len)
+        file.account(file.arrays.cut(self._config.max_seq_len))
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
@@ -248,18 +248,21 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     """
     paths, hub = _find_data(config)
     titles = {path: title for data in hub for path, title in data.title_of_files().items()}
-    files, ledgers = [], []
+    files, cuts, ledgers = [], [], []
     for path in paths.all:
         file = reader.encode(path)
-        ledger = file.account(config.max_seq_len, titles.get(path))
+        cut = file.arrays.cut(config.max_seq_len)
+        ledger = file.account(cut, titles.get(path))
         _check_usable(file, ledger, config)
         files.append(file)
+        cuts.append(cut)
         ledgers.append(ledger)
     count = len(paths.train)
-    corpus = _corpus_of(files[:count], config)
+    names = list(map(str, paths.all))
+    corpus = Corpus(cuts[:count], names[:count])
     validation = None
     if paths.validation or not config.val_split:
-        validation = _corpus_of(files[count:], config)
+        validation = Corpus(cuts[count:], names[count:])
         for ledger in ledgers[count:]:
             ledger.hold_out(ledger.rows_train)
     _check_corpus(config, reader, corpus, validation, files)
@@ -275,11 +278,6 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         ],
         hub=[data.about() for data in hub],
     )
-
-
-def _corpus_of(files: Sequence[EncodedFile], config: DataConfig) -> Corpus:
-    paths = [str(file.skipped.path) for file in files]
-    return Corpus([file.arrays for file in files], config.max_seq_len, paths)
 
 
 def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:

@@ -78,16 +78,26 @@ class ExampleArrays:
         """Return int64 (R,): values (E,) summed over the examples of each row."""
         return np.add.reduceat(values, self.first_of_row[:-1], dtype=np.int64)
 
-    def supervised_within(self, max_seq_len: int | None) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): each example's supervised tokens among its first `max_seq_len`."""
-        kept = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
-        counts = np.zeros(len(kept), dtype=np.int32)
+    @cached_property
+    def supervised(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the supervised tokens of each example."""
+        return self._supervised_within(self.lengths)
+
+    def cut(self, max_seq_len: int | None = None) -> CutExamples:
+        """Cut every example at `max_seq_len` tokens."""
+        lengths = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
+        supervised = self._supervised_within(lengths)
+        return CutExamples(self, max_seq_len, np.where(supervised > 0, lengths, 0), supervised)
+
+    def _supervised_within(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return int32 (E,): each example's supervised tokens among its first `lengths` (E,)."""
+        counts = np.zeros(len(lengths), dtype=np.int32)
         # In blocks, as numpy converts everything that it sums in one call.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
-        for first, last in pairwise([*np.unique(blocks).tolist(), len(kept)]):
+        for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0
             starts = self.ends[first:last] - self.lengths[first:last] - start
-            edges = np.stack([starts, starts + kept[first:last]], axis=1).reshape(-1)
+            edges = np.stack([starts, starts + lengths[first:last]], axis=1).reshape(-1)
             mask = self.mask[start : int(self.ends[last - 1])]
             # reduceat takes no index at the end of the array.
             edges = edges[:-1] if edges[-1] == len(mask) else edges
@@ -102,6 +112,35 @@ class ExampleArrays:
             # Arrays made in memory have no map, and some systems no advice.
             if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, eq=False)
+class CutExamples:
+    """The examples of one data file, each cut at `max_seq_len`.
+
+    `lengths` and `supervised` are int32 (E,): the tokens that are kept of each example, and the
+    supervised ones among them. Of an example with no supervised token left, none is kept.
+    """
+
+    arrays: ExampleArrays
+    max_seq_len: int | None
+    lengths: npt.NDArray[np.int32]
+    supervised: npt.NDArray[np.int32]
+
+    @property
+    def cut(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the tokens that are lost of each example."""
+        return self.arrays.lengths - self.lengths
+
+    @property
+    def rows_kept(self) -> npt.NDArray[np.bool_]:
+        """Bool (R,): whether any example of each row is kept."""
+        return self.arrays.per_row(self.lengths) > 0
+
+    @property
+    def rows_cut(self) -> npt.NDArray[np.bool_]:
+        """Bool (R,): whether each row loses tokens."""
+        return self.arrays.per_row(self.cut) > 0
 
 
 def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
@@ -140,24 +179,19 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
 
 
 class Corpus(Sequence[Example]):
-    """The examples of one or more files, each truncated at `max_seq_len`. `paths` name the files.
+    """The examples of one or more files that have a supervised token. `paths` name the files.
 
-    An example with no supervised token left is dropped, and so is a row with no example left.
+    A row with no such example is left out.
 
     `lengths` and `supervised` are int32 (E,): the tokens of each example after truncation, and how
     many of them carry loss. `row_numbers` and `row_of_example` are int64 (E,): the number of its
     row in its file, and the index of its row here. `identities` is uint64 (R,).
     """
 
-    def __init__(
-        self,
-        files: Sequence[ExampleArrays],
-        max_seq_len: int | None = None,
-        paths: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, files: Sequence[CutExamples], paths: Sequence[str] = ()) -> None:
         self.files = files
         self.paths = paths
-        kept = (_kept(i, arrays, max_seq_len) for i, arrays in enumerate(files))
+        kept = (_kept(i, file) for i, file in enumerate(files))
         self._file, self._start, self.lengths, self.supervised, self.row_numbers, identities = (
             np.concatenate(columns) for columns in zip(_NO_COLUMNS, *kept, strict=True)
         )
@@ -172,7 +206,7 @@ class Corpus(Sequence[Example]):
         if isinstance(examples, Corpus):
             return examples
         files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
-        return cls([ExampleArrays.of(group) for group in files])
+        return cls([ExampleArrays.of(group).cut() for group in files])
 
     def __len__(self) -> int:
         return len(self._start)
@@ -186,7 +220,7 @@ class Corpus(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         file, start = int(self._file[index]), int(self._start[index])
         end = start + int(self.lengths[index])
-        arrays = self.files[file]
+        arrays = self.files[file].arrays
         return Example(
             int(self.row_numbers[index]), arrays.tokens[start:end], arrays.mask[start:end], file
         )
@@ -214,7 +248,7 @@ class Corpus(Sequence[Example]):
 
         Parts lost to truncation count.
         """
-        arrays = self.files[int(self._file[index])]
+        arrays = self.files[int(self._file[index])].arrays
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
         row = int(np.searchsorted(arrays.first_of_row, own, side="right")) - 1
         first, end = arrays.first_of_row[row : row + 2].tolist()
@@ -222,9 +256,9 @@ class Corpus(Sequence[Example]):
 
     def largest_token(self) -> int:
         largest = 0
-        for arrays in self.files:
-            largest = max(largest, int(arrays.tokens.max(initial=0)))
-            arrays.release()
+        for file in self.files:
+            largest = max(largest, int(file.arrays.tokens.max(initial=0)))
+            file.arrays.release()
         return largest
 
     def data_hash(self) -> str:
@@ -238,8 +272,8 @@ class Corpus(Sequence[Example]):
         for column, kind in (("tokens", "<i4"), ("mask", "<u1")):
             for part in self._stretches(column):
                 digest.update(part.astype(kind, copy=False).data)
-        for arrays in self.files:
-            arrays.release()
+        for file in self.files:
+            file.arrays.release()
         return f"sha256:{digest.hexdigest()}"
 
     def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
@@ -248,21 +282,17 @@ class Corpus(Sequence[Example]):
         apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
         for first, last in pairwise(edges):
-            values = getattr(self.files[int(self._file[first])], column)
+            values = getattr(self.files[int(self._file[first])].arrays, column)
             yield values[int(self._start[first]) : int(ends[last - 1])]
 
 
-def _kept(
-    file: int, arrays: ExampleArrays, max_seq_len: int | None
-) -> tuple[npt.NDArray[Any], ...]:
+def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
     """Return file, start, length, supervised tokens, row and row identity of each kept example."""
-    supervised = arrays.supervised_within(max_seq_len)
-    kept = np.flatnonzero(supervised)
-    uncut = arrays.lengths[kept]
-    lengths = uncut if max_seq_len is None else np.minimum(uncut, max_seq_len)
+    arrays, kept = file.arrays, np.flatnonzero(file.supervised)
     identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
-    files, starts = np.full(len(kept), file, dtype=np.int32), arrays.ends[kept] - uncut
-    return files, starts, lengths, supervised[kept], arrays.rows[kept], identities
+    starts = arrays.ends[kept] - arrays.lengths[kept]
+    numbers = np.full(len(kept), number, dtype=np.int32)
+    return numbers, starts, file.lengths[kept], file.supervised[kept], arrays.rows[kept], identities
 
 
 class CorpusRows:

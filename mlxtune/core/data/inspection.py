@@ -130,16 +130,14 @@ class InspectedExamples:
     `validates` are the rows that validate, by their index among the rows of all files.
     """
 
-    def __init__(
-        self, files: Sequence[EncodedFile], max_seq_len: int | None, validates: Sequence[int]
-    ) -> None:
-        arrays = [file.arrays for file in files]
-        self._corpus = Corpus(arrays, max_seq_len, [str(file.skipped.path) for file in files])
+    def __init__(self, parts: Sequence[Corpus], validates: Sequence[int]) -> None:
+        files = [file for part in parts for file in part.files]
+        self._corpus = Corpus(files, [path for part in parts for path in part.paths])
         held_out = np.asarray(validates, dtype=np.int64)
         self._validates = np.isin(self._corpus.row_of_example, held_out)
         # Before truncation, examples that it drops included.
-        self.lengths = np.concatenate([each.lengths for each in arrays])
-        self.supervised = np.concatenate([each.supervised_within(None) for each in arrays])
+        self.lengths = np.concatenate([each.arrays.lengths for each in files])
+        self.supervised = np.concatenate([each.arrays.supervised for each in files])
 
     def __len__(self) -> int:
         return len(self._corpus)
@@ -222,14 +220,11 @@ def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...
 
 
 def _limit(files: Sequence[EncodedFile], size: int) -> LengthLimit:
-    rows_cut = rows_lost = tokens_cut = supervised_cut = 0
-    for arrays in (file.arrays for file in files):
-        lengths = arrays.lengths
-        supervised = arrays.supervised_within(size)
-        lost = supervised == 0
-        cut = np.where(lost, lengths, np.maximum(lengths - size, 0))
-        rows_cut += int((arrays.per_row(cut) > 0).sum())
-        rows_lost += int((arrays.per_row(~lost) == 0).sum())
-        tokens_cut += int(cut.sum())
-        supervised_cut += int((arrays.supervised_within(None) - supervised).sum())
-    return LengthLimit(size, rows_cut, rows_lost, tokens_cut, supervised_cut)
+    cuts = [file.arrays.cut(size) for file in files]
+    return LengthLimit(
+        max_seq_len=size,
+        rows_cut=sum(int(each.rows_cut.sum()) for each in cuts),
+        rows_lost=sum(int((~each.rows_kept).sum()) for each in cuts),
+        tokens_cut=sum(int(each.cut.sum()) for each in cuts),
+        supervised_cut=sum(int((each.arrays.supervised - each.supervised).sum()) for each in cuts),
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.data.corpus import ExampleArrays
+from mlxtune.core.data.corpus import CutExamples, ExampleArrays
 from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
 
 
@@ -61,48 +61,42 @@ class EncodedFile:
     skipped: SkippedRows
     notes: RowTally
 
-    def account(self, max_seq_len: int, title: str | None = None) -> Ledger:
-        """Return the ledger with every example truncated at `max_seq_len`.
+    def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
+        """Return the ledger of the file's examples after they were cut.
 
         Its path is `title`, if the file is known by one, as files of the hub are.
 
         Adds notes for truncated answers, and skips rows left with no supervised token, so call it
         once.
         """
-        arrays = self.arrays
-        lengths = arrays.lengths
-        supervised = arrays.supervised_within(max_seq_len)
-        kept_examples = supervised > 0
-        kept_tokens = np.where(kept_examples, np.minimum(lengths, max_seq_len), 0)
-        kept_rows = arrays.per_row(kept_examples) > 0
-        cut_rows = arrays.per_row(lengths - kept_tokens) > 0
-        cut_answers = arrays.per_row(arrays.supervised_within(None) - supervised) > 0
+        arrays, kept_rows = self.arrays, cut.rows_kept
+        cut_answers = arrays.per_row(arrays.supervised - cut.supervised) > 0
         for index in np.flatnonzero(~kept_rows):
-            self._skip(int(index), max_seq_len)
+            self._skip(int(index), cut)
         numbers = arrays.rows[arrays.first_of_row[:-1]]
         for row in numbers[kept_rows & cut_answers]:
             self.notes.count(int(row), TRUNCATED_ANSWER)
-        kept = int(kept_rows.sum())
+        kept, supervised = int(kept_rows.sum()), int(cut.supervised.sum())
         return Ledger(
             path=str(self.skipped.path) if title is None else title,
             rows_read=kept + self.skipped.total,
             rows_train=kept,
             rows_skipped=self.skipped.counts,
-            rows_truncated=int(cut_rows.sum()),
-            examples=int(kept_examples.sum()),
-            tokens=int(lengths.sum()),
-            tokens_supervised=int(supervised.sum()),
-            tokens_context=int((kept_tokens - supervised).sum()),
-            tokens_truncated=int((lengths - kept_tokens).sum()),
+            rows_truncated=int(cut.rows_cut.sum()),
+            examples=int((cut.supervised > 0).sum()),
+            tokens=int(arrays.lengths.sum()),
+            tokens_supervised=supervised,
+            tokens_context=int(cut.lengths.sum()) - supervised,
+            tokens_truncated=int(cut.cut.sum()),
             notes=self.notes.counts,
         )
 
-    def _skip(self, index: int, max_seq_len: int) -> None:
+    def _skip(self, index: int, cut: CutExamples) -> None:
         example = self.arrays.first_of_row[index]
         end = self.arrays.ends[example]
         first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
         problem = BadRow(
-            f"no supervised token within --max-seq-len {max_seq_len}",
+            f"no supervised token within --max-seq-len {cut.max_seq_len}",
             f"the answer starts at token {first}: raise it",
         )
         self.skipped.add(int(self.arrays.rows[example]), problem)

@@ -23,6 +23,10 @@ Pairs = list[tuple[int, int]]
 PlainRow = tuple[int, list[Pairs]]
 
 
+def corpus_of(files: Sequence[ExampleArrays], limit: int | None = None) -> Corpus:
+    return Corpus([file.cut(limit) for file in files])
+
+
 def example(row: int, pairs: Pairs, file: int = 0) -> Example:
     tokens = np.array([token for token, _ in pairs], dtype=np.int32)
     return Example(row, tokens, np.array([mask for _, mask in pairs], dtype=np.uint8), file)
@@ -86,7 +90,7 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
             (Path(folder) / str(i)).mkdir()
             filled = mapped or not rows
             arrays.append(written(Path(folder) / str(i), rows) if filled else in_memory(rows))
-    corpus = Corpus(arrays, limit)
+    corpus = corpus_of(arrays, limit)
 
     kept = list(kept_rows(files, limit))
     assert corpus.num_rows == len(kept)
@@ -152,9 +156,11 @@ def test_data_hash_is_sha256_over_lengths_tokens_and_masks() -> None:
         ]
     )
 
-    assert Corpus([in_memory(ROWS)]).data_hash() == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert (
+        corpus_of([in_memory(ROWS)]).data_hash() == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    )
     # Written down when it was made: checkpoints hold it.
-    assert Corpus([in_memory(ROWS)]).data_hash() == (
+    assert corpus_of([in_memory(ROWS)]).data_hash() == (
         "sha256:a917442208e2c27f49f1e8fe2a854a465085bfd1231d5af5ff774d236e64f95f"
     )
 
@@ -171,14 +177,14 @@ def test_data_hash_does_not_depend_on_how_arrays_lie_in_memory_or_in_files() -> 
             for one in base
         ]
         assert Corpus.of(stored).data_hash() == Corpus.of(base).data_hash()
-    apart = Corpus([in_memory(ROWS[:1]), in_memory(ROWS[1:])])
+    apart = corpus_of([in_memory(ROWS[:1]), in_memory(ROWS[1:])])
     assert apart.data_hash() == Corpus.of(base).data_hash()
 
 
 def test_data_hash_does_not_depend_on_line_numbers() -> None:
     moved = [(row + 7, several) for row, several in ROWS]
 
-    assert Corpus([in_memory(moved)]).data_hash() == Corpus([in_memory(ROWS)]).data_hash()
+    assert corpus_of([in_memory(moved)]).data_hash() == corpus_of([in_memory(ROWS)]).data_hash()
 
 
 def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends() -> None:
@@ -192,7 +198,7 @@ def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends
         [(1, [[(1, 0), (2, 0)]]), (2, [[(3, 1), (4, 0), (5, 1)]])],
     ]
 
-    hashes = {Corpus([in_memory(rows)]).data_hash() for rows in [base, *others]}
+    hashes = {corpus_of([in_memory(rows)]).data_hash() for rows in [base, *others]}
 
     assert len(hashes) == 1 + len(others)
 
@@ -204,10 +210,10 @@ def test_data_hash_goes_on_in_the_next_file_where_the_last_one_ended() -> None:
         [(1, [[(3, 0), (4, 0)]]), (2, [[(5, 0), (6, 1)]])],
     ]
 
-    corpus = Corpus([in_memory(rows) for rows in files])
+    corpus = corpus_of([in_memory(rows) for rows in files])
 
     kept: list[PlainRow] = [files[0][0], files[1][1]]
-    assert corpus.data_hash() == Corpus([in_memory(kept)]).data_hash()
+    assert corpus.data_hash() == corpus_of([in_memory(kept)]).data_hash()
 
 
 def test_example_longer_than_is_looked_at_at_once_is_counted_and_hashed_whole() -> None:
@@ -222,14 +228,14 @@ def test_example_longer_than_is_looked_at_at_once_is_counted_and_hashed_whole() 
 
 
 def test_examples_that_are_a_corpus_stay_what_they_are() -> None:
-    corpus = Corpus([in_memory(ROWS)], 2)
+    corpus = corpus_of([in_memory(ROWS)], 2)
 
     assert Corpus.of(corpus) is corpus
 
 
 def test_examples_of_several_files_keep_their_rows_apart() -> None:
     files = [in_memory([(1, [[(1, 1)]])]), in_memory([(1, [[(2, 1)], [(3, 1)]])])]
-    corpus = Corpus(files)
+    corpus = corpus_of(files)
 
     again = Corpus.of(list(corpus))
 
@@ -238,7 +244,7 @@ def test_examples_of_several_files_keep_their_rows_apart() -> None:
     assert again.data_hash() == corpus.data_hash()
 
 
-@pytest.mark.parametrize("corpus", [Corpus([]), Corpus.of([]), Corpus([in_memory(ROWS)], 1)])
+@pytest.mark.parametrize("corpus", [Corpus([]), Corpus.of([]), corpus_of([in_memory(ROWS)], 1)])
 def test_corpus_may_be_empty(corpus: Corpus) -> None:
     assert not corpus
     assert corpus.num_rows == len(corpus.select()) == 0
@@ -248,7 +254,7 @@ def test_corpus_may_be_empty(corpus: Corpus) -> None:
 
 
 def test_selected_rows_are_built_on_access_in_the_given_order() -> None:
-    corpus = Corpus([in_memory([(row, [[(row, 1)]]) for row in range(1, 8)])])
+    corpus = corpus_of([in_memory([(row, [[(row, 1)]]) for row in range(1, 8)])])
 
     rows = corpus.select([5, 0, 3])
 
@@ -292,5 +298,5 @@ def test_columns_are_little_endian_as_the_picture_shows(tmp_path: Path) -> None:
     assert (tmp_path / "ends").read_bytes() == struct.pack("<3q", 4, 6, 9)
     assert (tmp_path / "rows").read_bytes() == struct.pack("<3q", 1, 1, 2)
     assert arrays.per_row(np.array([5, 7, 11])).tolist() == [12, 11]
-    assert arrays.supervised_within(None).tolist() == [2, 1, 1]
-    assert arrays.supervised_within(3).tolist() == [1, 1, 1]
+    assert arrays.supervised.tolist() == [2, 1, 1]
+    assert arrays.cut(3).supervised.tolist() == [1, 1, 1]

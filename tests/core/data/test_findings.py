@@ -28,7 +28,7 @@ def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
 
 
 def find(train: list[EncodedFile], validation: list[EncodedFile] | None = None) -> list[Finding]:
-    parts = [Corpus([file.arrays for file in part]) for part in (train, validation or [])]
+    parts = [Corpus([file.arrays.cut() for file in part]) for part in (train, validation or [])]
     return findings.row_findings(
         [*train, *(validation or [])], parts[0], None if validation is None else parts[1]
     )

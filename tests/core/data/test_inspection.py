@@ -33,6 +33,14 @@ from tests.inspections import INSPECTION
 Rows = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
+def examined(
+    files: list[EncodedFile], limit: int | None, validates: list[int]
+) -> InspectedExamples:
+    cuts = [file.arrays.cut(limit) for file in files]
+    corpus = Corpus(cuts, [str(file.skipped.path) for file in files])
+    return InspectedExamples([corpus], validates)
+
+
 def example(row: int, mask: Sequence[int]) -> Example:
     return Example(row, np.arange(len(mask), dtype=np.int32), np.array(mask, dtype=np.uint8))
 
@@ -86,7 +94,7 @@ def test_limit_cuts_what_a_loop_over_rows_would_cut(
         expected["supervised_cut"] += sum(map(sum, masks)) - sum(map(sum, kept))
     assert found == LengthLimit(current, **expected)
     for file, rows in zip([encoded(rows) for rows in files], files, strict=True):
-        ledger = file.account(current)
+        ledger = file.account(file.arrays.cut(current))
         assert ledger.rows_kept == len(rows) - sum(file.skipped.counts.values())
 
 
@@ -134,7 +142,11 @@ VALIDATION = [encoded([(4, [[0, 1] * 3]), (9, [[0, 1]])], "v.jsonl")]
 
 def examples(held_out: Sequence[int] = (), *, validates: bool = True) -> InspectedExamples:
     files = [*TRAIN, *VALIDATION] if validates else TRAIN
-    return InspectedExamples(files, 3, [3, 4] if validates else held_out)
+    return examined(
+        files,
+        3,
+        [3, 4] if validates else held_out,
+    )
 
 
 def test_lengths_and_supervised_tokens_are_before_the_cut() -> None:
@@ -159,10 +171,10 @@ def test_cost_is_what_a_loop_over_the_rows_that_train_counts(
     rows: list[tuple[int, list[list[int]]]], data: st.DataObject, batch_size: int, limit: int
 ) -> None:
     file = encoded(rows)
-    corpus = Corpus([file.arrays], limit)
+    corpus = Corpus([file.arrays.cut(limit)])
     held_out = data.draw(st.sets(st.integers(0, max(corpus.num_rows - 1, 0))))
 
-    found = InspectedExamples([file], limit, sorted(held_out)).cost(batch_size)
+    found = examined([file], limit, sorted(held_out)).cost(batch_size)
 
     kept = [[mask[:limit] for mask in masks if any(mask[:limit])] for _, masks in rows]
     kept = [masks for masks in kept if masks]
@@ -198,7 +210,7 @@ def test_row_is_found_by_its_number_in_every_file() -> None:
 
 def test_parts_of_a_row_are_counted_and_held_out_together() -> None:
     file = encoded([(2, [[1]]), (5, [[1], [1, 1], [1, 1, 1]])])
-    found = InspectedExamples([file], None, [1])
+    found = examined([file], None, [1])
 
     shown = [found.show(i, ByteTokenizer(narrow=False), ()) for i in range(4)]
 
@@ -222,7 +234,7 @@ def test_kinds_shown_are_those_of_findings_that_name_the_row_of_that_file() -> N
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 10, 40, 100, 1000])
 def test_chosen_examples_are_a_spread_from_the_first_to_the_last(count: int) -> None:
     file = encoded([(row, [[1]]) for row in range(1, 101)])
-    found = InspectedExamples([file], None, []).choose([], count)
+    found = examined([file], None, []).choose([], count)
 
     assert found == sorted(set(found))
     assert len(found) == min(count, 100)
@@ -235,9 +247,7 @@ def test_chosen_examples_are_a_spread_from_the_first_to_the_last(count: int) -> 
 def test_rows_that_findings_name_are_chosen_and_the_others_still_spread() -> None:
     file = encoded([(row, [[1]]) for row in range(1, 101)])
     named = (Place("a.jsonl", 14), Place("a.jsonl", 15), Place("b.jsonl", 40), Place("a.jsonl", 0))
-    found = InspectedExamples([file], None, []).choose(
-        [Finding("warning", "odd", 2, "", named)], 20
-    )
+    found = examined([file], None, []).choose([Finding("warning", "odd", 2, "", named)], 20)
 
     assert {13, 14} <= set(found)
     assert 39 not in found
@@ -248,7 +258,7 @@ def test_rows_that_findings_name_are_chosen_and_the_others_still_spread() -> Non
 def test_rows_of_many_findings_are_all_shown_however_few_were_asked_for() -> None:
     file = encoded([(row, [[1]]) for row in range(1, 101)])
     named = Finding("warning", "odd", 2, "", tuple(Place("a.jsonl", row) for row in range(20, 50)))
-    found = InspectedExamples([file], None, [])
+    found = examined([file], None, [])
 
     assert found.choose([named], 10) == found.choose([named], 0) == list(range(19, 49))
 

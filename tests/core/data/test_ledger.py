@@ -96,7 +96,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     for row in range(unread):
         file.skipped.add(100 + row, BadRow("not valid JSON"))
 
-    ledger = file.account(limit)
+    ledger = file.account(file.arrays.cut(limit))
 
     kept, truncated, cut_answers, lost = [], [], [], {}
     counts = Counter({"tokens": 0, "supervised": 0, "context": 0, "examples": 0})
@@ -142,7 +142,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
 
 def test_ledger_hears_of_notes_that_are_added_later() -> None:
     file = encoded([(1, [[0, 1]])])
-    ledger = file.account(10)
+    ledger = file.account(file.arrays.cut(10))
 
     file.notes.count(1, problems.DUPLICATE)
 
