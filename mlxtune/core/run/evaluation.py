@@ -5,17 +5,17 @@ of the model's future inputs, so the bootstrap resamples rows, each with all its
 losses, which makes the interval a paired one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.metrics import perplexity
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.text import count
@@ -119,32 +119,12 @@ class Evaluation:
         return asdict(self)
 
 
-def parse_evaluation(values: Mapping[str, Any]) -> Evaluation:
+def parse_evaluation(values: Any) -> Evaluation:
     """Return an evaluation from the JSON of `as_dict`. Raises ValueError if it is not one."""
-    try:
-        evaluation: Evaluation = _parse(Evaluation, values)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError("not an evaluation") from error
+    evaluation: Evaluation = from_json(Evaluation, values)
     if evaluation.verdict not in (None, *VERDICTS):
         raise ValueError(f"no such verdict: {evaluation.verdict!r}")
     return evaluation
-
-
-def _parse(kind: Any, value: Any) -> Any:
-    """Return a JSON value as a dataclass, a list of one kind, an optional or a plain value."""
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _parse(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
-    of, *_ = (*get_args(kind), None)
-    if isinstance(kind, UnionType):
-        return None if value is None else _parse(of, value)
-    if of is not None:
-        if not isinstance(value, list):
-            raise TypeError(f"not a list: {value!r}")
-        return get_origin(kind)(_parse(of, each) for each in value)
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise TypeError(f"not a {kind.__name__}: {value!r}")
-    return value
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
 from mlxtune.core.files.files import as_output_error, make_folder, open_to_append, write_file
+from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
@@ -230,34 +230,14 @@ def parse_record(line: bytes) -> Record:
         short = len(line) < _SHORT_LINE
         values = json.loads(text) if short else parse_json(line, RECORD, "the line")
         kind = _KINDS[values.pop("kind")]
-        record: Record = kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("is not a record of a run") from error
-    for name, annotation in _FIELDS[kind]:
-        value = getattr(record, name)
-        if not _fits(value, annotation):
-            raise ValueError(f"is not a record of a run: its {name} is {value!r:.40}")
-    return record
+    try:
+        record: Record = from_json(kind, values)
+        return record
+    except ValueError as error:
+        raise ValueError(f"is not a record of a run: {error}") from error
 
-
-def _fits(value: Any, annotation: Any) -> bool:
-    if annotation is str:
-        return isinstance(value, str)
-    if annotation == list[str]:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if type(value) is int:
-        return 0 <= value < _LARGEST_INT
-    # Rejects NaN and infinity too.
-    is_number = type(value) is float and abs(value) < _LARGEST_FLOAT
-    return annotation is not int and (
-        is_number or (value is None and NoneType in get_args(annotation))
-    )
-
-
-# The names and types of the fields of each kind.
-_FIELDS = {kind: list(get_type_hints(kind).items()) for kind in _KINDS.values()}
-# What the columns of StepHistory hold, and more than float32 arithmetic yields.
-_LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
 
 # Fields that depend on the machine and its memory, not on what was learned.
 MEASURED = (

@@ -4,7 +4,6 @@ No file is trusted: a missing or invalid value counts as absent.
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from mlxtune.config.limits import OWN_JSON, TooLarge, parse_json
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.files import read_json, read_own
 from mlxtune.core.files.lock import holder_of
+from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
 from mlxtune.core.run.evaluation import Evaluation, parse_evaluation
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
@@ -145,23 +145,12 @@ def read_ledgers(path: Path) -> list[Ledger]:
     """Read ledger.json. Raises OSError, or ValueError if the file is invalid."""
     try:
         values = parse_json(read_own(path, OWN_JSON), OWN_JSON, path.name)
-        return [_ledger(**each) for each in values]
+        ledgers: list[Ledger] = from_json(list[Ledger], values)
+        return ledgers
     except TooLarge:
         raise
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{path.name} is not a list of ledgers") from error
-
-
-def _ledger(**values: Any) -> Ledger:
-    counters = {name: Counter(**values[name]) for name in ("rows_skipped", "notes")}
-    ledger = Ledger(**values | counters)
-    counts = [value for name, value in values.items() if name not in ("path", *counters)]
-    counts += [count for counter in counters.values() for count in counter.values()]
-    if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
-        raise ValueError("a count is not a whole number")
-    if not isinstance(ledger.path, str):
-        raise TypeError("the path is not a string")
-    return ledger
 
 
 def _read_metrics(run: Run) -> None:

@@ -1,0 +1,53 @@
+"""JSON of ours as dataclasses: every value is of its field's type, and every number finite."""
+
+from collections import Counter
+from dataclasses import is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+# Columns of numbers hold no larger whole ones, and float32 arithmetic yields no larger floats.
+_LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
+
+_hints = cache(get_type_hints)
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """Return a JSON value as a dataclass, a list, a tuple, a Counter, an optional or a plain value.
+
+    Whole numbers are at least 0. Raises ValueError, which names the field, for any other value.
+    """
+    if kind is int or kind is float:
+        if type(value) is int:
+            fits = 0 <= value < _LARGEST_INT
+        else:  # false for NaN and infinity
+            fits = kind is float and type(value) is float and abs(value) < _LARGEST_FLOAT
+        if fits:
+            return value
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif is_dataclass(kind):
+        return _dataclass(kind, value)
+    elif isinstance(kind, UnionType):
+        return None if value is None else from_json(get_args(kind)[0], value)
+    elif get_origin(kind) in (list, tuple) and isinstance(value, list):
+        return get_origin(kind)(from_json(get_args(kind)[0], each) for each in value)
+    elif get_origin(kind) is Counter and isinstance(value, dict):
+        return Counter({name: from_json(int, each) for name, each in value.items()})
+    raise ValueError(f"it is {value!r:.40}")
+
+
+def _dataclass(kind: Any, value: Any) -> Any:
+    fields, hints = {}, _hints(kind)
+    if not isinstance(value, dict) or not value.keys() <= hints.keys():
+        raise ValueError("its fields are others")
+    for name, each in value.items():
+        try:
+            fields[name] = from_json(hints[name], each)
+        except ValueError as error:
+            raise ValueError(f"its {name} is {each!r:.40}") from error
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError("its fields are others") from error
