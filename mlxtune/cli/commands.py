@@ -10,7 +10,7 @@ import click
 from mlxtune import config as configs
 from mlxtune.cli.options import ConfigCommand, given, merged
 from mlxtune.config import DemoConfig, TrainConfig, as_path
-from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.sizes import read_text
 from mlxtune.errors import ConfigError
 
 

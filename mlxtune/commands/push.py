@@ -10,8 +10,8 @@ from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.proof import Source, find_source
 from mlxtune.config import ExportConfig, as_path
 from mlxtune.core.files.files import file_hash, make_folder, write_file
-from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.files.sizes import read_text
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView

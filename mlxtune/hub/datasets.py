@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,6 @@ class HubData:
         }
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """What the hub says about a data set: as HubData, with names of files in the repository."""
-
-    name: DatasetName
-    license: str
-    public: bool
-    files: Mapping[str, Sequence[str]]
-
-
 def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> HubData:
     """Return a data set's files, downloaded unless they are here.
 
@@ -95,20 +86,21 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
     """
     with asking(str(name), _MISSING, DataError, quiet=quiet) as hub:
         listing = (_recorded(name) if not held_out else None) or _listing(hub, name, held_out)
-        commit = listing.name.revision
+        download = partial(
+            hub.hf_hub_download,
+            name.repository,
+            repo_type="dataset",
+            revision=listing.name.revision,
+        )
         files = {
-            split: [
-                Path(
-                    hub.hf_hub_download(name.repository, file, repo_type="dataset", revision=commit)
-                )
-                for file in files
-            ]
+            split: [Path(download(str(file))) for file in files]
             for split, files in listing.files.items()
         }
-    return HubData(listing.name, listing.license, listing.public, files)
+    return replace(listing, files=files)
 
 
-def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> _Listing:
+def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> HubData:
+    """Ask the hub which files, by their names in the repository, a name stands for."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:
@@ -124,11 +116,11 @@ def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> _
         raise ValueError(f"no commit: {info.sha!r}")
     config, files = choose(name, splits, held_out=held_out)
     split = next(iter(files)) if held_out else name.split
-    listing = _Listing(
+    listing = HubData(
         name=DatasetName(name.repository, config, info.sha, split),
         license=_license(about),
         public=about.private is False and not about.gated,
-        files=files,
+        files={split: list(map(Path, each)) for split, each in files.items()},
     )
     _record(listing)
     return listing
@@ -157,24 +149,24 @@ def _place(name: DatasetName) -> Path:
     return user_cache() / "hub" / f"{key_of(str(name))}.json"
 
 
-def _record(listing: _Listing) -> None:
+def _record(listing: HubData) -> None:
     place = _place(listing.name)
     values = {
         "license": listing.license,
         "public": listing.public,
-        "files": {split: list(files) for split, files in listing.files.items()},
+        "files": {split: list(map(str, files)) for split, files in listing.files.items()},
     }
     with suppress(OutputError):
         make_folder(place.parent)
         write_json(place, values)
 
 
-def _recorded(name: DatasetName) -> _Listing | None:
+def _recorded(name: DatasetName) -> HubData | None:
     if not name.is_pinned or name.config is None:
         return None
     try:
         values = read_json(_place(name))
-        files = {str(split): [*map(str, each)] for split, each in values["files"].items()}
-        return _Listing(name, str(values["license"]), values["public"] is True, files)
+        files = {str(split): [*map(Path, each)] for split, each in values["files"].items()}
+        return HubData(name, str(values["license"]), values["public"] is True, files)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.sizes import read_text
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.batch import run_length
 from mlxtune.errors import MlxTuneError

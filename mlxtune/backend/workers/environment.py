@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.sizes import read_text
 from mlxtune.core.machine.checks import OK, PROBLEM, Check
 from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.errors import ConfigError, shorten

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.heartbeat import TOKEN_SIZE, Heartbeat
-from mlxtune.core.files.reading import read_text
+from mlxtune.core.files.sizes import read_text
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.errors import (
     ConfigError,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlxtune.config import user_cache
 from mlxtune.core.files.files import is_temporary, make_folder, read_json
-from mlxtune.core.files.lock import Held, Lock, holder_of
+from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
 from mlxtune.core.files.ours import discard, is_folder, remove_file
 
 _NOTES = "unfinished"
@@ -29,7 +29,7 @@ def noted(folder: Path) -> Iterator[None]:
     }
     lock = None
     # Without a note, nothing is lost but the removal after a kill.
-    with suppress(OSError, Held):
+    with suppress(OSError, LockHeldError):
         notes = user_cache() / _NOTES
         make_folder(notes)
         lock = Lock(notes / f"{secrets.token_hex(8)}.json", note)

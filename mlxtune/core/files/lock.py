@@ -16,12 +16,12 @@ from mlxtune.core.files.reading import open_regular
 # Other processes read no more than this of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
 # Readers hold a lock for an instant to see whether it is free, and several may come at once.
-_TRIES, _TRY_SECONDS = 10, 0.01
+_INSTANT, _TRY_SECONDS = 0.1, 0.01
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-class Held(Exception):
+class LockHeldError(Exception):
     """Another process holds the lock; `holder` is its note."""
 
     def __init__(self, holder: Mapping[str, Any]) -> None:
@@ -39,13 +39,15 @@ class Lock:
     The kernel releases it when the process dies. `note` is kept in the file, with the process id
     and the time, for others to read.
 
-    Raises Held at once if another process holds it, NoLocks if the file system has none, NotOurs
-    for a file that is no lock of ours, and OSError if the file cannot be made.
+    Raises LockHeldError if another process still holds it after `seconds`, NoLocks if the file
+    system has none, NotOurs for a file that is no lock of ours, and OSError if it cannot be made.
     """
 
-    def __init__(self, path: Path, note: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path, note: Mapping[str, Any] | None = None, seconds: float = _INSTANT
+    ) -> None:
         self.path = path
-        self._descriptor = _open_locked(path)
+        self._descriptor = _open_locked(path, seconds)
         content = {"pid": os.getpid(), "since": time.time(), **(note or {})}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
@@ -73,8 +75,8 @@ def holder_of(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _open_locked(path: Path) -> int:
-    for left in reversed(range(_TRIES)):
+def _open_locked(path: Path, seconds: float) -> int:
+    for left in reversed(range(round(seconds / _TRY_SECONDS))):
         descriptor = open_ours(path, os.O_RDWR | os.O_CREAT)
         try:
             if _try_lock(descriptor, fcntl.LOCK_EX):
@@ -84,7 +86,7 @@ def _open_locked(path: Path) -> int:
                         _check_note(path, descriptor)
                         return descriptor
             elif not left:
-                raise Held(_note(descriptor))
+                raise LockHeldError(_note(descriptor))
             else:
                 time.sleep(_TRY_SECONDS)
         # Even on Ctrl-C: a descriptor left open would hold the lock.

@@ -16,7 +16,7 @@ from typing import IO
 
 from mlxtune.core.files import limited_child
 from mlxtune.core.files.files import make_folder, open_to_write
-from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.files.sizes import read_bytes
 from mlxtune.errors import MlxTuneError
 
 Process = subprocess.Popen[bytes]

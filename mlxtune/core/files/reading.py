@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import IO, cast
 
-# More than any file that is read whole without a limit of its kind.
-MOST_BYTES = 2**30
 _PIECE = 2**20
 
 
@@ -53,18 +51,6 @@ def open_zipped(path: Path) -> IO[bytes]:
     return cast(IO[bytes], _Zipped(open_regular(path)))
 
 
-def read_bytes(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> bytes:
-    """Return the content of a regular file.
-
-    Raises ValueError if it has more bytes than the limit; OSError as `open_regular` does.
-    """
-    with open_regular(path, links=links) as file:
-        content = read_at_most(file, limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{path.name} is too large")
-    return content
-
-
 def read_at_most(file: io.BufferedReader, size: int) -> bytes:
     """Return the first bytes of a file that is open at its start. Raises OSError."""
     # Python reserves as much memory as it is asked to read.
@@ -73,11 +59,6 @@ def read_at_most(file: io.BufferedReader, size: int) -> bytes:
     while len(content) < size and (more := file.read(min(size - len(content), _PIECE))):
         content += more
     return content
-
-
-def read_text(path: Path, limit: int = MOST_BYTES) -> str:
-    """Return the text of a regular file in UTF-8. Raises ValueError or OSError."""
-    return read_bytes(path, limit).decode("utf-8")
 
 
 def read_start(path: Path, size: int) -> bytes:

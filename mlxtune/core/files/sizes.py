@@ -15,6 +15,8 @@ from mlxtune.core.files.reading import open_regular, read_at_most
 _LEAST_STORED = 64
 # Smaller files take no memory to speak of, and some file systems store them in no block.
 _SMALL = 2**20
+# More than any file that is read whole without a limit of its kind.
+_ANY = Limits(2**30)
 # Pieces of a file to look at; one with more of them has blocks.
 _MOST_PIECES = 10_000
 
@@ -68,7 +70,7 @@ def check_values(path: Path, limits: Limits) -> None:
     check_count(read_bytes(path, limits), limits, path.name)
 
 
-def read_bytes(path: Path, limits: Limits, *, links: bool = True) -> bytes:
+def read_bytes(path: Path, limits: Limits = _ANY, *, links: bool = True) -> bytes:
     """Return the content of a regular file within limits.
 
     Raises ValueError, which names the file, if it is no regular file, is beyond the limits, or,
@@ -82,7 +84,7 @@ def read_bytes(path: Path, limits: Limits, *, links: bool = True) -> bytes:
     return content
 
 
-def read_text(path: Path, limits: Limits) -> str:
+def read_text(path: Path, limits: Limits = _ANY) -> str:
     """Return the text of a file in UTF-8 within limits. Raises ValueError or OSError."""
     return read_bytes(path, limits).decode("utf-8")
 

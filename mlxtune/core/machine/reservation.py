@@ -7,12 +7,12 @@ When its process dies the lock is released, and the next reader removes the file
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.files.lock import Held, Lock, holder_of
+from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
 from mlxtune.core.files.ours import ensure_folder, remove_file
 from mlxtune.core.text import byte_size
 from mlxtune.errors import MemoryLimitError
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[0-9]+-[0-9]+\.run")
 _GB = 1e9
 # Only one process at a time may read and reserve; it reads a few small files.
 _DOOR = "door.lock"
-_DOOR_SECONDS, _DOOR_POLL_SECONDS = 5.0, 0.02
+_DOOR_SECONDS = 5.0
 POLL_SECONDS = 2.0
 
 
@@ -47,7 +47,11 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
     if the folder cannot be written.
     """
     ensure_folder(folder)
-    with _door(folder):
+    try:
+        door = Lock(folder / _DOOR, seconds=_DOOR_SECONDS)
+    except LockHeldError as error:
+        raise TimeoutError(f"{folder / _DOOR} is held by another process") from error
+    try:
         others = reservations(folder)
         if others and sum(each.size for each in others) + size > capacity:
             raise MemoryLimitError(
@@ -57,6 +61,8 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
             )
         name = f"{os.getpid()}-{time.monotonic_ns()}{_SUFFIX}"
         return Lock(folder / name, {"bytes": size, "run": run})
+    finally:
+        door.release()
 
 
 def reserve_when_free(
@@ -95,21 +101,3 @@ def reservations(folder: Path) -> list[Reservation]:
         if isinstance(pid, int) and isinstance(size, int) and isinstance(run, str):
             reserved.append(Reservation(pid, max(size, 0), run))
     return reserved
-
-
-@contextmanager
-def _door(folder: Path) -> Iterator[None]:
-    """Let one process at a time read and reserve. Raises TimeoutError."""
-    deadline = time.monotonic() + _DOOR_SECONDS
-    while True:
-        try:
-            lock = Lock(folder / _DOOR)
-            break
-        except Held:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{folder / _DOOR} is held by another process") from None
-            time.sleep(_DOOR_POLL_SECONDS)
-    try:
-        yield
-    finally:
-        lock.release()

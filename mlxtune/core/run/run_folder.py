@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.core.files.files import as_output_error, make_folder, write_file
-from mlxtune.core.files.lock import Held, Lock, NoLocks, holder_of
+from mlxtune.core.files.lock import Lock, LockHeldError, NoLocks, holder_of
 from mlxtune.core.files.ours import (
     discard,
     entries,
@@ -137,15 +137,12 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
     with as_output_error(run, "--checkpoint-dir"):
         try:
             if (holder := holder_of(run / LOCK)) is not None:
-                raise Held(holder)
+                raise LockHeldError(holder)
             check_own(run, new=new)
             make_folder(run, "--checkpoint-dir")
             lock = Lock(run / LOCK)
-        except Held as held:
-            raise OutputError(
-                f"{run}: process {held.holder.get('pid', 'of another user')} is training here: "
-                "wait until it ends, or choose another --checkpoint-dir"
-            ) from held
+        except LockHeldError as held:
+            raise _in_use(run, held, "--checkpoint-dir") from held
         except NoLocks as error:
             raise OutputError(
                 f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
@@ -164,13 +161,17 @@ def lock_output(adapter: Path) -> Lock | None:
         make_folder(adapter.parent, "--output")
         try:
             return Lock(adapter.with_name(f".{adapter.name}{LOCK}"))
-        except Held as held:
-            raise OutputError(
-                f"{adapter}: process {held.holder.get('pid', 'of another user')} is training here: "
-                "wait until it ends, or choose another --output"
-            ) from held
+        except LockHeldError as held:
+            raise _in_use(adapter, held, "--output") from held
         except NoLocks:
             return None
+
+
+def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
+    return OutputError(
+        f"{path}: process {held.holder.get('pid', 'of another user')} is training here: "
+        f"wait until it ends, or choose another {option}"
+    )
 
 
 def check_own(run: Path, *, new: bool = True) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.lock import Held, Lock, NoLocks, holder_of
+from mlxtune.core.files.lock import Lock, LockHeldError, NoLocks, holder_of
 from mlxtune.core.files.ours import NotOurs
 from tests.holders import hold_elsewhere
 
@@ -26,7 +26,7 @@ lock = Lock(Path(sys.argv[1]), {"run": "theirs"})
 def test_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     lock = Lock(path, {"run": "mine"})
-    with pytest.raises(Held) as held:
+    with pytest.raises(LockHeldError) as held:
         Lock(path)
     assert held.value.holder["pid"] == os.getpid()
     assert held.value.holder["run"] == "mine"
@@ -43,7 +43,7 @@ def test_lock_of_another_process_says_who_it_is_and_ends_with_it(tmp_path: Path)
     path = tmp_path / ".lock"
     process = hold_elsewhere(HOLDER, path)
     try:
-        with pytest.raises(Held) as held:
+        with pytest.raises(LockHeldError) as held:
             Lock(path)
         assert held.value.holder["pid"] == process.pid
         assert held.value.holder["run"] == "theirs"
@@ -86,7 +86,7 @@ def test_what_a_holder_says_may_be_anything(tmp_path: Path, content: bytes) -> N
     lock = Lock(path)
     path.write_bytes(content)
     assert holder_of(path) == {}
-    with pytest.raises(Held):
+    with pytest.raises(LockHeldError):
         Lock(path)
     lock.release()
 

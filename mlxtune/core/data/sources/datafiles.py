@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
-from mlxtune.core.data.sources.expansion import check_gzip, check_sparse, check_values
+from mlxtune.core.data.sources.expansion import check_gzip, check_values
 from mlxtune.core.data.sources.parquet import parquet_rows
 from mlxtune.core.files.reading import open_regular, open_zipped
+from mlxtune.core.files.sizes import check_stored
 from mlxtune.errors import DataError, one_line
 
 # File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
@@ -134,10 +135,11 @@ def _reading(path: Path, option: str = "--data") -> Iterator[None]:
 def _stat(path: Path, option: str) -> os.stat_result:
     with _reading(path, option):
         info = path.stat()
-    # A pipe could not be read twice.
-    if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
-        raise DataError(f"{path}: is not a regular file: save the data in one")
-    check_sparse(path, info)
+        # A pipe could not be read twice.
+        if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
+            raise DataError(f"{path}: is not a regular file: save the data in one")
+        if stat.S_ISREG(info.st_mode):
+            check_stored(path)
     return info
 
 

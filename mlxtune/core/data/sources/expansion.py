@@ -1,7 +1,6 @@
 """How much a data file may unpack to: a file of a few kilobytes can hold gigabytes."""
 
 import gzip
-import os
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -45,24 +44,10 @@ def check_gzip(path: Path) -> None:
                 raise expands(path, size)
 
 
-def check_sparse(path: Path, info: os.stat_result) -> None:
-    """Raise DataError for a file that is nearly all holes, and takes no space on its disk."""
-    stored = info.st_blocks * 512
-    # Some network file systems count no blocks.
-    if stored and info.st_size > most_bytes(stored):
-        raise DataError(
-            f"{path}: its {byte_size(info.st_size)} take only {byte_size(stored)} on disk, as all "
-            "the rest is empty: download it again"
-        )
-
-
-def check_values(text: str | bytes) -> None:
+def check_values(text: bytes) -> None:
     """Raise BadRow for JSON of more values than a row needs, which takes far more memory."""
     if len(text) < _LONG:
         return
-    if isinstance(text, bytes):
-        values = text.count(b"[") + text.count(b"{") + text.count(b",")
-    else:
-        values = text.count("[") + text.count("{") + text.count(",")
+    values = sum(text.count(mark) for mark in (b"[", b"{", b","))
     if values > _MAX_VALUES:
         raise BadRow(f"holds more than {_MAX_VALUES:,} values")
