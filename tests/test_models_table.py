@@ -79,13 +79,13 @@ def test_row_says_what_was_measured() -> None:
         if line.startswith("| Qwen3.5 ")
     )
     assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        "Qwen3.5",
+        "Qwen3.5 †",
         "yes",
         "4.0×, 0.50",
         "",
         "20.0×, 0.10 (4 layers)",
         "55%",
-        "head split, packed line, kernels",
+        "head split, packed line",
         "`q_proj`, `v_proj`, in the layers that have them",
         "mlx-lm, PEFT*",
         "yes",

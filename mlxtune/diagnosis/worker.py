@@ -126,7 +126,7 @@ def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
     batches = [examples[i : i + _ROWS_PER_STEP] for i in range(0, len(examples), _ROWS_PER_STEP)]
     for name, change in SHAPES.items():
         base = loading.load_base(model, "auto")
-        execution = change(best_execution(base.parameters, base.dtype))
+        execution = change(best_execution(base.parameters, base.dtype, model=base.model))
         pipeline = InstructPipeline(base.model, _lora(), execution=execution)
         for _ in range(2):
             began = time.perf_counter()
@@ -145,7 +145,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
     for size in SIZES:
         memory.release()
         base = loading.load_base(model, "auto")
-        execution = best_execution(base.parameters, base.dtype)
+        execution = best_execution(base.parameters, base.dtype, model=base.model)
         execution = replace(execution, micro_batch_tokens=size)
         shapes = model_shapes(base, _lora(), execution.operations.memory)
         pipeline = InstructPipeline(base.model, _lora(), execution=execution)

@@ -46,7 +46,7 @@ def test_cross_entropy_is_few_frames_from_the_command(
         stacks.append(names[::-1])
         return cross_entropy(logits, targets)
 
-    def on_gpu(parameters: int, dtype: str, kind: str) -> Execution:
+    def on_gpu(parameters: int, dtype: str, *_: Any) -> Execution:
         return best_execution(parameters, dtype, "gpu")
 
     monkeypatch.setattr(mx.fast, "cross_entropy", counted)

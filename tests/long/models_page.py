@@ -16,6 +16,13 @@ _GETS = {
     "line": "packed line",
     "layerwise": "kernels",
 }
+# Figures from before MLX's operations computed experts, convolutions and recurrences on the CPU.
+_EARLIER = {
+    *("qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_text (experts)", "llama4"),
+    *("mixtral", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "lfm2"),
+    *("lfm2_moe", "olmoe", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2"),
+    *("rwkv7", "ernie4_5_moe", "hunyuan", "minimax", "kimi_linear"),
+}
 _HEAD = """# Models
 
 What each architecture of mlx-lm gets here. Made by `python -m tests.long.models_table`; the
@@ -34,7 +41,7 @@ rows of Alpaca, or 1 step of one example of 2,048 tokens.
 - **Fast ways**: *head split*: logits are computed for supervised positions only; *head in
   blocks*: few of them at a time, from a plain product; *packed line*: examples stand end to end,
   without padding; *kernels*: layers run by the CPU's functions, and keep less for the backward
-  pass.
+  pass. Layers of experts, convolutions and recurrences run by MLX's operations on every device.
 - **LoRA by default**: the projections that `q_proj,v_proj` match. Where it says *none*, name
   `--targets`.
 - **Exports**: formats that hold an adapter of the default targets; * those that do not hold one
@@ -47,6 +54,11 @@ is faster, and roughly by how much. Qwen3, Qwen3-MoE, Qwen3.5, Gemma 3 and gpt-o
 again with nothing else running: beside other work, most had reached half of that efficiency. Alpaca
 and 2,048 tokens were measured with one core for each architecture (`threads` in the file), with
 other work on the other core; at 2,048 tokens, mlx-lm's side was not warmed up.
+
+† Measured on the CPU while mlxtune had kernels for experts, convolutions and recurrences, and chunks
+for RWKV 7 and for gates of each channel. These are gone: MLX's operations compute them, RWKV 7, Mamba
+and Kimi Linear by mlx-lm's loop over tokens, and have not been measured again, except where the last
+table has figures.
 
 No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
 """
@@ -102,11 +114,16 @@ def _breaks(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _row(name: str, record: Mapping[str, Any]) -> str:
-    gets = [title for key, title in _GETS.items() if record["gets"].get(key)]
+    earlier = name in _EARLIER
+    gets = [
+        title
+        for key, title in _GETS.items()
+        if record["gets"].get(key) and not (earlier and key == "layerwise")
+    ]
     exports = [each if each in record["exports_all"] else f"{each}*" for each in record["exports"]]
     return _line(
         [
-            _title(name),
+            f"{_title(name)} †" if earlier else _title(name),
             "yes" if record["trains"] else "**no**",
             *_figures(record, "auto"),
             ", ".join(gets) or "none",

@@ -11,12 +11,16 @@ from types import ModuleType
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
 from mlxtune.backend.cpu.layers import KernelLayers
-from mlxtune.core.steps.execution import KernelMemory, MemoryUse
+from mlxtune.backend.cpu.memory import KernelMemory
+from mlxtune.backend.lora.targets import EXPERTS
 
 # From this many parameters on, the kernels gain more than calling them costs.
 _LARGE_MODEL = 10_000_000
+# What makes a layer one of experts or recurrences.
+_WITHOUT_KERNELS = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
 
 
 class CpuOperations:
@@ -25,7 +29,7 @@ class CpuOperations:
     by_segments = True
     lazy = False
     joins = False
-    memory: MemoryUse = KernelMemory()
+    memory = KernelMemory()
 
     def load(self) -> None:
         """Import numba and the kernels."""
@@ -37,11 +41,16 @@ class CpuOperations:
         """Return whether this is float32, all that the kernels take."""
         return dtype is not None and dtype == mx.float32
 
-    def pay_off(self, parameters: int, dtype: mx.Dtype) -> bool:
-        """Return whether a base of this size and dtype trains faster than by MLX's operations."""
+    def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
+        """Return whether a base of this size and dtype trains faster than by MLX's operations.
+
+        Layers run at once, so that MLX holds all that its own recurrences and experts make.
+        """
         # Of the extra `cpu`.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))
-        return parameters >= _LARGE_MODEL and installed and self.serves(dtype)
+        modules = [] if model is None else [m for layer in model.layers for m in layer.modules()]
+        is_dense = not any(isinstance(module, _WITHOUT_KERNELS) for module in modules)
+        return parameters >= _LARGE_MODEL and installed and self.serves(dtype) and is_dense
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
         """Return cross-entropy by blocks of the vocabulary."""

@@ -3,7 +3,7 @@
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,19 +56,9 @@ def copied(x: mx.array) -> mx.array:
     return made
 
 
-def unread(*shape: int) -> mx.array:
-    """Return NaNs, at no cost, in the place of a value that nothing should read."""
-    return mx.broadcast_to(mx.array(math.nan), shape)
-
-
 def detached(x: mx.array) -> mx.array:
     """Return a copy, laid out alike, that no gradient is traced through."""
     return mx.array(view(x))
-
-
-def has_nan(arrays: Iterable[mx.array]) -> bool:
-    """Return whether any array has a NaN."""
-    return any(math.isnan(np.vdot(x, x)) for x in map(view, arrays))
 
 
 def matrix(x: mx.array) -> Floats:

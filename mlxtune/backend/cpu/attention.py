@@ -15,12 +15,12 @@ from mlxtune.backend.cpu.arrays import (
     empty,
     in_parts,
     multiplied,
-    unread,
     view,
 )
+from mlxtune.backend.cpu.layers import reads_attention, unread
+from mlxtune.backend.cpu.memory import ATTENTION_QUERIES, ATTENTION_SCORES
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.core.steps.execution import ATTENTION_QUERIES, ATTENTION_SCORES
 
 
 @dataclass(frozen=True)
@@ -184,25 +184,22 @@ def attention(
     scale: float,
     mask: Any,
     sinks: mx.array | None = None,
-    *,
-    needed: bool = True,
 ) -> mx.array:
     """Return softmax(scale * q k^T + mask) v of shape (B, H, T, n), never holding all scores.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
     "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). `sinks`
-    (H,) are frozen scores that have no values (arXiv:2309.17453; gpt-oss). Where the value is not
-    `needed`, only its gradient, nothing that may be read is in its place.
+    (H,) are frozen scores that have no values (arXiv:2309.17453; gpt-oss).
     """
     # By the backward pass, another line may be running.
     layout = packed.layout()
-    if layout is not None and not isinstance(mask, str):
-        raise packed.CannotPackError
+    if not isinstance(mask, str):
+        packed.check_not_packed()
 
     def run(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        if needed:
-            return _Attention(q, k, v, scale, mask, sinks, layout).forward()
-        return unread(*q.shape[:-1], v.shape[-1])
+        if not reads_attention():
+            return unread(*q.shape[:-1], v.shape[-1])
+        return _Attention(q, k, v, scale, mask, sinks, layout).forward()
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         q, k, v = primals

@@ -12,12 +12,11 @@ from mlxtune.backend.cpu.arrays import (
     Floats,
     by_rows,
     computes,
-    copied,
     empty,
     matrix,
-    unread,
     view,
 )
+from mlxtune.backend.cpu.layers import reads_gate, unread
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
@@ -30,7 +29,7 @@ def _by_rows(
     gradient_kernel: Any,
     inputs: Sequence[mx.array],
     *constants: Any,
-    needed: bool = True,
+    is_read: bool = True,
 ) -> mx.array:
     """Return a function of inputs of one shape, with its gradient, by two kernels.
 
@@ -39,7 +38,7 @@ def _by_rows(
     """
 
     def run(*arrays: mx.array) -> mx.array:
-        if not needed:
+        if not is_read:
             return unread(*arrays[0].shape)
         made = empty(*arrays[0].shape)
         by_rows(kernel, *map(matrix, (*arrays, made)), *constants)
@@ -54,33 +53,14 @@ def _by_rows(
     return differentiable(run, gradient)(*inputs)
 
 
-def swiglu(gate: mx.array, x: mx.array, *, needed: bool = True) -> mx.array:
-    """Return silu(gate) * x; where the value is not `needed`, only its gradient, none is made."""
-    return _by_rows(kernels.swiglu, kernels.swiglu_gradient, (gate, x), needed=needed)
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return silu(gate) * x."""
+    return _by_rows(kernels.swiglu, kernels.swiglu_gradient, (gate, x), is_read=reads_gate())
 
 
-def clamped_swiglu(
-    gate: mx.array, x: mx.array, *, alpha: float, limit: float, needed: bool = True
-) -> mx.array:
-    """Return gpt-oss's SwiGLU: g * sigmoid(alpha g) * (x + 1), both clamped to the limit."""
-    constants = np.float32(alpha), np.float32(limit)
-    both = kernels.clamped_swiglu, kernels.clamped_swiglu_gradient
-    return _by_rows(*both, (gate, x), *constants, needed=needed)
-
-
-def geglu(gate: mx.array, x: mx.array, *, needed: bool = True) -> mx.array:
-    """Return gelu_approx(gate) * x, as `swiglu`."""
-    return _by_rows(kernels.geglu, kernels.geglu_gradient, (gate, x), needed=needed)
-
-
-def silu(x: mx.array) -> mx.array:
-    """Return x * sigmoid(x)."""
-    return _by_rows(kernels.silu, kernels.silu_gradient, (x,))
-
-
-def gelu_approx(x: mx.array) -> mx.array:
-    """Return GELU by its tanh approximation."""
-    return _by_rows(kernels.gelu, kernels.gelu_gradient, (x,))
+def geglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return gelu_approx(gate) * x."""
+    return _by_rows(kernels.geglu, kernels.geglu_gradient, (gate, x), is_read=reads_gate())
 
 
 def tanh(x: mx.array) -> mx.array:
@@ -88,34 +68,17 @@ def tanh(x: mx.array) -> mx.array:
     return _by_rows(kernels.tanh, kernels.tanh_gradient, (x,))
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Return x / rms(x) * weight over the last axis; the weight is frozen."""
-    gain = mx.ones(x.shape[-1:]) if weight is None else weight.astype(mx.float32)
-    constants = np.array(gain), np.float32(eps)
+    constants = np.array(weight.astype(mx.float32)), np.float32(eps)
     return _by_rows(kernels.rms_norm, kernels.rms_norm_gradient, (x,), *constants)
-
-
-def softmax(x: mx.array) -> mx.array:
-    """Return the softmax over the last axis."""
-
-    def run(x: mx.array) -> mx.array:
-        made = copied(x)
-        by_rows(kernels.softmax_, matrix(made), 1, False)
-        return made
-
-    def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-        made = copied(cotangent)
-        by_rows(kernels.softmax_gradient_, matrix(copied(x)), matrix(made), 1, False)
-        return made
-
-    return differentiable(run, gradient)(x)
 
 
 @lru_cache(maxsize=64)
 def _table(
     length: int, dims: int, offset: int, base: float | None, scale: float, freqs: bytes | None
 ) -> tuple[Floats, Floats]:
-    """Return cosines and sines (T, dims / 2): those that MLX turns a unit vector by."""
+    """Return the cosines and sines (T, dims / 2) by which MLX turns a unit vector."""
     half = (1, 1, length, dims // 2)
     turned = mx.fast.rope(
         mx.concatenate([mx.ones(half), mx.zeros(half)], axis=-1),
@@ -144,8 +107,7 @@ def rope(
     fast = not traditional and isinstance(offset, int) and x.ndim == 4
     layout = packed.layout()
     if not (fast and computes(x)):
-        if layout is not None:
-            raise packed.CannotPackError
+        packed.check_not_packed()
         return mx.fast.rope(
             x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs
         )

@@ -25,7 +25,7 @@ _GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
 
 @inline
 def exp(x):  # type: ignore[no-untyped-def]
-    """Return e to the x within 2e-7; the polynomial is that of Cephes' expf."""
+    """Return e to the x within 2e-7, by the polynomial of Cephes' expf."""
     x = min(max(x, _LOWEST), _HIGHEST)
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
@@ -70,28 +70,6 @@ def swiglu_gradient(start, end, gate, x, d, d_gate, d_x):  # type: ignore[no-unt
 
 
 @kernel
-def clamped_swiglu(start, end, gate, x, out, alpha, limit):  # type: ignore[no-untyped-def]
-    for i in range(start, end):
-        for j in range(gate.shape[1]):
-            # Not by min and max, which lose NaN.
-            g = limit if gate[i, j] > limit else gate[i, j]
-            v = limit if x[i, j] > limit else (-limit if x[i, j] < -limit else x[i, j])
-            out[i, j] = (v + _ONE) * g * _sigmoid(alpha * g)
-
-
-@kernel
-def clamped_swiglu_gradient(start, end, gate, x, d, d_gate, d_x, alpha, limit):  # type: ignore[no-untyped-def]
-    for i in range(start, end):
-        for j in range(gate.shape[1]):
-            g = limit if gate[i, j] > limit else gate[i, j]
-            v = limit if x[i, j] > limit else (-limit if x[i, j] < -limit else x[i, j])
-            s = _sigmoid(alpha * g)
-            d_x[i, j] = _ZERO if v != x[i, j] else d[i, j] * g * s
-            slope = s * (_ONE + alpha * g * (_ONE - s))
-            d_gate[i, j] = _ZERO if g != gate[i, j] else d[i, j] * (v + _ONE) * slope
-
-
-@kernel
 def geglu(start, end, gate, x, out):  # type: ignore[no-untyped-def]
     for i in range(start, end):
         for j in range(gate.shape[1]):
@@ -110,40 +88,6 @@ def geglu_gradient(start, end, gate, x, d, d_gate, d_x):  # type: ignore[no-unty
             d_x[i, j] = d[i, j] * _HALF * g * (_ONE + t)
             slope = _HALF * (_ONE + t + g * (_ONE - t * t) * inner)
             d_gate[i, j] = d[i, j] * x[i, j] * slope
-
-
-@kernel
-def silu(start, end, x, out):  # type: ignore[no-untyped-def]
-    for i in range(start, end):
-        for j in range(x.shape[1]):
-            out[i, j] = x[i, j] * _sigmoid(x[i, j])
-
-
-@kernel
-def silu_gradient(start, end, x, d, out):  # type: ignore[no-untyped-def]
-    for i in range(start, end):
-        for j in range(x.shape[1]):
-            s = _sigmoid(x[i, j])
-            out[i, j] = d[i, j] * s * (_ONE + x[i, j] * (_ONE - s))
-
-
-@kernel
-def gelu(start, end, x, out):  # type: ignore[no-untyped-def]
-    for i in range(start, end):
-        for j in range(x.shape[1]):
-            v = x[i, j]
-            t = _tanh(_GELU_SCALE * v * (_ONE + _GELU_CUBE * v * v))
-            out[i, j] = _HALF * v * (_ONE + t)
-
-
-@kernel
-def gelu_gradient(start, end, x, d, out):  # type: ignore[no-untyped-def]
-    for i in range(start, end):
-        for j in range(x.shape[1]):
-            v = x[i, j]
-            t = _tanh(_GELU_SCALE * v * (_ONE + _GELU_CUBE * v * v))
-            inner = _GELU_SCALE * (_ONE + _f(3) * _GELU_CUBE * v * v)
-            out[i, j] = d[i, j] * _HALF * (_ONE + t + v * (_ONE - t * t) * inner)
 
 
 @kernel

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,41 +40,21 @@ class LayerPasses(Protocol):
     """Runs the layers of a model so that their backward passes take less memory."""
 
     def run(
-        self,
-        layer: nn.Module,
-        names: Sequence[str],
-        function: Callable[..., list[mx.array]],
-        inputs: Sequence[mx.array],
+        self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return the outputs of a layer, whose trained arrays `names` names."""
+        """Return the outputs of a layer, as a function of arrays."""
 
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first that is trained."""
-
-
-@runtime_checkable
-class SlicingPasses(LayerPasses, Protocol):
-    """Passes that run MLPs on `slice` tokens at a time; 0 for all."""
-
-    slice: int
-
-    def run_in_slices(
-        self, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
-    ) -> list[mx.array]:
-        """Return the outputs of a function for x (1, T, ·), the first of its inputs, by slices."""
 
 
 class Recompute:
     """Keeps the inputs of each layer, and runs it again in the backward pass."""
 
     def run(
-        self,
-        layer: nn.Module,
-        names: Sequence[str],
-        function: Callable[..., list[mx.array]],
-        inputs: Sequence[mx.array],
+        self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return what a layer gives."""
+        """Return the outputs of a layer."""
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # A lone array is passed by itself, as to a layer with no trained parameters.
@@ -143,17 +123,19 @@ MLX, PLAIN = MlxOperations(), MlxOperations(plain=True)
 KERNELS = _cpu_operations()
 
 
-def best_execution(parameters: int, dtype: str = "float32", kind: str = "auto") -> Execution:
-    """Return what measured best on the device in use, for a base of this size and dtype.
+def best_execution(
+    parameters: int, dtype: str = "float32", kind: str = "auto", model: nn.Module | None = None
+) -> Execution:
+    """Return the execution that measured best on the device in use, by size, dtype and model.
 
-    Other kinds are those of `bench --execution`: what a GPU gets, what the CPU gets, or the plain
-    reference, whatever the device.
+    `bench --execution` has other kinds: a GPU's, the CPU's, or the plain reference, whatever the
+    device.
     """
     if kind == "plain":
         return Execution(PLAIN, split_head=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
-    if KERNELS is not None and KERNELS.pay_off(parameters, getattr(mx, dtype)):
+    if KERNELS is not None and KERNELS.pay_off(parameters, getattr(mx, dtype), model):
         return Execution(KERNELS, fixed_cost=_CPU_COST)
     return Execution(MLX, fixed_cost=_CPU_COST)
 

@@ -1,10 +1,8 @@
 """Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,13 +10,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.forward.operations import LayerPasses, SlicingPasses
+from mlxtune.backend.forward.operations import LayerPasses
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.lora.targets import projections
 from mlxtune.backend.models import packed
-
-# The projections of the MLP that most architectures have.
-_MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 class Layerwise:
@@ -32,16 +26,8 @@ class Layerwise:
         # Below the first that is trained there is no backward pass, and nothing to keep.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
-        undo_slices: Callable[[], None] = lambda: None  # noqa: E731
-        if isinstance(passes, SlicingPasses) and passes.slice:
-            mlps = [mlp for layer in layers if (mlp := sliced_mlp(layer)) is not None]
-            undo_slices = intercept(model, mlps, [partial(self._run_in_slices, passes)] * len(mlps))
-        self._undo = intercept(model, layers, calls), undo_slices
-
-    def restore(self) -> None:
-        """Have the layers run as they did before."""
-        for undo in self._undo:
-            undo()
+        # Has the layers run as they did before.
+        self.restore = intercept(model, layers, calls)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -60,25 +46,7 @@ class Layerwise:
         if not self._running:
             return layer(*args, **options)
         call = LayerCall(layer, self._dropout, args, options)
-        return call.result(self.passes.run(layer, call.names, call.run, call.inputs))
-
-    def _run_in_slices(self, passes: SlicingPasses, mlp: nn.Module, x: mx.array) -> mx.array:
-        """Run an MLP on some tokens at a time, again in its backward pass, where there are many."""
-        if math.prod(x.shape[:-1]) <= passes.slice or self._dropout.rows is not None:
-            return mlp(x)
-        line = x.reshape(1, -1, x.shape[-1])
-        call = LayerCall(mlp, self._dropout, (line,), {})
-        (y,) = passes.run_in_slices(call.run, call.inputs)
-        return call.result([y]).reshape(x.shape)
-
-
-def sliced_mlp(layer: nn.Module) -> nn.Module | None:
-    """Return the MLP of a layer, if it is known to compute each token by itself."""
-    mlp = layer.get("mlp")
-    if not isinstance(mlp, nn.Module):
-        return None
-    # LoRA has the frozen projection in it.
-    return mlp if {path.removesuffix(".linear") for path in projections(mlp)} == _MLP else None
+        return call.result(self.passes.run(layer, call.run, call.inputs))
 
 
 class LayerCall:

@@ -1,16 +1,14 @@
 """The shapes of a model that memory depends on, before its weights are read."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.head import find_heads
-from mlxtune.backend.forward.recompute import sliced_mlp
 from mlxtune.backend.lora import targets
 from mlxtune.backend.models.layers import QUANTIZED
 from mlxtune.backend.models.loading import BaseModel
@@ -20,9 +18,6 @@ from mlxtune.core.steps.execution import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
-# Arrays as wide as the model that the backward pass of RWKV 7's time mixing holds, where MLX
-# computes what lies between the products.
-_BETWEEN = 125
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,7 @@ class _Matrix:
     """A linear layer, or one of `copies` experts, with LoRA of this rank, 0 for none.
 
     `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
-    product alone; `sliced` that it runs on some tokens at a time. `trained` counts LoRA's
+    product alone. `trained` counts LoRA's
     parameters, which are those of the whole layer where a rank has a part of it.
     """
 
@@ -41,7 +36,6 @@ class _Matrix:
     cast: int
     unpacked: bool
     trained: int
-    sliced: bool = False
 
     @property
     def entries(self) -> int:
@@ -90,10 +84,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         layer_gathered=max(map(sum, zip(gathered, given, strict=True))),
         mixed=sum(mixed),
         layer_mixed=max(mixed),
-        between=max(map(_between, base.model.layers)),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
-        sliced=max(sum(m.outputs for m in layer if m.sliced) for layer in sizes),
-        widest_whole=max(m.outputs * min(m.copies, used) for m in every if not m.sliced),
         widest_product=max(m.outputs * min(m.copies, used) for m in every),
         largest_cast=max((m.cast for m in every), default=0),
         head_cast=_head_cast(base, dtype, memory),
@@ -113,14 +104,10 @@ def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> lis
     # The chosen layers are the last ones, and numbered from 0.
     for i, layer in enumerate(layers, len(chosen.layers) - len(layers)):
         sizes.append([])
-        slices = sliced_mlp(layer) is not None and not config.dropout
         for key, module in targets.projections(layer).items():
             has_lora = i >= 0 and key in chosen.keys
             rank = targets.rank_of(names[id(module)], config) if has_lora else 0
-            matrix = _matrix(module, rank, getattr(mx, base.dtype), memory)
-            # Behind these, outputs are as wide as the model again.
-            sliced = slices and key in ("mlp.gate_proj", "mlp.up_proj")
-            sizes[-1].append(replace(matrix, sliced=sliced))
+            sizes[-1].append(_matrix(module, rank, getattr(mx, base.dtype), memory))
     first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
     return sizes[first:]
 
@@ -152,17 +139,8 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
 
 
 def _mixed(layer: nn.Module) -> int:
-    """Return the channels of a layer's convolutions; or what RWKV 7's recurrence keeps."""
-    channels = sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
-    return channels + sum(2 * m.hidden_size for m in _time_mixings(layer))
-
-
-def _between(layer: nn.Module) -> int:
-    return sum(_BETWEEN * m.hidden_size for m in _time_mixings(layer))
-
-
-def _time_mixings(layer: nn.Module) -> list[Rwkv7TimeMixing]:
-    return [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
+    """Return the channels of a layer's convolutions."""
+    return sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
 
 
 def _attention(base: BaseModel, layers: int) -> dict[str, Any]:

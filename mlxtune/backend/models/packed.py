@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -115,23 +116,28 @@ class Layout:
         return rows, places
 
 
-_layout: Layout | None = None
+_current: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
 
 def layout() -> Layout | None:
     """Return the layout of the current line; None if each line is one example."""
-    return _layout
+    return _current.get()
+
+
+def check_not_packed() -> None:
+    """Raise CannotPackError in a line of several examples."""
+    if layout() is not None:
+        raise CannotPackError
 
 
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
     """Compute on a line with this layout inside the block; None for examples side by side."""
-    global _layout
-    before, _layout = _layout, layout
+    token = _current.set(layout)
     try:
         yield
     finally:
-        _layout = before
+        _current.reset(token)
 
 
 class LineCache:
@@ -154,7 +160,8 @@ class LineCache:
         """
         if not options:
             return None
-        width = length if _layout is None else _layout.rows.shape[1]
+        line = layout()
+        width = length if line is None else line.rows.shape[1]
         window = options.get("window_size")
         if window is not None and width > window:
             return window_mask(width, window)

@@ -1,7 +1,7 @@
 """Functions and layers replaced in one model; no class that other models use changes."""
 
 from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import mlx.nn as nn
@@ -11,23 +11,11 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 _SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__}
 
 
-class Instead:
-    """A module with some of its functions replaced."""
-
-    def __init__(self, module: ModuleType, functions: dict[str, Any]) -> None:
-        self._module = module
-        self.replaced = functions.keys()
-        self.__dict__.update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 class Replacements:
-    """What a model uses in the place of mlx-lm's functions and MLX's layers.
+    """The functions and layers that a model uses in the place of mlx-lm's and MLX's own.
 
-    `functions` are those that its modules call by name, by the identity of the function that the
-    name has; for a Python module, an `Instead`. `kinds` are subclasses of classes of layers.
+    `functions` take the place of functions that its modules call by name, by the identity of the
+    latter; `kinds` are subclasses of classes of layers.
     """
 
     def __init__(self, functions: Mapping[int, Any], kinds: Mapping[type, type]) -> None:
@@ -73,12 +61,10 @@ class Replacements:
         """Return a copy of a method that calls the replacements, None if it calls none."""
         if not isinstance(method, FunctionType):
             return None
-        names = method.__code__.co_names
         replaced = {
             name: self.functions[id(value)]
-            for name in names
+            for name in method.__code__.co_names
             if id(value := method.__globals__.get(name)) in self.functions
-            and _serves(self.functions[id(value)], names)
         }
         if not replaced:
             return None
@@ -95,7 +81,3 @@ class Replacements:
 def subclasses(mixin: type, *kinds: type) -> dict[type, type]:
     """Return a subclass of each class, in which the mixin comes first."""
     return {kind: type(kind.__name__, (mixin, kind), {}) for kind in kinds}
-
-
-def _serves(replacement: Any, names: tuple[str, ...]) -> bool:
-    return not isinstance(replacement, Instead) or not replacement.replaced.isdisjoint(names)

@@ -223,7 +223,7 @@ class Evaluator:
     ) -> None:
         model.eval()
         kind = "gpu" if workers.split_model else "auto"
-        execution = execution or best_execution(parameters, kind=kind)
+        execution = execution or best_execution(parameters, kind=kind, model=model)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         remedy = "lower --max-seq-len, or use a quantised base"
         batches = MicroBatches(self.forward)

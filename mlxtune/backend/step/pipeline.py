@@ -72,7 +72,7 @@ class InstructPipeline:
         self.learning_rate = config.learning_rate
         self.lora: LoRASummary = apply_lora(model, config)
         parameters = self.lora.total_parameters
-        execution = execution or best_execution(parameters)
+        execution = execution or best_execution(parameters, model=model)
         self.forward = Forward(model, self.lora.dropout_keys, execution)
         self.batches = MicroBatches(
             self.forward, keyed=config.dropout > 0, run_alike=workers.split_model

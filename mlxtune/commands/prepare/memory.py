@@ -102,7 +102,8 @@ def _possible(
 ) -> tuple[Execution, ModelShapes]:
     """Return how the model may run, and its shapes with the memory measured of them."""
     # The CPU's own functions compute whole layers.
-    allowed = best_execution(base.parameters, base.dtype, "gpu" if base.parts > 1 else execution)
+    kind = "gpu" if base.parts > 1 else execution
+    allowed = best_execution(base.parameters, base.dtype, kind, base.model)
     shapes = model_shapes(base, config.lora(), allowed.operations.memory)
     key = memory_key(shapes, allowed, config.dropout, base.dtype)
     return allowed, replace(shapes, measured=read_measured(config.cache_path, key))

@@ -21,38 +21,25 @@ from mlxtune.core.steps.groups import Group, plan_step
 from mlxtune.core.steps.pack import plan_packs
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
-# Rows of the vocabulary that the CPU's head casts at once, and how many casts exist at once.
-_VOCABULARY_BLOCK, _BLOCKS = 4096, 2
-# For MLX's own graph: the fewest rows and the most logits of a block, and how many blocks of casts
-# and of logits exist at once, in use or in flight; no more than so many copies of all.
-_FEWEST, _BLOCK_LOGITS, _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 512, 1 << 21, 5, 9, 2
-# Copies of a chunk's logits that cross-entropy and its gradient hold, in MLX's own graph and in the
-# CPU's own functions.
-_LOGITS, _CPU_LOGITS = 5, 2
-# And those that are not freed yet when the backward passes of layers begin.
-_IN_FLIGHT = 2
-# Scores that the CPU's attention holds at once, and queries of a head in a block of these; copies
-# of the scores, and arrays as wide as its heads, that its backward pass has in numpy.
-ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
-_NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
-# Tokens on which an MLP runs at once, where layers run again by the CPU's functions.
-SLICE = 4096
-# What DoRA adds in the CPU's own functions: its scaled products, and the gradients of these.
-_SCALED = 2
+# The most rows of the vocabulary in a block of the head, the fewest, and the most logits; how many
+# blocks of casts and of logits exist at once, in use or in flight, and the most copies of all.
+_VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
+_CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
+# Copies of a chunk's logits that cross-entropy and its gradient hold, and those that are not freed
+# yet when the backward passes of layers begin.
+LOGITS, _IN_FLIGHT = 5, 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
 # and three as wide as its input.
-_GRADIENTS = 3
+GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
 # Copies of products, and arrays as wide as its input, that a layer keeps in MLX's own graph.
 _COPIES, _WIDTHS = 2, 4
-# Copies of what experts gather and give that the backward pass of their layer holds there.
+# Copies of the inputs and outputs of experts that the backward pass of their layer holds there.
 _GATHERED = 2
-# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds, in
-# MLX's own graph and in the CPU's own functions.
-_MIXED, _KERNELS_MIXED = 4, 8
-# Arrays as wide as a convolution that its layer keeps in MLX's own graph.
-_MIXED_COPIES = 5
+# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds there,
+# and those that the layer keeps.
+_MIXED, _MIXED_COPIES = 4, 5
 
 
 @dataclass(frozen=True)
@@ -103,22 +90,20 @@ class ModelShapes:
     """A model with LoRA. Sizes are bytes, all else counts entries of arrays.
 
     `weights` is the base as stored, at `stored_itemsize` an entry (0 if quantised); `itemsize` is
-    that of the compute dtype. `trainable` counts the LoRA parameters. `layers` are those from the
-    first with LoRA; the outputs of all their linear layers are `products` wide together, those of
-    one layer `layer_products`, with the inputs that its experts gather, that of a single linear
-    layer `widest_product`. `updated` is the width of one layer's outputs with LoRA, `scaled` of all
-    outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the largest matrix
-    that is cast, and of the largest quantised one that is unpacked, for each product; `head_cast`
-    those of the head. `plain_head`: the head is one product. `heads` of `head_size` attend.
+    the compute dtype's. `trainable` counts the LoRA parameters. `layers` start at the first with
+    LoRA; the outputs of all their linear layers are `products` wide together, the outputs of one
+    layer `layer_products`, with the inputs that its experts gather, and the output of a single
+    linear layer at most `widest_product`. `updated` is the width of one layer's outputs with LoRA,
+    `scaled` of all outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the
+    largest matrix that is cast, and of the largest quantised one that is unpacked, for each
+    product; `head_cast` the head's. `plain_head`: the head is one product. `heads` of `head_size`
+    attend.
     `scores` are the copies of one head's scores that MLX's graph keeps in all layers,
     `layer_scores` those that one layer's backward pass holds besides, if examples are wider
     than `window`; `held_scores` those by the CPU's functions. `gathered` is the width of the
     inputs that the experts of all layers gather, `layer_gathered` of these and of the outputs
     in one layer. `mixed` are the channels of the convolutions of all layers, `layer_mixed` the
-    most of one. `between` is the width of all else that the backward pass of a layer of many
-    operations holds. `sliced` is the width of one layer's outputs that are made in slices,
-    `widest_whole` of the widest other ones. `measured` corrects the estimate by passes that
-    ran.
+    most of one. `measured` corrects the estimate by passes that ran.
     """
 
     weights: int
@@ -145,11 +130,8 @@ class ModelShapes:
     layer_gathered: int = 0
     mixed: int = 0
     layer_mixed: int = 0
-    between: int = 0
     scaled: int = 0
     unpacked: int = 0
-    sliced: int = 0
-    widest_whole: int = 0
     measured: Measured | None = None
 
     @property
@@ -205,13 +187,14 @@ def load_of(group: Group, examples: Sequence[Example]) -> Load:
     return Load(len(group.examples), group.width, positions, group.tokens)
 
 
-def _head_states(shapes: ModelShapes, execution: Execution, load: Load) -> tuple[int, int]:
+def head_states(shapes: ModelShapes, execution: Execution, load: Load) -> tuple[int, int]:
     """Return the positions the head runs on, and the entries of hidden states and gradients."""
     positions = load.positions if execution.split_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
 
-def _logits(execution: Execution, positions: int, shapes: ModelShapes) -> int:
+def held_logits(execution: Execution, positions: int, shapes: ModelShapes) -> int:
+    """Return the logits that a head holds at once."""
     held = min(positions, execution.loss_chunk) if execution.split_head else positions
     return shapes.vocab * held
 
@@ -230,11 +213,7 @@ class Entries(NamedTuple):
 
 
 class GraphMemory:
-    """The memory of MLX's own graph, in entries of arrays of the compute dtype.
-
-    `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
-    product, the head in `head_copies` copies.
-    """
+    """The memory of MLX's own graph; see `MemoryUse`."""
 
     casts_quantized = False
     head_copies = 4
@@ -253,7 +232,7 @@ class GraphMemory:
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
         """Return what one layer's backward pass works with, in addition to what is kept."""
-        gradients = _GRADIENTS * (shapes.widest_product + shapes.hidden)
+        gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
         mixed = load.beside * _MIXED * shapes.layer_mixed
         scores = shapes.layer_scores * load.scores if shapes.holds_scores(load) else 0
@@ -269,73 +248,51 @@ class GraphMemory:
 
     def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return what passes without a head do not show: its arrays that are still in flight."""
-        positions, _ = _head_states(shapes, execution, load)
-        logits = _logits(execution, positions, shapes)
+        positions, _ = head_states(shapes, execution, load)
+        logits = held_logits(execution, positions, shapes)
         if execution.split_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
         return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
         """Return the working entries of the head, in addition to those kept."""
-        positions, hidden = _head_states(shapes, execution, load)
+        positions, hidden = head_states(shapes, execution, load)
         if execution.split_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
             return hidden + casts * shapes.hidden + logits * positions
-        return hidden + shapes.head_cast + _LOGITS * _logits(execution, positions, shapes)
+        return hidden + shapes.head_cast + LOGITS * held_logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits: in 16 bits, or unless it is one product."""
         return shapes.itemsize != 4 or not shapes.plain_head
 
 
-class KernelMemory:
-    """The memory of the CPU's kernels, which keep the products of a layer; see `GraphMemory`."""
+class MemoryUse(Protocol):
+    """How operations use memory, in entries of arrays of the compute dtype.
 
-    casts_quantized = True
-    head_copies = 1
+    `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
+    product, the head in `head_copies` copies.
+    """
+
+    casts_quantized: bool
+    head_copies: int
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
-        """Return what all layers keep: inputs, and products except the last."""
-        if execution.recompute:
-            return Entries(0, load.tokens * shapes.inputs, 0)
-        return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
+        """Return the entries that all layers keep from their forward to their backward passes."""
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
-        # The recomputed values between the products take about as much as the products.
-        products, widest, slices = shapes.layer_products, shapes.widest_product, 0
-        if execution.recompute and shapes.sliced and load.tokens > SLICE:
-            slices = SLICE * (2 * shapes.sliced + _GRADIENTS * widest)
-            products, widest = products - shapes.sliced, shapes.widest_whole
-        widths = products * (2 if execution.recompute else 1) + shapes.hidden
-        widths += _GRADIENTS * (widest + shapes.hidden)
-        widths += _SCALED * shapes.updated if shapes.scaled else 0
-        meeting = _KERNELS_MIXED * shapes.layer_mixed * load.repeated
-        meeting += shapes.between * (load.tokens + load.repeated)
-        tokens = load.tokens * widths + slices + meeting
-        return Entries(shapes.largest_cast, tokens, shapes.held_scores * load.scores)
+        """Return the entries of one layer's backward pass, in addition to the kept ones."""
 
     def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return what numpy holds in attention, which MLX does not count."""
-        width = shapes.heads * shapes.head_size
-        scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * load.width)
-        return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
+        """Return the entries that passes without a head do not show."""
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
-        """Return the working entries of the head; a linear head holds no logits."""
-        positions, hidden = _head_states(shapes, execution, load)
-        if execution.split_head and shapes.plain_head:
-            return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
-        copies = _CPU_LOGITS if shapes.stored_itemsize else _LOGITS
-        return hidden + shapes.head_cast + copies * _logits(execution, positions, shapes)
+        """Return the working entries of the head, in addition to the kept ones."""
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head is more than one product."""
-        return not shapes.plain_head
-
-
-MemoryUse = GraphMemory | KernelMemory
+        """Return whether the head holds the logits of a chunk of positions."""
 
 
 class Operations(Protocol):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 
 from mlxtune.backend.cpu import elementwise
@@ -17,10 +15,7 @@ from tests.backend.cpu.compared import assert_close, assert_same_function, rando
 # The last takes several blocks of rows.
 SHAPES = [(3, 5, 16), (7,), (1, 1, 1), (2, 300, 128)]
 UNARY: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {
-    "silu": (elementwise.silu, nn.silu),
-    "gelu_approx": (elementwise.gelu_approx, nn.gelu_approx),
     "tanh": (elementwise.tanh, mx.tanh),
-    "softmax": (elementwise.softmax, lambda x: mx.softmax(x, axis=-1)),
 }
 PLAIN: dict[str, Any] = {"traditional": False, "base": 10000.0, "scale": 1.0, "offset": 0}
 FREQS = mx.array([1.0, 3.0, 20.0, 500.0])
@@ -36,18 +31,12 @@ def test_function_and_gradient(name: str, shape: tuple[int, ...]) -> None:
     assert_same_function(*UNARY[name], random(*shape, scale=3))
 
 
-def clamped_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    gate, x = mx.minimum(gate, 4), mx.clip(x, -4, 4)
-    return gate * mx.sigmoid(1.5 * gate) * (x + 1)
-
-
 def geglu(gate: mx.array, x: mx.array) -> mx.array:
     return nn.gelu_approx(gate) * x
 
 
 GATED: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {
     "swiglu": (elementwise.swiglu, swiglu),
-    "clamped_swiglu": (partial(elementwise.clamped_swiglu, alpha=1.5, limit=4), clamped_swiglu),
     "geglu": (elementwise.geglu, geglu),
 }
 
@@ -59,17 +48,9 @@ def test_gated_function_and_gradients(name: str, shape: tuple[int, ...]) -> None
     assert_same_function(*GATED[name], gate, x)
 
 
-def test_clamped_swiglu_keeps_nan() -> None:
-    nothing, x = mx.full((2, 3), mx.nan), random(2, 3)
-    for pair in (nothing, x), (x, nothing):
-        made = elementwise.clamped_swiglu(*pair, alpha=1.5, limit=4)
-        assert np.isnan(np.array(made)).all()
-
-
-@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm_and_gradient(shape: tuple[int, ...], weighted: bool) -> None:
-    weight = random(shape[-1], seed=3) + 1 if weighted else None
+def test_rms_norm_and_gradient(shape: tuple[int, ...]) -> None:
+    weight = random(shape[-1], seed=3) + 1
     assert_same_function(
         lambda x: elementwise.rms_norm(x, weight, 1e-3),
         lambda x: mx.fast.rms_norm(x, weight, 1e-3),
@@ -102,15 +83,10 @@ def test_extreme_gates() -> None:
     assert_same_function(elementwise.swiglu, swiglu, gate, random(1, 7))
 
 
-def test_softmax_of_a_row_with_masked_entries() -> None:
-    x = mx.array([[-np.inf, 1.0, 2.0], [-np.inf, -np.inf, 1e4]])
-    assert_same_function(*UNARY["softmax"], x)
-
-
 def test_norm_of_zeros_and_of_large_numbers() -> None:
     x = mx.stack([mx.zeros(8), mx.full(8, 1e15), random(8) * 1e-4])
     assert_same_function(
-        lambda x: elementwise.rms_norm(x, None, 1e-6),
+        lambda x: elementwise.rms_norm(x, mx.ones(8), 1e-6),
         lambda x: mx.fast.rms_norm(x, None, 1e-6),
         x,
         tolerance=1e-5,

@@ -8,12 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text
 
-from mlxtune.backend.cpu import attention, elementwise, products
-from mlxtune.backend.cpu.layers import KeptProducts, Reads
+from mlxtune.backend.cpu import elementwise, model, products
+from mlxtune.backend.cpu.layers import BackwardReads, KeptProducts, product
 from mlxtune.backend.cpu.model import make_fast
 from mlxtune.backend.models.loading import load_base
-from tests.backend.cpu.compared import assert_close, random
+from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import model_folder
 
 TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90, 91, 3]])
@@ -21,14 +22,13 @@ TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90, 91, 3]])
 USES: dict[str, tuple[str, ...]] = {
     "qwen3": ("attention", "forward", "rms_norm", "rope", "swiglu"),
     "llama": ("attention", "forward", "rms_norm", "rope", "swiglu"),
-    "gemma2": ("forward", "gelu_approx", "rms_norm", "rope", "softmax", "tanh"),
-    "gemma3_text": ("attention", "forward", "gelu_approx", "rms_norm", "rope"),
+    "gemma2": ("forward", "rms_norm", "rope"),
+    "gemma3_text": ("attention", "forward", "rms_norm", "rope"),
 }
 HOMES = {
-    "attention": attention,
+    "attention": model,
     "forward": products,
-    "rope": elementwise,
-    **dict.fromkeys(["gelu_approx", "rms_norm", "softmax", "swiglu", "tanh"], elementwise),
+    **dict.fromkeys(["rms_norm", "rope", "swiglu"], elementwise),
 }
 
 
@@ -65,7 +65,7 @@ def test_parts_that_have_a_faster_way_take_it(
         monkeypatch.setattr(home, name, noted(name, before[home][name]))
     mx.eval(model(TOKENS))
     # Those that are kept in a table are called by what they were then.
-    table = {"gelu_approx", "tanh", "rope", "swiglu"}
+    table = {"swiglu"}
     assert called - table == set(USES[architecture]) - table
 
 
@@ -123,26 +123,21 @@ def test_16_bits_are_left_to_mlx(dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
-    kept, made = KeptProducts(Reads(inputs=True, last=last)), [random(2, 2), random(3, 4)]
+    kept, made = KeptProducts(BackwardReads(last=last)), [random(2, 2), random(3, 4)]
     with kept.running(replays=False):
-        assert kept.product(lambda: made[0]) is made[0]
-        assert kept.product(lambda: made[1]) is made[1]
+        assert product(lambda: made[0]) is made[0]
+        assert product(lambda: made[1]) is made[1]
     with kept.running(replays=True):
-        assert kept.product(lambda: pytest.fail("made again")) is made[0]
-        again = kept.product(lambda: pytest.fail("made again"))
+        assert product(lambda: pytest.fail("made again")) is made[0]
+        again = product(lambda: pytest.fail("made again"))
         assert again.shape == (3, 4)
         assert (again is made[1]) == last
+    assert product(lambda: made[1]) is made[1]
 
 
-def test_what_turns_out_to_be_read_is_made_again() -> None:
-    kept = KeptProducts(Reads(inputs=False))
-    with kept.running(replays=False):
-        kept.product(lambda: random(2, 2))
-    more = kept.reads.more
-    assert more == Reads(inputs=False, last=True)
-    kept.reads = more
-    with kept.running(replays=True):
-        assert kept.product(lambda: random(3, 3)).shape == (3, 3)
-    assert kept.reads_next == more
-    assert more.more == Reads(inputs=True, last=True)
-    assert Reads(inputs=True, last=True).more is None
+def test_soft_capped_logits_of_gemma_4() -> None:
+    assert_same_function(
+        lambda x: model._FUNCTIONS[id(gemma4_text.logit_softcap)](30.0, x),
+        lambda x: gemma4_text.logit_softcap(30.0, x),
+        random(3, 50, scale=40),
+    )

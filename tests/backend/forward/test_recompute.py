@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.cpu.layers import KernelLayers, Reads
+from mlxtune.backend.cpu.layers import BackwardReads, KernelLayers
 from mlxtune.backend.forward.intercept import Intercepted
 from mlxtune.backend.forward.operations import MLX, LayerPasses, Recompute
 from mlxtune.backend.forward.recompute import Layerwise
@@ -208,36 +207,43 @@ def test_layers_that_hand_on_more_than_hidden_states(passes: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "targets", "expected"),
     [
-        ("qwen3", ("q_proj", "v_proj"), Reads(inputs=False, last=False)),
-        ("qwen3", ("all",), Reads(inputs=True, last=False)),
+        ("qwen3", ("q_proj", "v_proj"), BackwardReads(False, False, False)),
+        ("qwen3", ("o_proj",), BackwardReads(True, False, False)),
+        ("llama", ("down_proj",), BackwardReads(False, True, False)),
+        ("qwen2", ("all",), BackwardReads(True, True, False)),
         # A norm behind it reads the last product.
-        ("gemma3_text", ("q_proj", "v_proj"), Reads(inputs=False, last=True)),
+        ("gemma3_text", ("q_proj", "v_proj"), BackwardReads(False, False, True)),
+        ("gemma2", ("q_proj", "v_proj"), BackwardReads()),
     ],
 )
-def test_what_a_layer_reads_is_found_out(
-    architecture: str, targets: tuple[str, ...], expected: Reads
+def test_layer_keeps_what_its_backward_pass_reads(
+    architecture: str, targets: tuple[str, ...], expected: BackwardReads
 ) -> None:
     how = replace(SPLIT, operations=CPU)
     pipeline = fresh(model_folder(architecture), how, tokens=10_000, targets=targets)
     plain = fresh(model_folder(architecture), tokens=1, targets=targets)
-    for _ in range(2):
-        assert_same(computed(pipeline, fixed_step()), computed(plain, fixed_step()))
-    layerwise = pipeline.forward.layerwise
-    assert layerwise is not None
-    assert isinstance(layerwise.passes, KernelLayers)
-    assert set(layerwise.passes.reads.values()) == {expected}
+    assert_same(computed(pipeline, fixed_step()), computed(plain, fixed_step()))
+    assert {BackwardReads.of(layer) for layer in pipeline.model.layers} == {expected}
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_of_what_layers_keep() -> None:
-    how = replace(SPLIT, operations=CPU)
-    pipeline = fresh(model_folder("qwen3"), how, tokens=10_000, targets=("q_proj",))
-    parameters = pipeline.model.trainable_parameters()
-    pipeline.model.update(tree_map(lambda value: value * mx.array(math.nan), parameters))
-    loss = pipeline.loss_and_gradients(fixed_step()).loss
-    assert math.isnan(loss)
-    assert pipeline.forward.layerwise is not None
-    assert isinstance(pipeline.forward.layerwise.passes, KernelLayers)
-    assert not pipeline.forward.layerwise.passes.reads
+@pytest.mark.parametrize("member", [{"dora": True}, {"dropout": 0.3}, {"init": "pissa"}])
+def test_members_of_the_family_read_what_they_scale_and_drop(member: dict[str, Any]) -> None:
+    options = {"targets": ("o_proj", "down_proj"), **member}
+    pipeline = fresh(model_folder("qwen3"), replace(SPLIT, operations=CPU), 10_000, **options)
+    assert_same(
+        computed(pipeline, fixed_step()),
+        computed(fresh(model_folder("qwen3"), **options), fixed_step()),
+    )
+    reads = BackwardReads.of(pipeline.model.layers[0])
+    assert reads == BackwardReads(last="dora" in member)
+
+
+def test_quantised_products_of_mlx_read_their_inputs() -> None:
+    folder, how = model_folder("qwen3", 4), replace(SPLIT, operations=CPU)
+    options = {"targets": ("q_proj",), "quantized_compute": "quantized"}
+    pipeline = fresh(folder, how, 10_000, **options)
+    assert_same(computed(pipeline, fixed_step()), computed(fresh(folder, **options), fixed_step()))
+    assert BackwardReads.of(pipeline.model.layers[0]) == BackwardReads()
 
 
 def products(recompute: bool, tmp_path: Path) -> int:
@@ -282,26 +288,3 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
         # Two moments, the gradients and the new parameters.
         held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
     assert (held[1] - held[0]) / 6 < 1.5 * 4 * 512 * 128
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
-def test_mlps_in_slices_give_the_plain_gradients(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlxtune.backend.cpu.layers.SLICE", 7)
-    sliced, run = [], KernelLayers.run_in_slices
-
-    def counted(self: KernelLayers, *args: Any) -> list[mx.array]:
-        sliced.append(args)
-        return run(self, *args)
-
-    monkeypatch.setattr(KernelLayers, "run_in_slices", counted)
-    folder, how = model_folder(model_type), replace(SPLIT, operations=CPU, recompute=True)
-    found = computed(fresh(folder, how, 64), fixed_step())
-    assert sliced
-    assert_same(found, computed(fresh(folder), fixed_step()))
-    # A token's dropout is keyed by its place among all.
-    sliced.clear()
-    found = computed(fresh(folder, how, 64, dropout=0.3), fixed_step())
-    assert not sliced
-    assert_same(found, computed(fresh(folder, dropout=0.3), fixed_step()))

@@ -5,11 +5,30 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mlxtune.core.steps.execution import GraphMemory, KernelMemory, ModelShapes
+from mlxtune.core.steps.execution import Entries, Execution, GraphMemory, Load, ModelShapes
 
-# All that core asks of operations. They stand for those of a backend, which needs mlx.
+
+class LeanMemory(GraphMemory):
+    """The memory of operations that keep the products of layers, and hold no logits."""
+
+    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+        width = shapes.inputs if execution.recompute else shapes.products
+        return Entries(0, load.tokens * width, 0)
+
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+        width = shapes.layer_products * (2 if execution.recompute else 1)
+        return Entries(0, load.tokens * width, 0)
+
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        return shapes.hidden * load.tokens
+
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+        return 0
+
+
+# All that core asks of operations, in the place of a backend's, which needs mlx.
 GRAPH_OPERATIONS: Any = SimpleNamespace(memory=GraphMemory())
-KERNEL_OPERATIONS: Any = SimpleNamespace(memory=KernelMemory())
+LEAN_OPERATIONS: Any = SimpleNamespace(memory=LeanMemory())
 
 
 def shapes(**changes: Any) -> ModelShapes:

@@ -10,33 +10,16 @@ import numpy as np
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution, Factors, Load, Measured, load_of, predict
 from mlxtune.core.steps.groups import Group
-from tests.core.steps.shapes import (
-    GRAPH_OPERATIONS,
-    KERNEL_OPERATIONS,
-    shapes,
-)
+from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 
-KERNELS, GRAPH = Execution(KERNEL_OPERATIONS, 64), Execution(GRAPH_OPERATIONS, 64)
+GRAPH = Execution(GRAPH_OPERATIONS, 64)
 
 
 def test_weights_and_optimizer_are_counted_by_parameter() -> None:
-    peak = predict(shapes(), KERNELS, Load.single(1, 1))
+    peak = predict(shapes(), GRAPH, Load.single(1, 1))
     # 100 parameters: the matrices; two moments, the step's gradients and the micro-batch's.
     assert (peak.weights, peak.optimizer) == (50_000 + 400, 1600)
     assert peak.total == sum((peak.weights, peak.optimizer, peak.activations, peak.head))
-
-
-def test_cpu_keeps_inputs_and_products_of_each_layer_but_the_last() -> None:
-    peak = predict(shapes(), KERNELS, Load(2, 50, 4, 100))
-    # The last product is as wide as the input. In a layer's backward pass: as much again as its
-    # products, its input, and the gradients.
-    assert peak.activations == 4 * 100 * (2 * 10 + 2 * (100 - 10) + (100 + 10 + 3 * (30 + 10)))
-    assert peak.head == 0
-
-
-def test_recomputing_keeps_inputs_alone() -> None:
-    peak = predict(shapes(), replace(KERNELS, recompute=True), Load(2, 50, 4, 100))
-    assert peak.activations == 4 * 100 * (2 * 10 + (2 * 100 + 10 + 3 * (30 + 10)))
 
 
 def test_graph_holds_the_logits_of_a_chunk_in_a_head_of_16_bits() -> None:
@@ -121,14 +104,6 @@ def test_graph_that_recomputes_keeps_inputs_and_works_with_one_layer() -> None:
     peak = predict(shapes(vocab=1), again, Load(2, 50, 1, 80))
     tokens = 80 * (2 * 10 + 3 * (30 + 10) + 2 * 100 + 4 * 10)
     assert peak.activations == 4 * (tokens + 2 * 50**2 * (6 + 2) + 2)
-
-
-def test_what_numpy_holds_in_attention_is_counted_up_to_a_block() -> None:
-    attends = shapes(heads=2, head_size=16, vocab=1)
-    for width, scores in ((100, 2 * 128 * 100), (10_000, 1 << 21)):
-        load = Load.single(width, 1)
-        more = predict(attends, KERNELS, load).total - predict(shapes(vocab=1), KERNELS, load).total
-        assert more == 4 * (2 * scores + 3 * width * 2 * 16)
 
 
 def test_fewer_trained_layers_keep_less() -> None:

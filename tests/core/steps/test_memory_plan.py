@@ -20,10 +20,10 @@ from mlxtune.core.steps.memory_plan import (
     planned,
     why_not,
 )
-from tests.core.steps.shapes import GRAPH_OPERATIONS, KERNEL_OPERATIONS, shapes
+from tests.core.steps.shapes import GRAPH_OPERATIONS, LEAN_OPERATIONS, shapes
 
 AMPLE = 10**12
-KERNELS, GRAPH = Execution(KERNEL_OPERATIONS), Execution(GRAPH_OPERATIONS)
+LEAN, GRAPH = Execution(LEAN_OPERATIONS), Execution(GRAPH_OPERATIONS)
 
 
 def example(length: int, row: int = 1) -> Example:
@@ -51,7 +51,7 @@ def chosen(
     return choose(
         of or shapes(),
         given,
-        execution or KERNELS,
+        execution or LEAN,
         limit=limit,
         checkpointing=checkpointing,
         tolerance=tolerance,
@@ -59,7 +59,7 @@ def chosen(
 
 
 def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
-    given, cheap = work(*[64] * 8), replace(KERNELS, fixed_cost=1)
+    given, cheap = work(*[64] * 8), replace(LEAN, fixed_cost=1)
     narrow, wide = (chosen(given, execution=cheap, tolerance=share) for share in (0.1, 0.0))
     assert narrow
     assert wide
@@ -145,7 +145,7 @@ def test_only_the_first_steps_are_planned() -> None:
 
 
 def test_what_would_help_is_said_with_numbers_that_help() -> None:
-    given, execution = work(400), KERNELS
+    given, execution = work(400), LEAN
     limit = 300_000
     message = why_not(shapes(), given, execution, limit, False)
     assert "one example of 400 tokens needs about 0.00 GB" in message
@@ -161,14 +161,14 @@ def test_what_would_help_is_said_with_numbers_that_help() -> None:
 
 
 def test_checkpointing_is_advised_where_it_was_off_and_would_do() -> None:
-    given, execution = work(400), KERNELS
+    given, execution = work(400), LEAN
     limit = chosen_least(given, True).peak.total
     assert "--grad-checkpoint on" in why_not(shapes(), given, execution, limit, False)
     assert "--grad-checkpoint" not in why_not(shapes(), given, execution, limit - 1, True)
 
 
 def test_quantised_base_is_advised_to_those_who_have_none() -> None:
-    given, execution = work(40), KERNELS
+    given, execution = work(40), LEAN
     heavy = shapes(weights=10**9)
     assert "--quantize 4 (about 0.16 GB)" in why_not(heavy, given, execution, 2 * 10**8, True)
     assert "still too much" in why_not(heavy, given, execution, 10**8, True)
@@ -179,7 +179,7 @@ def test_quantised_base_is_advised_to_those_who_have_none() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("limit", [10**6, 10**8, 10**9, 10**10])
 def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute: bool) -> None:
-    execution, most = Execution(KERNEL_OPERATIONS), 100_000
+    execution, most = Execution(LEAN_OPERATIONS), 100_000
     found = longest(shapes(), execution, limit, most, [recompute])
 
     def fits(tokens: int) -> bool:

@@ -16,19 +16,14 @@ _LONGEST = 8
 class DepthwiseConv1d(nn.Module):
     """The convolution of nn.Conv1d where it has a group for each channel; its weight is frozen."""
 
-    @staticmethod
-    def convolve(x: mx.array, weight: mx.array) -> mx.array:
-        """Return what `convolve` does."""
-        return convolve(x, weight)
-
     def __call__(self, x: mx.array) -> mx.array:
-        if not is_depthwise(self, x):
+        if not _is_depthwise(self, x):
             return super().__call__(x)
-        y = self.convolve(x, self["weight"])
+        y = convolve(x, self["weight"])
         return y + self["bias"] if "bias" in self else y
 
 
-def is_depthwise(layer: Any, x: mx.array) -> bool:
+def _is_depthwise(layer: Any, x: mx.array) -> bool:
     """Return whether `convolve` computes what this nn.Conv1d computes, but for its bias."""
     channels, length, each = layer["weight"].shape
     return (

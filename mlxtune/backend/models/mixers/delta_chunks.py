@@ -1,186 +1,109 @@
-"""The gated delta rule by chunks of tokens.
+"""The gated delta rule by chunks of tokens, with one gate for a head and token.
 
 Of each head, with a state S (Dv, Dk), gates g, and betas b (Yang et al., arXiv:2412.06464):
 
-    S_t = S_{t-1} diag(g_t) (I - b_t k_t k_t^T) + b_t v_t k_t^T,   y_t = S_t q_t
+    S_t = g_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,   y_t = S_t q_t
 
 or, for the C tokens of a chunk that starts with the state S, with decay from one token to another
 in `from`, `to` and between:
 
     (I + A) D = diag(b) (V - K_from S^T),    A = strictly lower part of diag(b) (K . K^T)
-    Y = Q_from S^T + (Q . K^T) D,            S' = S diag(decay) + D^T K_to
+    Y = Q_from S^T + (Q . K^T) D,            S' = S decay + D^T K_to
 
-What a chunk computes without its state runs for all chunks at once, and only D and S in order.
+The parts of a chunk that need no state run for all chunks at once, and only D and S in order.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxtune.backend.models.mixers.decay import (
-    ChannelDecay,
-    HeadDecay,
-    decay,
-    sums_before,
-    sums_from,
-)
-from mlxtune.backend.models.mixers.triangular import strictly_lower, unit_inverse
+from mlxtune.backend.models.autograd import differentiable
 
 # The tokens of a chunk.
 SIZE = 64
+# The logarithm of a gate of 0: sums of it stay finite, and their exponentials are 0.
+_LOWEST = -1e4
+# Up to this size powers are as accurate as substitution: no coefficient is above 3.
+_SMALLEST = 4
 
 
-def outputs(arrays: Sequence[mx.array], state: mx.array) -> tuple[mx.array, mx.array]:
-    """Return y (B, T, Hv, Dv) of q, k, v, log-gates and beta, and the state at the end, float32.
+def delta_rule(
+    q: mx.array, k: mx.array, v: mx.array, log_gates: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return y (B, T, Hv, Dv), in q's dtype, and the state (B, Hv, Dv, Dk) at the end, float32.
 
-    Shapes are those of `gated_delta.gated_delta_rule`.
+    q and k are (B, T, Hk, Dk), v is (B, T, Hv, Dv), where Hv is a multiple of Hk; log-gates and
+    beta are (B, T, Hv).
     """
-    chunks = _Chunks.of(arrays)
-    states, deltas, last = chunks.scan(chunks.state(state))
-    y = chunks.q_from @ states + chunks.scores @ deltas
-    return chunks.values(y, arrays[2]), chunks.from_state(last)
+    (rows, tokens, heads, _), dtype = q.shape, q.dtype
+    last = state.reshape(rows, heads, -1, *state.shape[2:]).swapaxes(-1, -2).astype(mx.float32)
+    q, k, values, log_gates, beta = (_chunks(x, heads) for x in (q, k, v, log_gates, beta))
+    from_start, between = _decays(mx.maximum(log_gates, _LOWEST))
+    to_end, whole = between[..., -1, :, None], from_start[..., -1:, :]
+    pairs = k.swapaxes(-1, -2)
+    inverse = _unit_inverse(beta * _strictly_lower(between * (k @ pairs)))
+    own, by_state = inverse @ (beta * values), inverse @ (beta * k * from_start)
+    k_to = (k * to_end).swapaxes(-1, -2)
+    states, deltas = [], []
+    for i in range(len(own)):
+        states.append(last)
+        deltas.append(own[i] - by_state[i] @ last)
+        last = whole[i] * last + k_to[i] @ deltas[i]
+    y = (q * from_start) @ mx.stack(states) + (between * (q @ pairs)) @ mx.stack(deltas)
+    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, *v.shape[2:])[:, :tokens]
+    return y.astype(dtype), last.swapaxes(-1, -2).reshape(state.shape)
 
 
-def gradients(
-    arrays: Sequence[mx.array], start: mx.array, d_y: mx.array, d_state: mx.array
-) -> list[mx.array]:
-    """Return the gradients of the arrays and of the state at the start of a group of chunks."""
-    chunks = _Chunks.of(arrays)
-    q, k, v, beta, by_decay = chunks.q, chunks.k, chunks.v, chunks.beta, chunks.decay
-    states, deltas, _ = chunks.scan(chunks.state(start))
-    d_y = _split(d_y, q.shape[2])
-    d_deltas, d_nexts, d_start = chunks.scan_back(d_y, chunks.state(d_state))
-
-    error = chunks.inverse.swapaxes(-1, -2) @ d_deltas
-    d_a = strictly_lower(-(error @ deltas.swapaxes(-1, -2)))
-    d_beta = (error * (v - chunks.k_from @ states)).sum(-1, keepdims=True)
-    d_beta += (d_a * chunks.keys).sum(-1, keepdims=True)
-    d_v = beta * error
-
-    d_q, d_k = by_decay.gradients(d_y @ deltas.swapaxes(-1, -2), q, k)
-    d_later, d_earlier = by_decay.gradients(beta * d_a, k, k)
-    d_q += by_decay.from_start * (d_y @ states.swapaxes(-1, -2))
-    d_later -= by_decay.from_start * (d_v @ states.swapaxes(-1, -2))
-    d_earlier += d_k
-    d_end = by_decay.to_end * (deltas @ d_nexts.swapaxes(-1, -2))
-
-    # A log-gate is in every decay from before it to its token or after it. Scaling x_t from the
-    # start of the chunk is scaling it by what `from_start` is multiplied by.
-    inner = chunks.as_gates(q * d_q + k * (d_later - d_earlier))
-    ends = chunks.as_gates(k * d_end)
-    whole = (states * d_nexts).sum(-1)[..., None, :]
-    d_gates = sums_from(inner) + sums_before(ends)
-    d_gates += chunks.as_gates(by_decay.whole * whole)
-
-    d_k = d_later + d_earlier + d_end
-    found = [d_q.sum(3, keepdims=True), d_k.sum(3, keepdims=True), d_v, d_gates, d_beta]
-    joined = [chunks.values(d, x) for d, x in zip(found, arrays, strict=True)]
-    return [*joined, chunks.from_state(d_start)]
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    """What the N chunks of C tokens compute without their states, for all of them at once.
-
-    Arrays are (N, B, Hk, Hv / Hk, C, ·), float32; states (N, B, Hk, Hv / Hk, Dk, Dv).
-    """
-
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    beta: mx.array
-    decay: HeadDecay | ChannelDecay
-    # The products of keys, strictly lower, and of queries and keys, with decay.
-    keys: mx.array
-    scores: mx.array
-    inverse: mx.array
-    # Queries and keys with decay from the start, keys with that to the end.
-    q_from: mx.array
-    k_from: mx.array
-    k_to: mx.array
-    # Deltas for a state of zeros, and by how much each entry of the state changes them.
-    own: mx.array
-    by_state: mx.array
-
-    @staticmethod
-    def of(arrays: Sequence[mx.array]) -> _Chunks:
-        """Compute them from q, k, v, log-gates and beta."""
-        heads = arrays[0].shape[2]
-        q, k, v, log_gates, beta = [_split(x, heads) for x in arrays]
-        by_decay = decay(log_gates)
-        if by_decay.channels:
-            q, k = (mx.broadcast_to(x, log_gates.shape) for x in (q, k))
-        keys = strictly_lower(by_decay.products(k, k))
-        inverse = unit_inverse(beta * keys)
-        k_from = k * by_decay.from_start
-        return _Chunks(
-            q=q,
-            k=k,
-            v=v,
-            beta=beta,
-            decay=by_decay,
-            keys=keys,
-            scores=by_decay.products(q, k),
-            inverse=inverse,
-            q_from=q * by_decay.from_start,
-            k_from=k_from,
-            k_to=k * by_decay.to_end,
-            own=inverse @ (beta * v),
-            by_state=inverse @ (beta * k_from),
-        )
-
-    def scan(self, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the states at which the chunks start, their deltas, and the state at the end."""
-        states, deltas = [], []
-        k_to, whole = self.k_to.swapaxes(-1, -2), self.decay.whole.swapaxes(-1, -2)
-        for i in range(len(self.own)):
-            states.append(state)
-            deltas.append(self.own[i] - self.by_state[i] @ state)
-            state = whole[i] * state + k_to[i] @ deltas[i]
-        return mx.stack(states), mx.stack(deltas), state
-
-    def scan_back(self, d_y: mx.array, d_state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the gradients of deltas, of states where chunks end, and of that at the start."""
-        from_y = self.scores.swapaxes(-1, -2) @ d_y
-        to_state = self.q_from.swapaxes(-1, -2) @ d_y
-        by_state, whole = self.by_state.swapaxes(-1, -2), self.decay.whole.swapaxes(-1, -2)
-        d_deltas, d_ends = [], []
-        for i in reversed(range(len(d_y))):
-            d_ends.append(d_state)
-            d_deltas.append(from_y[i] + self.k_to[i] @ d_state)
-            d_state = whole[i] * d_state + to_state[i] - by_state[i] @ d_deltas[-1]
-        return mx.stack(d_deltas[::-1]), mx.stack(d_ends[::-1]), d_state
-
-    def as_gates(self, d: mx.array) -> mx.array:
-        """Return the gradients of what gates multiply, by channels, as those of the gates."""
-        return d if self.decay.channels else d.sum(-1, keepdims=True)
-
-    def values(self, x: mx.array, like: mx.array) -> mx.array:
-        """Return an array by chunks in the shape of `like`, (B, T, H, ·) or (B, T, H)."""
-        rows, tokens = like.shape[:2]
-        return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, *like.shape[2:])[:, :tokens]
-
-    def state(self, state: mx.array) -> mx.array:
-        """Return a state (B, Hv, Dv, Dk) as the chunks have it."""
-        heads, (rows, _, *shape) = self.q.shape[2], state.shape
-        return state.reshape(rows, heads, -1, *shape).swapaxes(-1, -2)
-
-    def from_state(self, state: mx.array) -> mx.array:
-        """Return a state of the chunks as (B, Hv, Dv, Dk)."""
-        return state.swapaxes(-1, -2).reshape(len(state), -1, *state.shape[:2:-1])
-
-
-def _split(x: mx.array, key_heads: int) -> mx.array:
-    """Return an array (B, T, H, ·) or (B, T, H) by chunks, padded with zeros."""
+def _chunks(x: mx.array, key_heads: int) -> mx.array:
+    """Return an array (B, T, H, ·) or (B, T, H) as float32 (N, B, Hk, Hv / Hk, C, ·)."""
     rows, tokens, heads = x.shape[:3]
     size = min(1 << (tokens - 1).bit_length(), SIZE)
-    x = x.reshape(rows, tokens, heads, -1)
-    if tokens % size:
-        x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
+    x = x.reshape(rows, tokens, heads, -1).astype(mx.float32)
+    x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     x = x.reshape(rows, -1, size, key_heads, heads // key_heads, x.shape[-1])
-    x = x.transpose(1, 0, 3, 4, 2, 5).astype(mx.float32)
+    x = x.transpose(1, 0, 3, 4, 2, 5)
     # Laid out as its products read it, by a copy that MLX can export, unlike mx.contiguous.
     return x.reshape(-1).reshape(x.shape)
+
+
+def _decays(log_gates: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the decay (..., C, 1) from a chunk's start to each token, and (..., C, C) from i to t.
+
+    Every exponent is a sum of log-gates (..., C, 1), never a difference of two such sums. So it is
+    at most 0, and exact for gates of 0 and 1.
+    """
+    size = log_gates.shape[-2]
+    lower = mx.tri(size, size, 0, mx.float32)
+    # Row t, column i: the sum of the log-gates after token i up to t.
+    sums = (_strictly_lower(lower) * log_gates).cumsum(-2)
+    return mx.exp(log_gates.cumsum(-2)), lower * mx.exp(sums)
+
+
+def _strictly_lower(a: mx.array) -> mx.array:
+    return a * mx.tri(a.shape[-1], a.shape[-1], -1, mx.float32)
+
+
+def _unit_inverse(a: mx.array) -> mx.array:
+    """Return (I + A)^-1 for strictly lower triangular A (..., C, C); C is a power of two."""
+
+    def gradient(a: mx.array, cotangent: mx.array, inverse: mx.array) -> mx.array:
+        back = inverse.swapaxes(-1, -2)
+        return -(back @ cotangent @ back)
+
+    return differentiable(_inverted, gradient)(a)
+
+
+def _inverted(a: mx.array) -> mx.array:
+    """By blocks: the lower left one of [[T, 0], [X, U]] is -U A_21 T.
+
+    The series of powers of a matrix this large would cancel binomial coefficients.
+    """
+    size = a.shape[-1]
+    if size <= _SMALLEST:
+        identity = mx.eye(size, dtype=mx.float32)
+        return identity - a if size <= 2 else (identity - a) @ (identity + a @ a)
+    half = size // 2
+    blocks = mx.stack([a[..., :half, :half], a[..., half:, half:]], axis=-3)
+    inverses = _inverted(blocks)
+    upper, lower = inverses[..., 0, :, :], inverses[..., 1, :, :]
+    corner = -(lower @ a[..., half:, :half] @ upper)
+    top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
+    return mx.concatenate([top, mx.concatenate([corner, lower], axis=-1)], axis=-2)

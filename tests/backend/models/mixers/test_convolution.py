@@ -45,7 +45,7 @@ def test_depthwise_convolution_and_its_gradient(
     model, x = Model(**options), random(2, length, 6)
     wanted = model.conv1d(x), gradient(model.conv1d, x)
     undo = operations.prepare(model)
-    assert convolution.is_depthwise(model.conv1d, x)
+    assert convolution._is_depthwise(model.conv1d, x)
     assert_close(model.conv1d(x), wanted[0], 1e-6)
     assert_close(gradient(model.conv1d, x), wanted[1], 1e-6)
     undo()
@@ -67,7 +67,7 @@ def test_other_convolutions_are_left_to_mlx(options: dict[str, int]) -> None:
     model, x = Model(**options), random(2, 12, 6)
     wanted = model.conv1d(x), gradient(model.conv1d, x)
     MLX.prepare(model)
-    assert not convolution.is_depthwise(model.conv1d, x)
+    assert not convolution._is_depthwise(model.conv1d, x)
     assert mx.array_equal(model.conv1d(x), wanted[0])
     assert mx.array_equal(gradient(model.conv1d, x), wanted[1])
 

@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks, against mlx-lm's loop over tokens in float64."""
+"""The gated delta rule, against mlx-lm's loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -150,9 +150,8 @@ def test_mlx_lm_computes_gates_and_betas_as_here() -> None:
             assert mx.allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("channels", [False, True])
-def test_groups_of_chunks_give_the_same(channels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(tokens=300, rows=1, channels=channels)
+def test_groups_of_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tokens=300, rows=1)
     whole = results(gated_delta.gated_delta_update, case, mx.float32)
     monkeypatch.setattr(gated_delta, "_TOKENS", 128)
     for one, other in zip(
@@ -162,20 +161,19 @@ def test_groups_of_chunks_give_the_same(channels: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("gate", [0.0, 1.0])
-@pytest.mark.parametrize("channels", [False, True])
-def test_gates_of_0_and_1_are_exact_for_equal_keys(gate: float, channels: bool) -> None:
+def test_gates_of_0_and_1_are_exact_for_equal_keys(gate: float) -> None:
     """Deltas of equal unit keys, with betas of 1: what the key maps to becomes the last value."""
     q = k = mx.broadcast_to(mx.array([1.0, 0, 0, 0]), (1, 200, 1, 4))
     v = mx.random.normal((1, 200, 1, 3), key=mx.random.key(0))
     beta, start = mx.ones((1, 200, 1)), mx.ones((1, 1, 3, 4))
-    log_gates = mx.log(mx.full((1, 200, 1, 4) if channels else (1, 200, 1), gate))
+    log_gates = mx.log(mx.full((1, 200, 1), gate))
     given = [q, k, v, log_gates, beta, start]
-    y, state = gated_delta.gated_delta_rule(*given)
+    y, state = gated_delta.by_chunks(*given)
     # By how much depends on the processor's products.
     assert mx.allclose(y, v, rtol=0, atol=1e-5)
     assert mx.allclose(state[0, 0, :, 0], v[0, -1, 0], rtol=0, atol=1e-5)
     assert mx.all(state[..., 1:] == gate)
-    gradients = mx.grad(lambda *x: gated_delta.gated_delta_rule(*x)[0].sum(), range(6))(*given)
+    gradients = mx.grad(lambda *x: gated_delta.by_chunks(*x)[0].sum(), range(6))(*given)
     assert all(mx.all(mx.isfinite(each)) for each in gradients)
 
 
@@ -189,7 +187,7 @@ def test_long_rows_stay_accurate(tokens: int) -> None:
     log_gates = -1e-4 * rng.random((1, tokens, 1)).astype(np.float32)
     beta = rng.random((1, tokens, 1)).astype(np.float32)
     given = [mx.array(x) for x in (q, k, v, log_gates, beta, np.zeros((1, 1, 2, 4), np.float32))]
-    y, state = gated_delta.gated_delta_rule(*given)
+    y, state = gated_delta.by_chunks(*given)
     expected, s = np.zeros((tokens, 2)), np.zeros((2, 4))
     wide = [x[0, :, 0].astype(np.float64) for x in (q, k, v, np.exp(log_gates), beta)]
     for t, (query, key, value, gate, b) in enumerate(zip(*wide, strict=True)):
@@ -216,14 +214,6 @@ def test_results_have_mlx_lm_s_dtypes() -> None:
 SERVED = Case(tokens=9, rows=1, key_heads=16, heads=32, key_size=128, value_size=128)
 
 
-def rule_of(case: Case) -> Any:
-    """Return the rule for a case, without computing anything."""
-    k = mx.zeros((1, 1, case.key_heads, case.key_size))
-    v = mx.zeros((1, 1, case.heads, case.value_size))
-    gates = mx.zeros((1, 1, case.heads, *([case.key_size] if case.channels else [])))
-    return gated_delta.best_rule(k, v, gates)
-
-
 @pytest.mark.parametrize(
     ("case", "served"),
     [
@@ -232,39 +222,39 @@ def rule_of(case: Case) -> Any:
         (replace(SERVED, heads=40), False),
         (replace(SERVED, key_size=64, value_size=64), False),
         (replace(SERVED, value_size=256), False),
-        (replace(SERVED, channels=True), False),
     ],
 )
 def test_metal_takes_its_kernels_for_their_shapes_alone(
     case: Case, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rule_of(case) is gated_delta.gated_delta_rule, "the CPU has none"
+    k = mx.zeros((1, 1, case.key_heads, case.key_size))
+    v = mx.zeros((1, 1, case.heads, case.value_size))
+    assert not gated_delta._has_kernel(k, v), "the CPU has none"
     monkeypatch.setattr(gated_delta, "_on_metal", lambda: True)
-    assert rule_of(case) is (gated_delta.kernel_rule if served else gated_delta.gated_delta_rule)
+    assert gated_delta._has_kernel(k, v) == served
 
 
 def test_cuda_takes_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    assert rule_of(SERVED) is gated_delta.gated_delta_rule
+    heads = mx.zeros((1, 1, 16, 128))
+    assert not gated_delta._has_kernel(heads, heads)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_kernels_of_mlx_equal_the_chunks(masked: bool) -> None:
+def test_kernels_of_mlx_equal_the_chunks(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, frozen, mask = replace(SERVED, masked=masked).inputs()
     weight = mx.random.normal((1, SERVED.tokens, SERVED.heads, 128), key=mx.random.key(1))
 
-    def by(rule: Any) -> Any:
-        def summed(*arrays: mx.array) -> mx.array:
-            *given, state = arrays
-            y, last = gated_delta.gated_delta_update(*given, *frozen, state, mask, rule=rule)
-            return (y * weight).sum() + last.sum()
+    def summed(*arrays: mx.array) -> mx.array:
+        *given, state = arrays
+        y, last = gated_delta.gated_delta_update(*given, *frozen, state, mask)
+        return (y * weight).sum() + last.sum()
 
-        return mx.value_and_grad(summed, argnums=list(range(6)))(*arrays)
-
-    (one, gradients), (other, wanted) = (
-        by(gated_delta.kernel_rule),
-        by(gated_delta.gated_delta_rule),
-    )
+    found = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(gated_delta, "_has_kernel", lambda k, v, has=has_kernel: has)
+        found.append(mx.value_and_grad(summed, argnums=list(range(6)))(*arrays))
+    (one, gradients), (other, wanted) = found
     assert mx.allclose(one, other, rtol=1e-4)
-    for found, expected in zip(gradients, wanted, strict=True):
-        assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
+    for each, expected in zip(gradients, wanted, strict=True):
+        assert mx.abs(each - expected).max() <= 1e-4 * mx.abs(expected).max()

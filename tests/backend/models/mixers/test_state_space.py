@@ -14,12 +14,8 @@ from mlx_lm.models import ssm
 
 from mlxtune.backend.models.mixers import state_space
 from tests.backend.cpu.compared import assert_close, random
-from tests.backend.kernels import kernel_module
-
-cpu_ssm_update = kernel_module("state_space").ssm_update
 
 Update = Callable[..., tuple[mx.array, mx.array]]
-BOTH = pytest.mark.parametrize("update", [state_space.ssm_update, cpu_ssm_update])
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +72,6 @@ def results(update: Update, varied: Any, frozen: Any, limit: tuple[float, float]
         return [np.array(each.astype(mx.float64)) for each in (*outputs, *gradients)]
 
 
-@BOTH
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2),
@@ -85,44 +80,42 @@ def results(update: Update, varied: Any, frozen: Any, limit: tuple[float, float]
     st.sampled_from([1.0, 8.0]),
 )
 def test_recurrence_and_its_gradients(
-    update: Update, batch: int, length: int, heads: tuple[int, int], scale: float
+    batch: int, length: int, heads: tuple[int, int], scale: float
 ) -> None:
     varied, frozen = inputs(batch, length, *heads, scale=scale)
     wanted = results(by_tokens, varied, frozen, (0.001, 100.0))
-    found = results(update, varied, frozen, (0.001, 100.0))
+    found = results(state_space.ssm_update, varied, frozen, (0.001, 100.0))
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 2e-6)
 
 
-@BOTH
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.5, 0.9)])
-def test_result_is_mlx_lms(update: Update, limit: tuple[float, float]) -> None:
+def test_result_is_mlx_lms(limit: tuple[float, float]) -> None:
     # Longer than one of its chunks.
     varied, frozen = inputs(2, 300, 4, 2)
     for one, other in zip(
-        results(update, varied, frozen, limit),
+        results(state_space.ssm_update, varied, frozen, limit),
         results(ssm.ssm_update, varied, frozen, limit),
         strict=True,
     ):
         assert_close(one, other, 2e-6)
 
 
-@BOTH
-def test_blocks_continue_each_other(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     varied, frozen = inputs(2, 200, 4, 2)
-    whole = results(update, varied, frozen, (0.001, 100.0))
+    whole = results(state_space.ssm_update, varied, frozen, (0.001, 100.0))
     monkeypatch.setattr(state_space, "_BLOCK", 70)
-    for one, other in zip(results(update, varied, frozen, (0.001, 100.0)), whole, strict=True):
+    found = results(state_space.ssm_update, varied, frozen, (0.001, 100.0))
+    for one, other in zip(found, whole, strict=True):
         assert_close(one, other, 1e-6)
 
 
-@BOTH
-def test_decays_to_nothing_and_to_all_are_exact(update: Update) -> None:
+def test_decays_to_nothing_and_to_all_are_exact() -> None:
     varied, frozen = inputs(1, 80, 2, 1)
     # Some tokens forget everything, others nothing.
     varied[3] = mx.where(mx.arange(80)[:, None] % 7 == 0, 1e4, -1e4) + 0 * varied[3]
     limit = (0.0, float("inf"))
-    found = results(update, varied, frozen, limit)
+    found = results(state_space.ssm_update, varied, frozen, limit)
     for one, other in zip(found, results(by_tokens, varied, frozen, limit), strict=True):
         assert_close(one, other, 2e-6)
 

@@ -1,0 +1,66 @@
+"""The memory of a step by the CPU's kernels, in entries of arrays; see `MemoryUse`."""
+
+from mlxtune.core.steps.execution import (
+    GRADIENTS,
+    LOGITS,
+    Entries,
+    Execution,
+    Load,
+    ModelShapes,
+    head_states,
+    held_logits,
+)
+
+# Rows of the vocabulary that the head casts at once, and how many casts exist at once.
+_VOCABULARY_BLOCK, _BLOCKS = 4096, 2
+# Copies of a chunk's logits that cross-entropy and its gradient hold.
+_CPU_LOGITS = 2
+# Scores that attention holds at once, and queries of a head in a block of these; copies of the
+# scores, and arrays as wide as its heads, that its backward pass has in numpy.
+ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
+_NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
+# DoRA adds its scaled products, and their gradients.
+_SCALED = 2
+# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds.
+_MIXED = 8
+
+
+class KernelMemory:
+    """The memory of the kernels, which keep the products of a layer."""
+
+    casts_quantized = True
+    head_copies = 1
+
+    def kept(self, shapes: ModelShapes, execution: Execution, size: Load) -> Entries:
+        """Return the entries that all layers keep: inputs, and products except the last."""
+        if execution.recompute:
+            return Entries(0, size.tokens * shapes.inputs, 0)
+        return Entries(0, size.tokens * shapes.products + size.repeated * shapes.mixed, 0)
+
+    def in_layer(self, shapes: ModelShapes, execution: Execution, size: Load) -> Entries:
+        """Return the entries of one layer's backward pass, in addition to the kept ones."""
+        # The recomputed values between the products take about as much as the products.
+        widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
+        widths += GRADIENTS * (shapes.widest_product + shapes.hidden)
+        widths += _SCALED * shapes.updated if shapes.scaled else 0
+        mixed = _MIXED * shapes.layer_mixed * size.repeated
+        scores = shapes.held_scores * size.scores
+        return Entries(shapes.largest_cast, size.tokens * widths + mixed, scores)
+
+    def unseen(self, shapes: ModelShapes, execution: Execution, size: Load) -> int:
+        """Return the entries that numpy holds in attention, which MLX does not count."""
+        width = shapes.heads * shapes.head_size
+        scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * size.width)
+        return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * size.tokens * width
+
+    def in_head(self, shapes: ModelShapes, execution: Execution, size: Load) -> int:
+        """Return the working entries of the head; a linear head holds no logits."""
+        positions, hidden = head_states(shapes, execution, size)
+        if execution.split_head and shapes.plain_head:
+            return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
+        copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS
+        return hidden + shapes.head_cast + copies * held_logits(execution, positions, shapes)
+
+    def holds_logits(self, shapes: ModelShapes) -> bool:
+        """Return whether the head is more than one product."""
+        return not shapes.plain_head
