@@ -55,10 +55,10 @@ again with nothing else running: beside other work, most had reached half of tha
 and 2,048 tokens were measured with one core for each architecture (`threads` in the file), with
 other work on the other core; at 2,048 tokens, mlx-lm's side was not warmed up.
 
-† Measured on the CPU while mlxtune had kernels for experts, convolutions and recurrences, and chunks
-for RWKV 7 and for gates of each channel. These are gone: MLX's operations compute them, RWKV 7, Mamba
-and Kimi Linear by mlx-lm's loop over tokens, and have not been measured again, except where the last
-table has figures.
+† Measured on the CPU while mlxtune had kernels for experts, convolutions and recurrences there, and
+chunks for RWKV 7 and for gates of each channel. These are gone: MLX's operations compute them, RWKV
+7, Mamba and Kimi Linear by mlx-lm's loop over tokens. They have not been measured again, except
+where the last table has figures.
 
 No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
 """
