@@ -7,8 +7,8 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from mlxtune.backend.device.device import has_metal
-from mlxtune.backend.models.mixers.blocks import by_blocks
 from mlxtune.backend.models.mixers.delta_chunks import SIZE, delta_rule
+from mlxtune.backend.models.mixers.recurrences import by_blocks
 
 # The tokens of all rows that are computed at once, which bounds the memory of long rows.
 _TOKENS = 2048

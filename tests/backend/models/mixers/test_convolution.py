@@ -10,7 +10,7 @@ import pytest
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX, PLAIN
-from mlxtune.backend.models.mixers import convolution
+from mlxtune.backend.models.mixers import recurrences
 from mlxtune.backend.models.mixers.replacements import KINDS
 from mlxtune.core.steps.execution import Operations
 from tests.backend.cpu.compared import assert_close, random
@@ -41,11 +41,11 @@ def test_depthwise_convolution_and_its_gradient(
     operations: Operations,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(convolution, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(recurrences, "on_cpu", lambda: on_cpu)
     model, x = Model(**options), random(2, length, 6)
     wanted = model.conv1d(x), gradient(model.conv1d, x)
     undo = operations.prepare(model)
-    assert convolution._is_depthwise(model.conv1d, x)
+    assert recurrences._is_depthwise(model.conv1d, x)
     assert_close(model.conv1d(x), wanted[0], 1e-6)
     assert_close(gradient(model.conv1d, x), wanted[1], 1e-6)
     undo()
@@ -67,7 +67,7 @@ def test_other_convolutions_are_left_to_mlx(options: dict[str, int]) -> None:
     model, x = Model(**options), random(2, 12, 6)
     wanted = model.conv1d(x), gradient(model.conv1d, x)
     MLX.prepare(model)
-    assert not convolution._is_depthwise(model.conv1d, x)
+    assert not recurrences._is_depthwise(model.conv1d, x)
     assert mx.array_equal(model.conv1d(x), wanted[0])
     assert mx.array_equal(gradient(model.conv1d, x), wanted[1])
 

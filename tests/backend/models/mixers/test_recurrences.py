@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import ssm
 
-from mlxtune.backend.models.mixers import state_space
+from mlxtune.backend.models.mixers import recurrences
 from tests.backend.cpu.compared import assert_close, random
 
 Update = Callable[..., tuple[mx.array, mx.array]]
@@ -84,7 +84,7 @@ def test_recurrence_and_its_gradients(
 ) -> None:
     varied, frozen = inputs(batch, length, *heads, scale=scale)
     wanted = results(by_tokens, varied, frozen, (0.001, 100.0))
-    found = results(state_space.ssm_update, varied, frozen, (0.001, 100.0))
+    found = results(recurrences.ssm_update, varied, frozen, (0.001, 100.0))
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 2e-6)
 
@@ -94,7 +94,7 @@ def test_result_is_mlx_lms(limit: tuple[float, float]) -> None:
     # Longer than one of its chunks.
     varied, frozen = inputs(2, 300, 4, 2)
     for one, other in zip(
-        results(state_space.ssm_update, varied, frozen, limit),
+        results(recurrences.ssm_update, varied, frozen, limit),
         results(ssm.ssm_update, varied, frozen, limit),
         strict=True,
     ):
@@ -103,9 +103,9 @@ def test_result_is_mlx_lms(limit: tuple[float, float]) -> None:
 
 def test_blocks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     varied, frozen = inputs(2, 200, 4, 2)
-    whole = results(state_space.ssm_update, varied, frozen, (0.001, 100.0))
-    monkeypatch.setattr(state_space, "_BLOCK", 70)
-    found = results(state_space.ssm_update, varied, frozen, (0.001, 100.0))
+    whole = results(recurrences.ssm_update, varied, frozen, (0.001, 100.0))
+    monkeypatch.setattr(recurrences, "_PAIRED", 70)
+    found = results(recurrences.ssm_update, varied, frozen, (0.001, 100.0))
     for one, other in zip(found, whole, strict=True):
         assert_close(one, other, 1e-6)
 
@@ -115,7 +115,7 @@ def test_decays_to_nothing_and_to_all_are_exact() -> None:
     # Some tokens forget everything, others nothing.
     varied[3] = mx.where(mx.arange(80)[:, None] % 7 == 0, 1e4, -1e4) + 0 * varied[3]
     limit = (0.0, float("inf"))
-    found = results(state_space.ssm_update, varied, frozen, limit)
+    found = results(recurrences.ssm_update, varied, frozen, limit)
     for one, other in zip(found, results(by_tokens, varied, frozen, limit), strict=True):
         assert_close(one, other, 2e-6)
 
@@ -132,18 +132,18 @@ def test_masks_lengths_and_single_tokens_are_left_to_mlx_lm() -> None:
         x_, B_, C_, dt_ = (each[:, :length] for each in (x, B, C, dt))
         given = x_, A_log, B_, C_, D, dt_, dt_bias, state
         wanted = ssm.ssm_update(*given, **options)
-        found = state_space.ssm_update(*given, **options)
+        found = recurrences.ssm_update(*given, **options)
         assert all(mx.array_equal(*each) for each in zip(found, wanted, strict=True))
 
 
 def test_16_bits_are_computed_in_float32() -> None:
     varied, (A_log, D, dt_bias) = inputs(1, 100, 4, 2)
     x, B, C, dt, _ = (each.astype(mx.bfloat16) for each in varied)
-    y, state = state_space.ssm_update(x, A_log, B, C, D.astype(mx.bfloat16), dt, dt_bias)
+    y, state = recurrences.ssm_update(x, A_log, B, C, D.astype(mx.bfloat16), dt, dt_bias)
     wanted, last = ssm.ssm_update(x, A_log, B, C, D.astype(mx.bfloat16), dt, dt_bias)
     assert (y.dtype, state.dtype) == (wanted.dtype, last.dtype) == (mx.bfloat16, mx.float32)
     assert_close(y.astype(mx.float32), wanted.astype(mx.float32), 2e-2)
-    gradient = mx.grad(lambda x: state_space.ssm_update(x, A_log, B, C, D, dt, dt_bias)[0].sum())(x)
+    gradient = mx.grad(lambda x: recurrences.ssm_update(x, A_log, B, C, D, dt, dt_bias)[0].sum())(x)
     assert gradient.dtype == mx.bfloat16
 
 
@@ -153,7 +153,7 @@ def test_backward_pass_keeps_no_products_of_pairs_of_tokens() -> None:
     held: list[mx.array] = []
 
     def loss(x: mx.array) -> mx.array:
-        y, _ = state_space.ssm_update(x, frozen[0], B, C[:, :, :1], frozen[1], dt, frozen[2])
+        y, _ = recurrences.ssm_update(x, frozen[0], B, C[:, :, :1], frozen[1], dt, frozen[2])
         return (y * y).sum()
 
     mx.eval(x, B, C, dt)

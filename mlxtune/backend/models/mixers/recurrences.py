@@ -1,0 +1,165 @@
+"""Recurrences by blocks of tokens, and the convolutions before them.
+
+The backward pass runs one block at a time again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rwkv7, ssm
+
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.replaced import subclasses
+
+# The tokens of a block: of RWKV 7, whose backward pass has all their states in memory, and of Mamba
+# 2, as many as mlx-lm takes at once, which makes weights of all their pairs.
+_BLOCK, _PAIRED = 64, 256
+# Longer kernels are no sums of few products.
+_LONGEST = 8
+
+
+def by_blocks(
+    run: Callable[..., tuple[mx.array, mx.array]],
+    arrays: Sequence[mx.array],
+    state: mx.array,
+    tokens: int,
+) -> tuple[mx.array, mx.array]:
+    """Return the outputs (B, T, ...) of a recurrence over arrays (B, T, ...), and its last state.
+
+    `run` takes a block of `tokens` tokens of each array and the state before them, and returns
+    their outputs and the state after them. The backward pass keeps the arrays and those states.
+    """
+    starts = range(0, arrays[0].shape[1], tokens)
+
+    def block(arrays: Sequence[mx.array], start: int) -> list[mx.array]:
+        return [x[:, start : start + tokens] for x in arrays]
+
+    def forward(*inputs: mx.array) -> list[mx.array]:
+        *whole, first = inputs
+        outputs, states = [], [first]
+        for start in starts:
+            y, state = run(*block(whole, start), states[-1])
+            outputs.append(y)
+            # Blocks wait for each other, so that one is in memory.
+            states += mx.depends([state], [y])
+        return [mx.concatenate(outputs, axis=1), *states[1:]]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        *whole, first = primals
+        d_outputs, *_, d_state = cotangents
+        gradients = []
+        for start, state in reversed(list(zip(starts, [first, *outputs[1:-1]], strict=True))):
+            given = [*block(whole, start), state]
+            (d_y,) = block([d_outputs], start)
+            found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
+            # Together, or what one block computes would wait for the others.
+            *made, d_state = mx.depends(found, found)
+            gradients.append(made)
+        parts = zip(*gradients[::-1], strict=True)
+        return [*(mx.concatenate(list(each), axis=1) for each in parts), d_state]
+
+    y, *_, last = differentiable(forward, backward)(*arrays, state)
+    return y, last
+
+
+def ssm_update(
+    hidden_states: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Return mlx-lm's result of this name: y (B, T, H, P) and the state (B, H, P, n).
+
+    A_log, D and dt_bias are frozen. Masks and lengths come with generation alone.
+    """
+    x = hidden_states
+    if mask is not None or lengths is not None or x.shape[1] == 1:
+        return ssm.ssm_update(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
+    if state is None:
+        state = mx.zeros((x.shape[0], *x.shape[2:], B.shape[-1]))
+
+    def run(
+        x: mx.array, B: mx.array, C: mx.array, dt: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return ssm.ssm_attn(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit)
+
+    return by_blocks(run, (x, B, C, dt), state, _PAIRED)
+
+
+class TimeMixing(nn.Module):
+    """RWKV 7's time mixing by mlx-lm's loop over tokens; its kernel for Metal has no gradient."""
+
+    def _wkv7(self, *inputs: Any) -> tuple[mx.array, mx.array]:
+        *given, state = inputs
+        batch, length, heads, width = given[0].shape
+        if length == 1:
+            return super()._wkv7(*inputs)
+        if state is None:
+            state = mx.zeros((batch, heads, width, width), given[0].dtype)
+        return by_blocks(_loop, given, state, _BLOCK)
+
+
+def _loop(*inputs: mx.array) -> tuple[mx.array, mx.array]:
+    *given, state = inputs
+    outputs = []
+    for token in range(given[0].shape[1]):
+        y, state = rwkv7._wkv7_step_ops(*(x[:, token] for x in given), state)
+        outputs.append(y)
+    return mx.stack(outputs, axis=1).astype(given[0].dtype), state
+
+
+class DepthwiseConv1d(nn.Module):
+    """The convolution of nn.Conv1d where it has a group for each channel; its weight is frozen."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not _is_depthwise(self, x):
+            return super().__call__(x)
+        y = convolve(x, self["weight"])
+        return y + self["bias"] if "bias" in self else y
+
+
+def _is_depthwise(layer: Any, x: mx.array) -> bool:
+    """Return whether `convolve` computes what this nn.Conv1d computes, but for its bias."""
+    channels, length, each = layer["weight"].shape
+    return (
+        layer.groups == channels == x.shape[-1]
+        and (each, layer.stride, layer.padding, layer.dilation) == (1, 1, 0, 1)
+        and length <= min(_LONGEST, x.shape[1])
+    )
+
+
+def convolve(x: mx.array, weight: mx.array) -> mx.array:
+    """Return y_t = sum_k weight_k x_(t+k) for x (B, T + K - 1, C) and weight (C, K, 1)."""
+
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
+        # Each input has a part in the K outputs up to its place: a convolution backwards.
+        around = (weight.shape[1] - 1,) * 2
+        return _convolve(mx.pad(cotangent, [(0, 0), around, (0, 0)]), weight[:, ::-1])
+
+    return differentiable(lambda x: _convolve(x, weight), gradient)(x)
+
+
+def _convolve(x: mx.array, weight: mx.array) -> mx.array:
+    if not on_cpu():
+        return mx.conv1d(x, weight, groups=weight.shape[0])
+    # MLX's takes many times as long there.
+    last = weight.shape[1] - 1
+    taps = weight.squeeze(-1).T.astype(mx.float32)
+    terms = (x[:, k : x.shape[1] - last + k] * taps[k] for k in range(last + 1))
+    return sum(terms, start=mx.array(0.0)).astype(x.dtype)
+
+
+KINDS = {
+    **subclasses(TimeMixing, rwkv7.Rwkv7TimeMixing),
+    **subclasses(DepthwiseConv1d, nn.Conv1d),
+}
