@@ -17,11 +17,11 @@ from mlxtune.core.run.run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
-from mlxtune.hub.adapters import check_may_write, model_card, upload
+from mlxtune.hub.adapters import check_may_write, upload
+from mlxtune.hub.model_card import model_card, quoted_samples
 from mlxtune.hub.names import REPOSITORY
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
-from mlxtune.views.pages.model_card import card_lines, quoted_samples
 
 CARD = "README.md"
 # Where mlx-lm finds the adapter; PEFT looks for its own at the top.
@@ -115,8 +115,7 @@ def write_package(
         console.warn(f"only for mlx-lm: {problem}")
     if run.evaluation is not None and run.evaluation.generated and not quoted_samples(run):
         console.say("Samples", "left out: they quote rows that are not public on the hub")
-    lines = card_lines(run, view, repository=repository, base=base, peft=has_peft)
-    card = model_card(run, lines, repository=repository, base=base, peft=has_peft)
+    card = model_card(run, view, repository=repository, base=base, peft=has_peft)
     write_file(folder / CARD, [card.encode()])
 
 

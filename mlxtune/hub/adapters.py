@@ -1,17 +1,13 @@
-"""Adapters to the hub: a model card with its metadata, and uploads in one commit or none."""
+"""Uploads of adapters to the hub, in one commit or none."""
 
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, EvalResult, ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from mlxtune.core.run.run import Run, text
-from mlxtune.core.run.summary import data_names, hub_data
 from mlxtune.errors import OutputError
 from mlxtune.hub.client import asking
-from mlxtune.hub.names import REPOSITORY
 
 _MISSING = "repository"
 _TIMEOUT = 20.0
@@ -66,42 +62,3 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
                     hub.delete_repo(repository, missing_ok=True)
             raise
     return str(commit.repo_url)
-
-
-def model_card(run: Run, lines: Iterable[str], *, repository: str, base: str, peft: bool) -> str:
-    """Return a card as Markdown with the hub's metadata.
-
-    A base model that is not on the hub, which its name shows, is left out of the metadata.
-    """
-    names = dict.fromkeys(text(each, "repository") for each in hub_data(run))
-    datasets = [name for name in names if REPOSITORY.fullmatch(name)]
-    data = ModelCardData(
-        base_model=base if REPOSITORY.fullmatch(base) else None,
-        base_model_relation="adapter" if REPOSITORY.fullmatch(base) else None,
-        datasets=datasets or None,
-        library_name="peft" if peft else "mlx",
-        pipeline_tag="text-generation",
-        tags=["lora", "mlx", "mlxtune"],
-        model_name=repository.partition("/")[2],
-        eval_results=_results(run, datasets) or None,
-    )
-    body = "\n".join(lines)
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n"))
-
-
-def _results(run: Run, datasets: list[str]) -> list[EvalResult]:
-    evaluation = run.evaluation
-    if evaluation is None or evaluation.adapted is None:
-        return []
-    losses = {"base model": evaluation.base, "with the adapter": evaluation.adapted}
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=datasets[0] if datasets else "custom",
-            dataset_name=f"rows held out of {', '.join(data_names(run))}",
-            metric_type="loss",
-            metric_name=f"loss per supervised token, {name}",
-            metric_value=round(each.loss, 4),
-        )
-        for name, each in losses.items()
-    ]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
 from mlxtune.core.run.run import Run, read_run
 from mlxtune.core.run.summary import RunView
-from mlxtune.views.pages.model_card import card_lines, command_of, quoted_samples
+from mlxtune.hub.model_card import command_of, model_card, quoted_samples
 from tests.runs import EVALUATION, LEDGER, write_run
 
 COMMIT = "0123456789" * 4
@@ -35,9 +36,8 @@ def run_with(
 
 
 def card(run: Run, base: str = "org/base", *, peft: bool = True) -> str:
-    return "\n".join(
-        card_lines(run, RunView.of(run), repository="me/sums-lora", base=base, peft=peft)
-    )
+    text = model_card(run, RunView.of(run), repository="me/sums-lora", base=base, peft=peft)
+    return ModelCard(text).text.lstrip()
 
 
 def test_card_says_what_the_adapter_does_and_how_it_was_made(tmp_path: Path) -> None:

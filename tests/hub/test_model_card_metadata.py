@@ -10,14 +10,15 @@ import pytest
 from huggingface_hub import ModelCard
 
 from mlxtune.core.run.run import Run, read_run
-from mlxtune.hub.adapters import model_card
+from mlxtune.core.run.summary import RunView
+from mlxtune.hub.model_card import model_card
+from tests.hub.test_model_card import HUB
 from tests.runs import EVALUATION, LEDGER, write_run
-from tests.views.pages.test_model_card import HUB
 
 
 def card_of(run: Run, base: str = "org/base", *, peft: bool = True) -> Any:
-    text = model_card(run, ["# Sums"], repository="me/sums", base=base, peft=peft)
-    return ModelCard(text)
+    view = RunView.of(run)
+    return ModelCard(model_card(run, view, repository="me/sums", base=base, peft=peft))
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> Run:
 
 def test_metadata_names_base_data_and_results(run: Run) -> None:
     card = card_of(run)
-    assert card.text.strip() == "# Sums"
+    assert card.text.strip().startswith("# sums\n")
     assert card.data.base_model == "org/base"
     assert card.data.base_model_relation == "adapter"
     assert card.data.datasets == ["org/sums"]
@@ -50,4 +51,4 @@ def test_metadata_of_forged_records_stays_metadata(tmp_path: Path) -> None:
     card = card_of(run)
     assert card.data.datasets is None
     assert card.data.eval_results is None
-    assert card.text.strip() == "# Sums"
+    assert card.text.strip().startswith("# sums\n")
