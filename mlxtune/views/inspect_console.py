@@ -1,10 +1,13 @@
 """An inspection on a terminal: the contents of the page, legible without colour too."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
@@ -12,26 +15,22 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.core.text import count
 from mlxtune.views import visible
-from mlxtune.views.tables import plain_table
 
 # How many pieces are printed at each end of a long example.
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
-# A text, or a text and its style.
-StyledPart = str | tuple[str, str]
+_MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 
 
 def show_inspection(
     inspection: Inspection, console: Console, *, examples: Sequence[ShownExample] | None = None
 ) -> None:
-    """Print an inspection; without `examples`, three rows, those with findings first.
+    """Print an inspection; without `examples`, three rows, rows with findings first.
 
     Control characters in the data are escaped.
     """
-    for section in (_settings, _ledgers, _lengths, _limits, _cost, _findings):
-        for line in section(inspection):
-            console.print(line, overflow="fold")
-        console.print()
+    for line in _summary(inspection):
+        console.print(_line(line) if line else "", overflow="fold")
     coloured = console.color_system is not None and not console.no_color
     chosen = _choose(inspection.shown) if examples is None else examples
     for text in _examples(chosen, inspection.max_seq_len, coloured):
@@ -48,106 +47,62 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
     return sorted(ranked[:_EXAMPLES], key=shown.index)
 
 
-def _line(*parts: StyledPart, indent: int = 0) -> Padding:
-    """Return parts as a line, with control characters escaped."""
-    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
-    text = Text.assemble(*((visible.escape(words), style) for words, style in pairs))
-    return Padding(text, (0, 0, 0, indent), expand=False)
+def _line(markup: str) -> Padding:
+    """Return a line of rich's markup, whose continuation keeps its indentation."""
+    text = Text.from_markup(markup.lstrip(" "), emoji=False)
+    return Padding(text, (0, 0, 0, len(markup) - len(markup.lstrip(" "))), expand=False)
 
 
-def _heading(text: str, note: str = "") -> Padding:
-    return _line((text, "bold"), (f"  {note}" if note else "", "dim"))
+def _safe(value: Any) -> Markup:
+    """Return a value in rich's markup, with escapes for control characters."""
+    return value if isinstance(value, Markup) else Markup(escape(visible.escape(str(value))))
 
 
-def _settings(inspection: Inspection) -> Iterator[Padding]:
-    parts: list[StyledPart] = []
-    for name in ("model", "template", "thinking", "turns"):
-        parts += [(f"{name} ", "dim"), f"{getattr(inspection, name)}  "]
-    yield _line(*parts, ("--max-seq-len ", "dim"), str(inspection.max_seq_len))
+def _summary(inspection: Inspection) -> Iterator[str]:
+    """Yield all but the examples as lines of rich's markup."""
+    environment = Environment(
+        loader=PackageLoader("mlxtune", "views"),
+        autoescape=True,
+        finalize=_safe,
+        line_statement_prefix="%",
+    )
+    environment.filters |= {"count": count, "number": "{:,}".format, "columns": _columns}
+    lengths: list[tuple[Any, ...]] = [("", "median", "p95", "longest", "mean", "sum")]
+    for name, each in (("all", inspection.tokens), ("supervised", inspection.supervised)):
+        lengths.append((name, each.p50, each.p95, each.max, round(each.mean), each.total))
+    limits: list[tuple[Any, ...]] = [("", "rows cut", "rows lost", "tokens cut", "supervised cut")]
+    for limit in inspection.limits:
+        mark = "▸" if limit.max_seq_len == inspection.max_seq_len else " "
+        cut = (limit.rows_cut, limit.rows_lost, limit.tokens_cut, limit.supervised_cut)
+        limits.append((f"{mark} {limit.max_seq_len:,}", *cut))
+    template = environment.get_template("inspection.txt")
+    text = template.render(seen=inspection, sums=_sums, more=_more, lengths=lengths, limits=limits)
+    yield from text.split("\n")
 
 
-def _ledgers(inspection: Inspection) -> Iterator[Padding]:
-    yield _heading("Where every row went")
-    for ledger in inspection.files:
-        yield from _ledger(ledger)
+def _columns(cells: Sequence[Any]) -> str:
+    """Return the cells of a row, aligned to the right but for the first."""
+    texts = [each if isinstance(each, str) else f"{each:,}" for each in cells]
+    return f"{texts[0]:<12}" + "".join(f"{text:>16}" for text in texts[1:])
 
 
-def _ledger(ledger: dict[str, Any]) -> Iterator[Padding]:
+def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str]]]]:
+    """Return the sums of a ledger: a whole, its name, and its parts with theirs."""
     reasons = ledger["rows_skipped"]
     skipped = sum(reasons.values())
     rows = [(ledger[f"rows_{name}"], name) for name in ("train", "validation")]
     kinds = ("supervised", "context", "truncated")
-    yield _line(ledger["path"], indent=2)
-    yield _sum(ledger["rows_read"], "rows read", [*rows, (skipped, "skipped")])
-    if skipped:
-        terms = [(number, reason) for reason, number in sorted(reasons.items())]
-        yield _sum(skipped, "skipped", terms)
-    yield _sum(ledger["tokens"], "tokens", [(ledger[f"tokens_{name}"], name) for name in kinds])
-    if cut := ledger["rows_truncated"]:
-        yield _line((f"{count(cut, 'row')} truncated", "yellow"), indent=4)
+    tokens = [(ledger[f"tokens_{name}"], name) for name in kinds]
+    why = [(skipped, "skipped", [(number, reason) for reason, number in sorted(reasons.items())])]
+    return [
+        (ledger["rows_read"], "rows read", [*rows, (skipped, "skipped")]),
+        *(why if skipped else []),
+        (ledger["tokens"], "tokens", tokens),
+    ]
 
 
-def _sum(number: int, name: str, terms: Sequence[tuple[int, str]]) -> Padding:
-    adds_up = number == sum(term for term, _ in terms)
-    sign: StyledPart = (" = ", "dim") if adds_up else (" != ", "bold red")
-    parts: list[StyledPart] = [(f"{number:,}", "bold"), f" {name}"]
-    for term, what in terms:
-        style = "bold yellow" if term and what in ("skipped", "truncated") else "bold"
-        parts += [sign, (f"{term:,}", style), f" {what}"]
-        sign = (" + ", "dim")
-    return _line(*parts, indent=4)
-
-
-def _lengths(inspection: Inspection) -> Iterator[Padding]:
-    yield _heading("Tokens of an example", f"of {inspection.examples:,}, before any cut")
-    table = plain_table(["", "median", "p95", "longest", "mean", "sum"])
-    for name, lengths in (("all", inspection.tokens), ("supervised", inspection.supervised)):
-        numbers = (lengths.p50, lengths.p95, lengths.max, round(lengths.mean), lengths.total)
-        table.add_row(name, *(f"{number:,}" for number in numbers))
-    yield Padding(table, (0, 0, 0, 2), expand=False)
-
-
-def _limits(inspection: Inspection) -> Iterator[Padding]:
-    yield _heading("What --max-seq-len would cut", "a lost row has no supervised token left")
-    table = plain_table(["", "rows cut", "rows lost", "tokens cut", "supervised cut"])
-    for limit in inspection.limits:
-        current = limit.max_seq_len == inspection.max_seq_len
-        numbers = (limit.rows_cut, limit.rows_lost, limit.tokens_cut, limit.supervised_cut)
-        table.add_row(
-            f"{'▸' if current else ' '} {limit.max_seq_len:,}",
-            *(f"{number:,}" for number in numbers),
-            style="bold" if current else "",
-        )
-    yield Padding(table, (0, 0, 0, 2), expand=False)
-
-
-def _cost(inspection: Inspection) -> Iterator[Padding]:
-    cost = inspection.cost
-    validation = f"; a validation reads {count(cost.validation_tokens, 'token')}"
-    yield _line(
-        ("One epoch  ", "bold"),
-        f"{count(cost.steps, 'step')} of {count(inspection.batch_size, 'row')}, "
-        f"{count(cost.tokens, 'token')} through the model, "
-        f"{cost.supervised:,} of them supervised{validation if cost.validation_tokens else ''}",
-    )
-
-
-def _findings(inspection: Inspection) -> Iterator[Padding]:
-    yield _heading("Findings", "" if inspection.findings else "none")
-    for finding in sorted(inspection.findings, key=lambda finding: finding.level != "error"):
-        yield from _finding(finding)
-
-
-def _finding(finding: Finding) -> Iterator[Padding]:
-    style = "bold red" if finding.level == "error" else "bold yellow"
-    rows = f" ({count(finding.rows, 'row')})" if finding.rows else ""
-    yield _line((f"{finding.level}: ", style), (finding.kind, "bold"), rows, indent=2)
-    yield _line(finding.advice, indent=4)
-    for place in finding.places:
-        detail = f"  {place.detail}" if place.detail else ""
-        yield _line((f"{place.path}:{place.row}", "cyan"), (detail, "dim"), indent=4)
-    if (more := finding.rows - len({(place.path, place.row) for place in finding.places})) > 0:
-        yield _line((f"and {count(more, 'more row')}", "dim"), indent=4)
+def _more(finding: Finding) -> int:
+    return finding.rows - len({(place.path, place.row) for place in finding.places})
 
 
 def _examples(
@@ -155,25 +110,25 @@ def _examples(
 ) -> Iterator[Padding | Text]:
     if not examples:
         return
-    marks: list[StyledPart] = ["⟦supervised⟧, all else is context"]
+    marks = "⟦supervised⟧, all else is context"
     if coloured:
-        marks = [("supervised", "bold green"), ("  context", "dim"), "  ", ("control", "magenta")]
-    yield _line(("Rows as the model sees them  ", "bold"), *marks)
+        marks = "[bold green]supervised[/][dim]  context[/]  [magenta]control[/]"
+    yield _line(f"[bold]Rows as the model sees them[/]  {marks}")
     for example in examples:
         part = f"part {example.part} of {example.parts}, " if example.parts > 1 else ""
         facts = (
-            f"  {part}{example.split}, {count(example.tokens, 'token')}, "
+            f"{part}{example.split}, {count(example.tokens, 'token')}, "
             f"{example.supervised:,} supervised"
         )
-        kinds = f"  {', '.join(example.kinds)}" if example.kinds else ""
-        place = f"{example.path}:{example.row}"
+        kinds = f"  [yellow]{_safe(', '.join(example.kinds))}[/]" if example.kinds else ""
+        place = f"[cyan]{_safe(f'{example.path}:{example.row}')}[/]"
         yield Text()
-        yield _line(("── ", "dim"), (place, "cyan"), facts, (kinds, "yellow"))
+        yield _line(f"[dim]── [/]{place}  {_safe(facts)}{kinds}")
         yield _example_text(example.pieces, coloured)
         if example.cut:
             verb = "is" if example.cut == 1 else "are"
             more = f"{count(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
-            yield _line((f"... {more}", "yellow"))
+            yield _line(f"[yellow]... {more}[/]")
 
 
 def _example_text(pieces: Sequence[Piece], coloured: bool) -> Text:
@@ -201,9 +156,6 @@ def _styled(runs: Iterable[tuple[Piece, list[visible.Stretch]]], coloured: bool)
                 text.append(shown, _style(piece, kind))
         text.append("⟧" if bracketed else "")
     return text
-
-
-_MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 
 
 def _style(piece: Piece, kind: visible.Kind) -> str:
