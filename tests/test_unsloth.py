@@ -39,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def side(config: TrainConfig, folder: Path, tmp_path: Path) -> Unsloth:
     write_start(open_base(folder, "auto"), config.lora(), tmp_path / "adapter")
-    return Unsloth(folder, config.split())
+    return Unsloth(folder, config)
 
 
 STEPS = [examples(), two_spans(), examples()]

@@ -50,7 +50,7 @@ from mlxtune.core.training.observer import Observers
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
-from mlxtune.tracking import check_trackers, trackers_of
+from mlxtune.tracking.observer import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
@@ -282,8 +282,9 @@ def make_trainer(
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     config, dataset, console = worker_run.config, setup.dataset, worker_run.console
-    options = asdict(config)
-    trackers = trackers_of(config, options, console.warn)
+    trackers = [
+        TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
+    ]
     observer = Observers([console, *trackers, worker_run.last_step])
     profiler = None
     if config.profile_interval:
@@ -306,7 +307,7 @@ def make_trainer(
         dataset.corpus,
         config.training(),
         validation=dataset.validation,
-        run_config=options,
+        run_config=asdict(config),
         observer=observer,
         should_stop=should_stop,
         stop_after=stop_after,

@@ -1,13 +1,14 @@
 """Passes a run on to a tracker, under the names usual in trackers."""
 
+import importlib.util
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlxtune.config import TrainConfig
 from mlxtune.core.files.files import read_json, write_json
@@ -19,61 +20,31 @@ from mlxtune.core.run.metrics import (
 )
 from mlxtune.core.run.run_folder import TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.errors import one_line
+from mlxtune.errors import ConfigError, one_line
+from mlxtune.tracking.trackers import TRACKERS, TrackedRun, Tracker, Value
 from mlxtune.views.run_text import tokens_per_second
 
-# Values of hyperparameters and results.
-Value = bool | int | float | str
-PROJECT = "mlxtune"
 _IDENTITY = re.compile("[0-9a-f]{8}")
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as a tracker knows it.
-
-    `identity` stays the same when the run is resumed. `folder` is that of its checkpoints, and
-    `step` the step that it is resumed after, 0 for a new run.
-    """
-
-    identity: str
-    name: str
-    folder: Path
-    step: int
-    hyperparameters: Mapping[str, Value]
-
-
-class Tracker(Protocol):
-    """Records a run elsewhere. It may raise anything: the run continues without it."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record values after a step."""
-
-    def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
-        """Close the run; `complete` is false for one that was interrupted or failed."""
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError if the package of a tracker is missing."""
+    problems = [
+        f"--track {name} needs a package that is not installed: pip install 'mlxtune[{name}]'"
+        for name in names
+        if importlib.util.find_spec(name) is None
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 class TrackingObserver(TrainingObserver):
-    """Records a run in a tracker until that fails, which calls `warn` once.
+    """Records a run in the tracker of a name until that fails, which calls `warn` once."""
 
-    `open_tracker` opens a new run, or resumes one.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        open_tracker: Callable[[TrackedRun], Tracker],
-        run: TrainConfig,
-        options: Mapping[str, Any],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._warn = warn
-        self._name = name
-        self._open = open_tracker
+    def __init__(self, name: str, config: TrainConfig, warn: Callable[[str], None]) -> None:
+        self._name, self._config, self._warn = name, config, warn
         # None before the start, after the end, and once it has failed.
         self._tracker: Tracker | None = None
-        self._run = run
-        self._options = options
         self._step = 0
         self._result: dict[str, Value] = {}
         self._complete = False
@@ -81,10 +52,10 @@ class TrackingObserver(TrainingObserver):
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         """Open the run; one that is new to the tracker when it is resumed begins there."""
         with self._until_failure():
-            self._tracker = self._open(self._tracked(run))
+            self._tracker = TRACKERS[self._name](self._tracked(run))
 
     def _tracked(self, run: RunStart) -> TrackedRun:
-        folder, step = self._run.checkpoint_path, run.progress.step
+        folder, step = self._config.checkpoint_path, run.progress.step
         identities: dict[str, Any] = {}
         if step:
             with suppress(OSError, ValueError):
@@ -97,10 +68,10 @@ class TrackingObserver(TrainingObserver):
         return TrackedRun(
             identity=identity,
             # People know a run by the folder of its adapter.
-            name=Path(os.path.abspath(self._run.output_path)).parent.name or "run",  # noqa: PTH100
+            name=Path(os.path.abspath(self._config.output_path)).parent.name or "run",  # noqa: PTH100
             folder=folder,
             step=0 if is_new else step,
-            hyperparameters=_hyperparameters(self._options, run),
+            hyperparameters=_hyperparameters(self._config, run),
         )
 
     def on_step(self, record: StepRecord) -> None:
@@ -148,7 +119,7 @@ class TrackingObserver(TrainingObserver):
         """Close the run."""
         if self._tracker is not None:
             with self._until_failure():
-                self._tracker.finish(self._result, complete=self._complete)
+                self._tracker.finish(self._result, self._complete)
         self._tracker = None
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
@@ -166,10 +137,10 @@ class TrackingObserver(TrainingObserver):
             self._warn(f"--track {self._name}: {one_line(error)}; training continues without it")
 
 
-def _hyperparameters(options: Mapping[str, Any], run: RunStart) -> dict[str, Value]:
+def _hyperparameters(config: TrainConfig, run: RunStart) -> dict[str, Value]:
     """Return the options of a run, and the sizes that follow from them, as plain values."""
     values = {
-        **options,
+        **asdict(config),
         "total_steps": run.total_steps,
         "train_rows": run.train_rows,
         "val_rows_held_out": run.val_rows,

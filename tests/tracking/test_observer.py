@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,19 @@ import pytest
 
 from mlxtune import ConfigError, TrainConfig, train, verify
 from mlxtune.core.run.run_folder import TRACKING, find_resume_point
+from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
-from mlxtune.tracking import trackers_of as make_observers
-from mlxtune.tracking.observer import TrackedRun, TrackingObserver, Value
+from mlxtune.tracking.observer import TrackingObserver
+from mlxtune.tracking.trackers import TRACKERS, TrackedRun, Value
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 from tests.models import sums, write_chat
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the trackers back that a test replaces."""
+    monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"])
 
 
 class FakeTracker:
@@ -40,7 +46,7 @@ class FakeTracker:
             raise RuntimeError("the server\nis gone")
         self.logs.append((step, dict(values)))
 
-    def finish(self, result: Mapping[str, Value], *, complete: bool) -> None:
+    def finish(self, result: Mapping[str, Value], complete: bool) -> None:
         self.ends.append((dict(result), complete))
 
 
@@ -48,13 +54,14 @@ def tracked(
     run: Path, tracker: FakeTracker, *, resume: bool = False, stop_at: int | None = None
 ) -> list[str]:
     """Train with a tracker in a run's folder; return the warnings."""
+    TRACKERS["wandb"] = tracker.open
     warnings: list[str] = []
     config = TrainConfig("model", ("a.jsonl", "b.jsonl"), output=str(run / "adapters.safetensors"))
     trainer = InstructTrainer(
         FakePipeline(),
         CORPUS,
         options(run / "checkpoints"),
-        observer=TrackingObserver("fake", tracker.open, config, asdict(config), warnings.append),
+        observer=TrackingObserver("wandb", config, warnings.append),
         stop_after=stop_at,
     )
     trainer.train(resume=find_resume_point(run / "checkpoints") if resume else None)
@@ -131,7 +138,7 @@ def test_run_that_is_tracked_from_its_resume_on_is_a_new_one_there(tmp_path: Pat
     assert [step for step, values in tracker.logs if "train/loss" in values] == [5, 6]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"fake": "../../elsewhere"}', '{"fake": 3}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"wandb": "../../elsewhere"}', '{"wandb": 3}'])
 def test_what_is_no_identity_of_ours_is_none(tmp_path: Path, content: str) -> None:
     with pytest.raises(TrainingInterrupted):
         tracked(tmp_path, FakeTracker(), stop_at=4)
@@ -152,7 +159,7 @@ def test_new_run_in_the_folder_is_another_run_for_the_tracker(tmp_path: Path) ->
 def test_tracker_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:
     tracker = FakeTracker(fails_at=2)
     warnings = tracked(tmp_path, tracker)
-    assert warnings == ["--track fake: the server is gone; training continues without it"]
+    assert warnings == ["--track wandb: the server is gone; training continues without it"]
     assert max(step for step, _ in tracker.logs) == 1
     assert not tracker.ends
     assert (tmp_path / "checkpoints/epoch-2").is_dir()
@@ -162,15 +169,10 @@ def test_tracker_that_cannot_be_opened_is_told_of_and_the_run_goes_on(tmp_path: 
     tracker = FakeTracker()
     tracker.runs = None  # type: ignore[assignment]
     (warning,) = tracked(tmp_path, tracker)
-    assert warning.startswith("--track fake: ")
+    assert warning.startswith("--track wandb: ")
     assert not tracker.logs
     assert not tracker.ends
     assert (tmp_path / "checkpoints/epoch-2").is_dir()
-
-
-def test_tracker_given_twice_is_opened_once() -> None:
-    config = TrainConfig("model", "data.jsonl", track=("wandb", "tensorboard", "wandb"))  # type: ignore[arg-type]
-    assert len(make_observers(config, {}, print)) == 2
 
 
 def test_unknown_tracker_is_an_error_that_names_those_there_are() -> None:
@@ -194,17 +196,22 @@ def test_missing_package_is_an_error_before_any_work(
 def test_replay_of_a_tracked_run_is_neither_tracked_nor_profiled(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[tuple[str, ...], int]] = []
+    asked: list[tuple[str, int]] = []
 
-    def trackers_of(run: TrainConfig, options: Any, warn: Any) -> list[TrackingObserver]:
-        asked.append((run.track, run.profile_interval))
-        return []
+    def observer(name: str, config: TrainConfig, warn: Any) -> TrainingObserver:
+        asked.append((name, config.profile_interval))
+        return TrainingObserver()
 
     monkeypatch.setattr("mlxtune.commands.train.check_trackers", lambda names: None)
-    monkeypatch.setattr("mlxtune.commands.train.trackers_of", trackers_of)
+    monkeypatch.setattr("mlxtune.commands.train.TrackingObserver", observer)
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = str(tmp_path / "out/adapters.safetensors")
-    options: dict[str, Any] = {"output": output, "quiet": True, "samples": 0, "track": "wandb"}
+    options: dict[str, Any] = {
+        "output": output,
+        "quiet": True,
+        "samples": 0,
+        "track": ["wandb", "wandb"],
+    }
     train(TrainConfig(str(model), str(chat), profile_interval=1, **options))
     assert verify(tmp_path / "out", replay=True).ok
-    assert asked == [(("wandb",), 1), ((), 0)]
+    assert asked == [("wandb", 1)]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,48 +20,65 @@ _MOST_EPOCHS = 24
 _LOSS_UNIT = "nats per supervised token"
 
 
+@dataclass(frozen=True)
+class _Measure:
+    """A value of each step. `averaged` over steps, it is easier to read."""
+
+    title: str
+    unit: str
+    style: str
+    values: Callable[[Run], Sequence[float]]
+    averaged: bool = False
+    from_zero: bool = False
+
+
+def _measures(views: Sequence[RunView]) -> tuple[_Measure, ...]:
+    peak = max((view.peak_memory or 0 for view in views), default=0)
+    size, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
+
+    def memory(run: Run) -> list[float]:
+        """Return the peak of each step; 0 means that it was not measured."""
+        return [(value or math.nan) / size for value in run.column("memory")]
+
+    rate, norm = (lambda run: run.column("learning_rate")), (lambda run: run.column("grad_norm"))
+    at_peak = f"{unit} at the peak of each step"
+    return (
+        _Measure("Learning rate", "", "lr", rate, from_zero=True),
+        _Measure("Gradient norm", "before clipping", "grad", norm, averaged=True),
+        _Measure("Speed", "tokens a second", "speed", _speeds, averaged=True, from_zero=True),
+        _Measure("Memory", at_peak, "memory", memory, from_zero=True),
+    )
+
+
 def charts_of(run: Run, view: RunView) -> list[Chart]:
     """Return the charts of one run, the loss first."""
-    steps, rates = run.column("step"), run.column("learning_rate")
-    grad_norm, clip = run.column("grad_norm"), number(run.config, "max_grad_norm")
-    size, unit = _memory_unit([view])
-    memory = _memory(run, size)
-    predicted = view.predicted_memory or 0
-    return [
-        loss_chart(run, view),
-        Chart(
-            title="Learning rate",
-            unit="",
-            series=[Series("learning rate", "lr", steps, rates)],
-            description=_describe("Learning rate", rates),
-            from_zero=True,
-        ),
-        Chart(
-            title="Gradient norm",
-            unit="before clipping",
-            series=_averaged("each step", "averaged", "grad", steps, grad_norm),
-            description=_describe("Gradient norm", grad_norm),
-            levels=_level_near(grad_norm, clip, f"clipped at {clip:g}" if clip else ""),
-        ),
-        Chart(
-            title="Speed",
-            unit="tokens a second",
-            series=_averaged("each step", "averaged", "speed", steps, _speeds(run)),
-            description=_describe("Tokens a second", _speeds(run)),
-            from_zero=True,
-        ),
-        Chart(
-            title="Memory",
-            unit=f"{unit} at the peak of each step",
-            series=[
-                Series("each step", "memory", steps, memory, "faint"),
-                Series("highest so far", "memory", steps, np.fmax.accumulate(memory).tolist()),
-            ],
-            description=_describe(f"Memory in {unit}", memory),
-            from_zero=True,
-            levels=_level_near(memory, predicted / size, f"predicted peak {byte_size(predicted)}"),
-        ),
-    ]
+    return [loss_chart(run, view), *(_chart(run, view, each) for each in _measures([view]))]
+
+
+def _chart(run: Run, view: RunView, measure: _Measure) -> Chart:
+    steps, values, style = run.column("step"), measure.values(run), measure.style
+    series, level, name = [Series(measure.title.lower(), style, steps, values)], None, ""
+    if measure.averaged:
+        series = _averaged("each step", "averaged", style, steps, values)
+    if style == "grad" and (level := number(run.config, "max_grad_norm")):
+        name = f"clipped at {level:g}"
+    if style == "memory":
+        predicted = view.predicted_memory or 0
+        level = predicted / (1e9 if measure.unit.startswith("GB") else 1e6)
+        name = f"predicted peak {byte_size(predicted)}"
+        highest = np.fmax.accumulate(values).tolist()
+        series = [
+            Series("each step", style, steps, values, "faint"),
+            Series("highest so far", style, steps, highest),
+        ]
+    return Chart(
+        measure.title,
+        measure.unit,
+        series,
+        _describe(f"{measure.title} ({measure.unit})" if measure.unit else measure.title, values),
+        from_zero=measure.from_zero,
+        levels=_level_near(values, level, name),
+    )
 
 
 def loss_chart(run: Run, view: RunView) -> Chart:
@@ -88,6 +106,42 @@ def loss_chart(run: Run, view: RunView) -> Chart:
         skipped=[each.step for each in run.progress.skipped],
         large=True,
     )
+
+
+def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Chart]:
+    """Return the charts of several runs, each in its own colour; validation loss first."""
+    named = [(view.name, style_of(i), runs[i], i) for i, view in enumerate(views)]
+    best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in views)
+    validation = [_validation(*each) for each in named]
+    description = f"Validation loss: {'; '.join(best)}"
+    charts = [Chart("Validation loss", _LOSS_UNIT, validation, description, large=True)]
+    loss = _Measure("Training loss", _LOSS_UNIT, "train", lambda run: run.column("loss"), True)
+    for measure in (loss, *_measures(views)):
+        charts.append(
+            Chart(
+                measure.title,
+                f"{measure.unit}, averaged" if measure.averaged else measure.unit,
+                [
+                    Series(name, style, run.column("step"), _smoothed(measure, run), run=place)
+                    for name, style, run, place in named
+                ],
+                f"{measure.title} of {count(len(runs), 'run')}, step by step",
+                from_zero=measure.from_zero,
+                large=measure is loss,
+            )
+        )
+    return charts
+
+
+def _smoothed(measure: _Measure, run: Run) -> Sequence[float]:
+    values = measure.values(run)
+    return smooth(values) if measure.averaged else values
+
+
+def style_of(place: int) -> str:
+    """Return the CSS classes of the colour and dashes of a run, by its place on the page."""
+    dashes = place // COLOURS % _DASHES
+    return f"c{place % COLOURS}" + (f" d{dashes}" if dashes else "")
 
 
 def _validation(name: str, style: str, run: Run, place: int | None = None) -> Series:
@@ -147,71 +201,3 @@ def _speeds(run: Run) -> list[float]:
     """Return the tokens a second of each step, NaN if no time was measured."""
     pairs = zip(run.column("tokens"), run.column("seconds"), strict=True)
     return [tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs]
-
-
-def _memory_unit(views: Sequence[RunView]) -> tuple[float, str]:
-    peak = max((view.peak_memory or 0 for view in views), default=0)
-    return (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
-
-
-def _memory(run: Run, size: float) -> list[float]:
-    """Return the peak of each step in units of `size` bytes; 0 means that it was not measured."""
-    return [(value or math.nan) / size for value in run.column("memory")]
-
-
-def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Chart]:
-    """Return the charts of several runs, each in its own colour; validation loss first."""
-    names = [view.name for view in views]
-    size, memory_unit = _memory_unit(views)
-    best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in views)
-
-    def chart(
-        title: str,
-        unit: str,
-        values: Callable[[Run], Sequence[float]],
-        *,
-        from_zero: bool = False,
-        large: bool = False,
-    ) -> Chart:
-        series = [
-            Series(names[i], style_of(i), run.column("step"), values(run), run=i)
-            for i, run in enumerate(runs)
-        ]
-        description = f"{title} of {count(len(runs), 'run')}, step by step"
-        return Chart(title, unit, series, description, from_zero=from_zero, large=large)
-
-    return [
-        Chart(
-            title="Validation loss",
-            unit=_LOSS_UNIT,
-            series=[_validation(names[i], style_of(i), run, i) for i, run in enumerate(runs)],
-            description=f"Validation loss: {'; '.join(best)}",
-            large=True,
-        ),
-        chart(
-            "Training loss",
-            f"{_LOSS_UNIT}, averaged",
-            lambda run: smooth(run.column("loss")),
-            large=True,
-        ),
-        chart("Learning rate", "", lambda run: run.column("learning_rate"), from_zero=True),
-        chart("Gradient norm", "averaged", lambda run: smooth(run.column("grad_norm"))),
-        chart(
-            "Speed",
-            "tokens a second, averaged",
-            lambda run: smooth(_speeds(run)),
-            from_zero=True,
-        ),
-        chart(
-            "Memory",
-            f"{memory_unit} at the peak of each step",
-            lambda run: _memory(run, size),
-            from_zero=True,
-        ),
-    ]
-
-
-def style_of(place: int) -> str:
-    """Return the CSS classes of the colour and dashes of a run, by its place on the page."""
-    dashes = place // COLOURS % _DASHES
-    return f"c{place % COLOURS}" + (f" d{dashes}" if dashes else "")
