@@ -15,8 +15,7 @@ from statistics import fmean
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.status import Status
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -74,21 +73,24 @@ class RunConsole(TrainingObserver):
         self._console = console or Console(file=stream, highlight=False, force_jupyter=False)
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         # The stream of a kernel calls itself a terminal.
-        self._live = terminal and not self._notebook
+        self._wraps = terminal and not self._notebook
         self._quiet = quiet
         self._log_every = log_every
         self._peak_gb = peak_gb
-        self._progress: Progress | None = None
-        self._status: Status | None = None
-        # In a notebook, what a status and a progress bar are on a terminal.
-        self._activity: LiveLine | None = None
-        self._bar: LiveLine | None = None
-        self._total_steps = 0
-        self._epochs = self._steps_per_epoch = 0
+        # The current activity, until the next line is printed, and the bar of a run.
+        self._activity: NotebookLine | TerminalLine | None = None
+        self._bar: NotebookLine | TerminalLine | None = None
+        self._run: RunStart | None = None
         self._best = math.inf
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
         self._thermal = ""
         self._profile = run_text.ProfileSummary()
+
+    def _open_line(self, *, bar: bool) -> "NotebookLine | TerminalLine | None":
+        """Return a line that changes in place, None where there is none."""
+        if self._quiet or not (self._notebook or self._wraps):
+            return None
+        return NotebookLine() if self._notebook else TerminalLine(self._console, bar=bar)
 
     @property
     def stopping(self) -> str:
@@ -115,21 +117,12 @@ class RunConsole(TrainingObserver):
 
     def show(self, text: str) -> None:
         """Show the current activity on a terminal, until the next line is printed."""
-        if self._notebook and not self._quiet:
-            self._activity = self._activity or LiveLine()
+        self._activity = self._activity or self._open_line(bar=False)
+        if self._activity is not None:
             self._activity.update(printable(text))
-        if self._quiet or not self._live:
-            return
-        if self._status is None:
-            self._status = self._console.status("")
-            self._status.start()
-        self._status.update(Text(printable(text)))
 
     def close(self) -> None:
-        """Remove the live status."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        """Remove the current activity."""
         if self._activity is not None:
             self._activity.close()
             self._activity = None
@@ -137,7 +130,7 @@ class RunConsole(TrainingObserver):
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
         self.close()
         message = printable(message)
-        if not (self._live and wrap):
+        if not (self._wraps and wrap):
             self._console.print(Text.assemble(name, message), soft_wrap=True)
             return
         line = Table.grid()
@@ -148,56 +141,29 @@ class RunConsole(TrainingObserver):
         """Open the bar on a terminal."""
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
-        self._total_steps, self._epochs = run.total_steps, run.epochs
-        self._steps_per_epoch = run.steps_per_epoch
+        self._run = run
         self._best = best.val_loss if (best := run.progress.best) else math.inf
         self._losses.extend(run.progress.steps.column("loss"))
-        if self._notebook and not self._quiet:
-            self._bar = LiveLine()
-        if self._quiet or not self._live:
-            return
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            transient=True,
-            expand=True,
-        )
-        taken = run.progress.step
-        self._progress.add_task("starting", total=self._total_steps, completed=taken, state="")
-        self._progress.start()
+        self._bar = self._open_line(bar=True)
+        if self._bar is not None and run.progress.step:
+            self._bar.update("starting", run.progress.step / run.total_steps)
 
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or print every `log_every` steps when piped."""
+        assert self._run is not None
         self._losses.append(record.loss)
-        average = fmean(self._losses)
-        place = f"epoch {record.epoch}/{self._epochs} step {record.step}/{self._total_steps}"
-        state = run_text.step_state(record, average, self._peak_gb(), self._thermal)
-        if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=record.step,
-                refresh=record.step == 1,
-                description=place,
-                state=state,
-            )
-        elif self._bar is not None:
-            self._bar.update(f"{place}  {state}", record.step / self._total_steps)
-        elif record.step % self._log_every == 0 or record.step == self._total_steps:
-            line = run_text.step_line(
-                record, self._total_steps, average, self._peak_gb(), self._thermal
-            )
+        average, total = fmean(self._losses), self._run.total_steps
+        if self._bar is not None:
+            place = f"epoch {record.epoch}/{self._run.epochs} step {record.step}/{total}"
+            state = run_text.step_state(record, average, self._peak_gb(), self._thermal)
+            self._bar.update(f"{place}  {state}", record.step / total)
+        elif record.step % self._log_every == 0 or record.step == total:
+            line = run_text.step_line(record, total, average, self._peak_gb(), self._thermal)
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
         """Show the progress of a validation."""
-        if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0], description=f"validating {done}/{total}", state=""
-            )
-        elif self._bar is not None:
+        if self._bar is not None:
             self._bar.update(f"validating {done}/{total}")
 
     def on_validation(self, step: int, loss: float) -> None:
@@ -206,9 +172,11 @@ class RunConsole(TrainingObserver):
             self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
             return
         is_best, self._best = loss < self._best, min(loss, self._best)
-        if step % self._steps_per_epoch and step < self._total_steps:
-            epochs = step / self._steps_per_epoch
-            self.say("Validation", run_text.validation_line(step, epochs, loss, is_best))
+        assert self._run is not None
+        per_epoch = self._run.steps_per_epoch
+        if step % per_epoch and step < self._run.total_steps:
+            line = run_text.validation_line(step, step / per_epoch, loss, is_best)
+            self.say("Validation", line)
 
     def on_profile(self, profile: StepProfile) -> None:
         """Print the times of a profiled step, and keep them for the table at the end."""
@@ -233,9 +201,6 @@ class RunConsole(TrainingObserver):
 
     def on_end(self) -> None:
         """Close the bar, and print the table of a profile."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -249,8 +214,32 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class LiveLine:
-    """Shows a text and, if given, how much of the work is done and how long the rest will take."""
+class TerminalLine:
+    """The last line of a terminal: a text, with a `bar` and the time left if that is asked for."""
+
+    def __init__(self, console: Console, *, bar: bool) -> None:
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=bar))
+        columns = (text, BarColumn(None), TimeRemainingColumn(compact=True))
+        self.progress = Progress(
+            *(columns if bar else (SpinnerColumn(), text)),
+            console=console,
+            transient=True,
+            expand=bar,
+        )
+        self._task = self.progress.add_task("starting" if bar else "", total=1.0)
+        self.progress.start()
+
+    def update(self, text: str, share: float | None = None) -> None:
+        """Replace the text and, if given, the share of the work that is done."""
+        self.progress.update(self._task, description=text, completed=share)
+
+    def close(self) -> None:
+        """Remove the line."""
+        self.progress.stop()
+
+
+class NotebookLine:
+    """A text in a notebook, with a bar and the time left where the share done is known."""
 
     def __init__(self) -> None:
         from IPython.display import display

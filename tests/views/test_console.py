@@ -15,7 +15,7 @@ from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.observer import RunStart
 from mlxtune.errors import printable
-from mlxtune.views.console import BestEffortStream, RunConsole
+from mlxtune.views.console import BestEffortStream, RunConsole, TerminalLine
 from tests.core.training.records import step_record
 
 
@@ -84,8 +84,8 @@ def test_bar_of_a_resumed_run_begins_where_the_run_stood() -> None:
     terminal = io.StringIO()
     console = RunConsole(console=Console(file=terminal, force_terminal=True, width=120))
     console.on_start(run_start(taken=7), None)
-    assert console._progress is not None
-    assert console._progress.tasks[0].completed == 7
+    assert isinstance(console._bar, TerminalLine)
+    assert console._bar.progress.tasks[0].completed == pytest.approx(0.7)
     console.on_end()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxtune.views import console
-from mlxtune.views.console import LiveLine, in_notebook
+from mlxtune.views.console import NotebookLine, in_notebook
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_line_shows_how_much_is_done_and_how_long_the_rest_takes(
     shown: list[dict[str, str]],
 ) -> None:
-    line = LiveLine()
+    line = NotebookLine()
     line.update("step 1/10", 0.1)
     line.update("step 2/10", 0.2)
     line.update("validating <3>")
@@ -53,7 +53,7 @@ def test_changes_in_quick_succession_are_left_out(
     shown: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 7.0))
-    line = LiveLine()
+    line = NotebookLine()
     for step in range(1, 4):
         line.update(f"step {step}/3", step / 3)
     assert [state["text/plain"] for state in shown] == ["", "step 1/3"]
