@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
 from mlxtune.errors import Interrupted, TrainingInterrupted
 
@@ -22,40 +22,33 @@ def stop_on_interrupt(
     thread, where Python cannot handle signals, nothing changes.
     """
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    # getsignal returns None for a handler that Python did not install.
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in signals}
     # In a thread: the handler may interrupt the printing of a line, and consoles are safe to call
     # from another thread but not from within themselves.
     notifier = threading.Thread(target=notify, daemon=True)
+    # A process started with nohup outlives its terminal.
+    hung_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [each for each in signals if each != signal.SIGHUP or not hung_up]
 
-    def handle(number: int, _: FrameType | None) -> None:
+    def handle(number: int, before: dict[int, Any]) -> None:
         received.append(number)
-        for other in signals:
+        for other, handler in before.items():
             # A process started in the background ignores SIGINT, but a second one is meant.
             default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
-            signal.signal(other, before[other] if callable(before[other]) else default)
+            signal.signal(other, handler if callable(handler) else default)
         if number == signal.SIGHUP:
             # The terminal is gone: nobody reads the notice, and none can hang up again.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         else:
             notifier.start()
 
-    for number in signals:
-        # A process started with nohup outlives its terminal.
-        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
-            signal.signal(number, handle)
     try:
-        yield lambda: bool(received)
+        with _handled(numbers, handle):
+            yield lambda: bool(received)
     except TrainingInterrupted as interrupt:
         if received:
             interrupt.signal, interrupt.by_signal = received[0], True
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if received and notifier.ident is not None:
             notifier.join()
 
@@ -66,23 +59,33 @@ def end_in_order() -> Iterator[None]:
 
     A second one ends it as usual. Outside the main thread, nothing changes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # Others have their own handlers, or ignore the signal as under nohup.
-    numbers = [each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
 
-    def handle(number: int, _: FrameType | None) -> None:
-        for each in numbers:
+    def handle(number: int, before: dict[int, Any]) -> None:
+        for each in before:
             signal.signal(each, signal.SIG_DFL)
         interrupt = Interrupted()
         interrupt.signal = number
         raise interrupt
 
+    # Others have their own handlers, or ignore the signal as under nohup.
+    with _handled([each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL], handle):
+        yield
+
+
+@contextmanager
+def _handled(
+    numbers: Sequence[int], handle: Callable[[int, dict[int, Any]], None]
+) -> Iterator[None]:
+    """Handle signals; `handle` also gets the handlers before, which come back at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # getsignal returns None for a handler that Python did not install.
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
     for number in numbers:
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _: handle(number, before))
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
