@@ -17,8 +17,7 @@ from mlxtune.core.run.run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
-from mlxtune.hub.adapters import check_may_write, upload
-from mlxtune.hub.model_card import model_card, quoted_samples
+from mlxtune.hub.adapters import check_may_write, model_card, quoted_samples, upload
 from mlxtune.hub.names import REPOSITORY
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line

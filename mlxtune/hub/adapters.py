@@ -1,16 +1,35 @@
-"""Uploads of adapters to the hub, in one commit or none."""
+"""Uploads of adapters to the hub, in one commit or none, and their model cards.
 
+A card has the facts of a run's folder about its adapter, without data and paths: names stand for
+paths, and rows are quoted only where anybody can read them on the hub.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from importlib import resources
+from pathlib import Path, PurePath
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd
+from huggingface_hub import CommitOperationAdd, EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from mlxtune.errors import OutputError
+from mlxtune.config import OPTIONS, TrainConfig
+from mlxtune.config.fields import Affects, flag
+from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_line
+from mlxtune.core.run.run import Run, mapping, text
+from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
+from mlxtune.core.text import sentence
+from mlxtune.errors import OutputError, one_line
 from mlxtune.hub.client import asking
+from mlxtune.hub.names import REPOSITORY
 
 _MISSING = "repository"
 _TIMEOUT = 20.0
+_SAMPLES = 3
 
 
 def check_may_write(repository: str, *, public: bool) -> bool:
@@ -62,3 +81,136 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
                     hub.delete_repo(repository, missing_ok=True)
             raise
     return str(commit.repo_url)
+
+
+def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> str:
+    """Return a card as Markdown with the hub's metadata; `base` is the base model's name.
+
+    A base model that is not on the hub, as its name shows, is left out of the metadata.
+    """
+    evaluation = run.evaluation
+    if evaluation is None or evaluation.adapted is None or evaluation.difference is None:
+        evaluation = None
+    names = dict.fromkeys(text(each, "repository") for each in hub_data(run))
+    datasets = [name for name in names if REPOSITORY.fullmatch(name)]
+    is_on_hub = bool(REPOSITORY.fullmatch(base))
+    name = repository.partition("/")[2]
+    data = ModelCardData(
+        base_model=base if is_on_hub else None,
+        base_model_relation="adapter" if is_on_hub else None,
+        datasets=datasets or None,
+        library_name="peft" if peft else "mlx",
+        pipeline_tag="text-generation",
+        tags=["lora", "mlx", "mlxtune"],
+        model_name=name,
+        eval_results=_results(run, evaluation, datasets) if evaluation else None,
+    )
+    values: dict[str, Any] = {
+        **{"name": name, "repository": repository, "base": base, "peft": peft, "view": view},
+        "evaluation": evaluation,
+        "verdict": sentence(verdict_line(evaluation)) if evaluation else "",
+        "ledgers": [(data_name(run, ledger.path), ledger) for ledger in run.ledgers],
+        "data_lines": list(_data_lines(run)),
+        "command": command_of(run, base),
+        "training_lines": list(_training_lines(run, view)),
+        "samples": quoted_samples(run),
+        "code": _code,
+        "block": _block,
+        "python": lambda value: json.dumps(one_line(value)),
+        "shell": lambda value: shlex.quote(one_line(value)),
+    }
+    template = resources.files(__package__).joinpath("model_card.md").read_text("utf-8")
+    return str(ModelCard.from_template(data, template_str=template, **values))
+
+
+def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[EvalResult]:
+    """Return the losses on the rows held out, before and after."""
+    losses = {"base model": evaluation.base, "with the adapter": evaluation.adapted}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=datasets[0] if datasets else "custom",
+            dataset_name=f"rows held out of {', '.join(data_names(run))}",
+            metric_type="loss",
+            metric_name=f"loss per supervised token, {name}",
+            metric_value=round(each.loss, 4),
+        )
+        for name, each in losses.items()
+        if each is not None
+    ]
+
+
+def quoted_samples(run: Run) -> list[Sample]:
+    """Return the answers to validation rows that may be shown: if all data is public."""
+    public = {
+        title
+        for each in hub_data(run)
+        if each.get("public") is True
+        for title in mapping(each, "titles").values()
+    }
+    names = set(data_names(run))
+    generated = run.evaluation.generated if run.evaluation else None
+    if generated is None or not names or not names <= public:
+        return []
+    return generated.samples[:_SAMPLES]
+
+
+def _data_lines(run: Run) -> Iterator[str]:
+    for each in hub_data(run):
+        license = text(each, "license")
+        licensed = f"licence {_code(license)}" if license else "no licence stated"
+        commit = _code(text(each, "commit"))
+        yield f"{_code(text(each, 'repository'))}: {licensed}, commit {commit}"
+    hashes = {text(run.about, name): name for name in ("validation_hash", "data_hash")}
+    for hash_, name in hashes.items():
+        if hash_:
+            yield f"{name.replace('_', ' ')}: {_code(hash_)}"
+
+
+def _training_lines(run: Run, view: RunView) -> Iterator[str]:
+    yield f"{view.course}, {view.status}"
+    for name, value in (
+        ("LoRA", text(run.about, "lora", "description")),
+        ("model", text(run.about, "model", "description")),
+        ("template", text(run.about, "template")),
+        ("computed on", text(run.about, "device")),
+        ("SHA-256 of mlx-lm/adapters.safetensors", view.sha256),
+        ("versions", ", ".join(f"{k} {v}" for k, v in mapping(run.about, "versions").items())),
+    ):
+        if value:
+            yield f"{name}: {one_line(value).replace('<', '&lt;')}"
+
+
+def command_of(run: Run, base: str) -> str:
+    """Return the command that trains the same, with names in the place of paths."""
+    defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
+    on_hub = {text(each, "name") for each in hub_data(run)}
+    words = ["mlxtune", "train", "--model-path", base]
+    for name, value in run.config.items():
+        option = OPTIONS.get(name)
+        own = tuple(value) if isinstance(value, list) else value
+        if option is None or name == "model_path" or own == defaults.get(name) or own is None:
+            continue
+        texts = [str(each) for each in (own if isinstance(own, tuple) else [own])]
+        if option.affects is Affects.INPUT:
+            texts = [each if each in on_hub else PurePath(each).name for each in texts]
+        elif option.affects not in (Affects.RESULT, Affects.LENGTH):
+            continue
+        if own is True:
+            words.append(flag(name))
+        elif option.several or option.affects is Affects.INPUT:
+            words += [word for each in texts for word in (flag(name), each)]
+        else:
+            words += [flag(name), ",".join(texts)]
+    return " ".join(shlex.join(words).split())
+
+
+def _block(content: str) -> str:
+    """Return a text as a block of code, with a fence longer than any in the text."""
+    fence = "`" * max(3, *(1 + len(each) for each in re.findall("`+", content)), 0)
+    return f"{fence}text\n{content}\n{fence}"
+
+
+def _code(value: str) -> str:
+    """Return text as code, of which nothing is read as Markdown."""
+    return f"`{one_line(value).replace('`', chr(39)).replace('|', '/')}`"
