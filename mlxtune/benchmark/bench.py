@@ -22,8 +22,8 @@ from mlxtune.commands.prepare.dataset import (
     data_files,
     load_dataset,
     report_findings,
+    with_hub_data,
 )
-from mlxtune.commands.prepare.hub_data import with_hub_data
 from mlxtune.commands.prepare.memory import choose_plan, first_epoch, planned_work
 from mlxtune.commands.prepare.model import open_model
 from mlxtune.config import BenchConfig

@@ -7,8 +7,7 @@ from pathlib import Path
 from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.forward import operations
 from mlxtune.commands.judge import answer_rows, compare_losses
-from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings
-from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.model import find_model, load_model
 from mlxtune.config import EvalConfig
 from mlxtune.core.data.corpus import Corpus

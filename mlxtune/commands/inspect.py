@@ -5,8 +5,13 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from mlxtune.backend.models import model_folder
-from mlxtune.commands.prepare.dataset import Dataset, Reader, data_files, load_dataset
-from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.dataset import (
+    Dataset,
+    Reader,
+    data_files,
+    load_dataset,
+    with_hub_data,
+)
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.files.files import check_outputs, make_folder, write_file

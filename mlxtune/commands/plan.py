@@ -11,8 +11,13 @@ from mlxtune.backend.forward.costs import ExampleCosts
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.split import PlannedGroup, split_base
-from mlxtune.commands.prepare.dataset import Dataset, Reader, load_dataset, report_findings
-from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.dataset import (
+    Dataset,
+    Reader,
+    load_dataset,
+    report_findings,
+    with_hub_data,
+)
 from mlxtune.commands.prepare.memory import (
     choose_plan,
     first_steps,

@@ -17,8 +17,13 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.worker_run import WorkerRun, join_run
 from mlxtune.commands.judge import judge
-from mlxtune.commands.prepare.dataset import Reader, data_files, load_dataset, report_findings
-from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.dataset import (
+    Reader,
+    data_files,
+    load_dataset,
+    report_findings,
+    with_hub_data,
+)
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.memory import (
     choose_plan,
@@ -27,9 +32,9 @@ from mlxtune.commands.prepare.memory import (
     planned_work,
     reserve_memory,
     save_run_speed,
+    settle_products,
 )
 from mlxtune.commands.prepare.model import build_pipeline, open_model
-from mlxtune.commands.prepare.products import settle_products
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
 from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run, provenance_of
 from mlxtune.config import TrainConfig, user_cache

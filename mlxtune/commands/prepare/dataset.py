@@ -4,10 +4,10 @@ import datetime
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxtune.backend.models.model_folder import read_config, vocab_size
 from mlxtune.backend.text.chat_template import (
@@ -16,7 +16,7 @@ from mlxtune.backend.text.chat_template import (
     start_process,
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.config import OPTIONS, DataConfig, as_path
+from mlxtune.config import OPTIONS, DataConfig, EvalConfig, as_path
 from mlxtune.config.data import parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
@@ -31,6 +31,7 @@ from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, Skipped
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
 from mlxtune.core.files.files import file_hash
+from mlxtune.core.text import count
 from mlxtune.errors import DataError, ModelError
 from mlxtune.hub.datasets import HubData, fetch
 from mlxtune.hub.names import dataset_name
@@ -39,6 +40,7 @@ from mlxtune.views.console import RunConsole
 
 # Folders whose code decides what an encoded file holds.
 _ENCODING_CODE = ("core/data", "backend/text")
+Config = TypeVar("Config", bound=DataConfig | EvalConfig)
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,40 @@ def _code_hashes() -> dict[str, str]:
     }
 
 
+def with_hub_data(config: Config, console: RunConsole) -> Config:
+    """Return options whose data sets on the hub are here, and named with their commits.
+
+    So a run that is resumed reads the same files. Raises DataError.
+    """
+    held_out = isinstance(config, EvalConfig)
+    data = tuple(_pinned(each, config, console, held_out=held_out) for each in config.data)
+    changes: dict[str, Any] = {"data": data} if data != config.data else {}
+    if isinstance(config, DataConfig) and config.val_data is not None:
+        name = dataset_name(config.val_data)
+        if name is not None and name.split is None:
+            raise DataError(f"--val-data {name}: name one of its splits, as {name}:validation")
+        if name is not None:
+            changes["val_data"] = _pinned(config.val_data, config, console)
+    return replace(config, **changes) if changes else config
+
+
+def _pinned(
+    value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
+) -> str:
+    """Return a value of --data as it is if it is a path, or else its name with the commit."""
+    name = dataset_name(value)
+    if name is None:
+        return value
+    data = fetch(name, held_out=held_out, quiet=config.quiet)
+    files = count(sum(map(len, data.files.values())), "file")
+    console.say(
+        "Hub",
+        f"{' and '.join(data.titles.values())}: {files}, commit {str(data.name.revision)[:10]}, "
+        f"licence: {data.license or 'not stated'}",
+    )
+    return str(data.name)
+
+
 def data_files(config: DataConfig) -> DataFiles:
     """Return the training and validation files.
 
@@ -257,13 +293,13 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         files.append(file)
         cuts.append(cut)
         ledgers.append(ledger)
-    count = len(paths.train)
+    first = len(paths.train)
     names = list(map(str, paths.all))
-    corpus = Corpus(cuts[:count], names[:count])
+    corpus = Corpus(cuts[:first], names[:first])
     validation = None
     if paths.validation or not config.val_split:
-        validation = Corpus(cuts[count:], names[count:])
-        for ledger in ledgers[count:]:
+        validation = Corpus(cuts[first:], names[first:])
+        for ledger in ledgers[first:]:
             ledger.hold_out(ledger.rows_train)
     _check_corpus(config, reader, corpus, validation, files)
     return Dataset(

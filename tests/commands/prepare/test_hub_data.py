@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.commands.prepare.hub_data import with_hub_data
+from mlxtune.commands.prepare.dataset import with_hub_data
 from mlxtune.config import DataConfig, EvalConfig
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
