@@ -4,21 +4,14 @@ import atexit
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.text.template_process import (
-    INVALID,
-    REFUSED,
-    TEXT,
-    UNSTEADY,
-    Asked,
-    Harmful,
-    Reply,
-    TemplateProcess,
-)
+from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
+from mlxtune.backend.text.template_process import Harmful, TemplateProcess
 from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
 from mlxtune.core.data.model_template import RenderCall
 from mlxtune.core.data.problems import BadRow
@@ -41,27 +34,18 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
         self._special_tokens = dict(special_tokens)
-        self._prefetched: dict[str, Reply] = {}
-        self._expected: list[_Asked] = []
+        self._latest: dict[str, _Rendering] = {}
+        self._earlier: dict[str, _Rendering] = {}
 
-    def __call__(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        enable_thinking: bool | None = None,
-    ) -> str:
-        """Render messages.
+    def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Render messages, with the options of core's RenderChat.
 
         Raises BadRow with the template's own reason if it rejects them, and ModelError if it is
         invalid or harmful.
         """
-        name, request = self._request(messages, tools, add_generation_prompt, enable_thinking)
-        awaited = any(request in each.requests for each in self._expected)
-        if request not in self._prefetched and awaited:
-            self._receive_expected()
-        kind, text = self._prefetched.get(request) or self._receive(self._send(name, [request]))[0]
+        name, request = self._request(messages, **options)
+        rendering = self._latest.get(request) or self._earlier.get(request)
+        kind, text = (rendering or self._submit(name, [request])[request]).reply()
         if kind == INVALID:
             raise ModelError(
                 f"the model's chat template cannot be read: {one_line(Exception(text))}: "
@@ -72,11 +56,10 @@ class ChatTemplate:
         return text
 
     def prefetch(self, calls: Iterable[RenderCall]) -> None:
-        """Have the process render what later calls will ask for, and do not wait for it.
+        """Have the process render the later calls, and do not wait for it.
 
-        It keeps this and what was prefetched the last time.
-
-        Raises ModelError if the template is harmful.
+        The replies are kept until the next but one prefetch. Raises ModelError if the template of
+        the last prefetch is harmful.
         """
         requests: dict[str, list[str]] = {}
         size = 0
@@ -89,21 +72,23 @@ class ChatTemplate:
             if size > _MAX_PREFETCHED:
                 break
             requests.setdefault(name, []).append(request)
-        self._receive_expected()
-        self._expected = [self._send(name, several) for name, several in requests.items()]
+        for rendering in self._latest.values():
+            rendering.reply()
+        self._earlier, self._latest = self._latest, {}
+        for name, several in requests.items():
+            self._latest |= self._submit(name, several)
 
-    def _receive_expected(self) -> None:
-        expected, self._expected = self._expected, []
-        self._prefetched = {}
-        for asked in expected:
-            self._prefetched.update(zip(asked.requests, self._receive(asked), strict=True))
+    def _submit(self, name: str, requests: Sequence[str]) -> dict[str, "_Rendering"]:
+        """Start rendering by the template of a name; return the renderings by request."""
+        future = _process().submit(self._sources[name], requests)
+        return {each: _Rendering(name, each, future, i) for i, each in enumerate(requests)}
 
     def _request(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        enable_thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool | None = None,
     ) -> tuple[str, str]:
         """Return the name of the template to use, and the arguments for it as JSON.
 
@@ -111,8 +96,7 @@ class ChatTemplate:
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
         arguments: dict[str, Any] = {"conversations": [messages], "tools": tools}
-        arguments |= self._special_tokens
-        arguments["add_generation_prompt"] = add_generation_prompt
+        arguments |= {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         if enable_thinking is not None:
             arguments["enable_thinking"] = enable_thinking
         try:
@@ -121,48 +105,36 @@ class ChatTemplate:
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
 
-    def _send(self, name: str, requests: Sequence[str]) -> "_Asked":
-        return _Asked(name, _process().send(self._sources[name], requests))
-
-    def _receive(self, asked: "_Asked") -> Sequence[Reply]:
-        """Return the replies. Raises ModelError if the template is harmful."""
-        try:
-            replies = _process().receive(asked.renderings)
-        except Harmful as error:
-            raise ModelError(
-                f"the model's chat template ({asked.name}) {error}: fix it, or name a built-in "
-                "--template"
-            ) from error
-        if problem := _not_from(asked.requests, replies):
-            raise ModelError(
-                f"the model's chat template ({asked.name}) {problem}, so that training and "
-                "inference would differ: fix it, or name a built-in --template"
-            )
-        return replies
-
 
 @dataclass(frozen=True)
-class _Asked:
-    """Renderings by the template of a name."""
+class _Rendering:
+    """One of several requests to the template of a name, rendered in the background."""
 
     name: str
-    renderings: Asked
+    request: str
+    replies: Future[list[Reply]]
+    index: int
 
-    @property
-    def requests(self) -> Sequence[str]:
-        return self.renderings.requests
-
-
-def _not_from(requests: Sequence[str], replies: Sequence[Reply]) -> str:
-    """Return what is wrong if a text holds what no messages can explain."""
-    for request, (kind, text) in zip(requests, replies, strict=True):
-        if kind == UNSTEADY:
-            return text
+    def reply(self) -> Reply:
+        """Return the reply. Raises ModelError if the template is harmful, or its text unsteady."""
+        try:
+            kind, text = self.replies.result()[self.index]
+        except Harmful as error:
+            raise ModelError(
+                f"the model's chat template ({self.name}) {error}: fix it, or name a built-in "
+                "--template"
+            ) from error
+        problem = text if kind == UNSTEADY else ""
         # Of Python's objects, most show where they are in memory.
-        written = kind == TEXT and " at 0x" in text and " at 0x" not in request
-        if written and (found := _ADDRESS.search(text)):
-            return f"writes a Python object ({one_line(found.group())})"
-    return ""
+        if kind == TEXT and " at 0x" in text and " at 0x" not in self.request:
+            found = _ADDRESS.search(text)
+            problem = f"writes a Python object ({one_line(found.group())})" if found else ""
+        if problem:
+            raise ModelError(
+                f"the model's chat template ({self.name}) {problem}, so that training and "
+                "inference would differ: fix it, or name a built-in --template"
+            )
+        return kind, text
 
 
 def start_process() -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -48,25 +49,18 @@ class Sampling:
         # mlx-lm rejects a top_k of the whole vocabulary, which sets no limit.
         top_k = 0 if vocab_size and self.top_k >= vocab_size else self.top_k
         sampler = make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)
-        return _uncompiled(sampler) if device.on_cpu() else sampler
 
+        def uncompiled(logprobs: mx.array) -> mx.array:
+            mx.disable_compile()
+            try:
+                return sampler(logprobs)
+            finally:
+                # MLX's state at the start, as there is no way to query it.
+                if not os.environ.get("MLX_DISABLE_COMPILE"):
+                    mx.enable_compile()
 
-def _uncompiled(sampler: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-    """Return a sampler that MLX does not compile, which samples the same tokens.
-
-    On the CPU, compiling starts a C++ compiler, which takes seconds and may not be installed.
-    """
-
-    def sample(logprobs: mx.array) -> mx.array:
-        mx.disable_compile()
-        try:
-            return sampler(logprobs)
-        finally:
-            # MLX's state at the start, as there is no way to query it.
-            if not os.environ.get("MLX_DISABLE_COMPILE"):
-                mx.enable_compile()
-
-    return sample
+        # On the CPU, compiling starts a C++ compiler, which takes seconds and may be missing.
+        return uncompiled if device.on_cpu() else sampler
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Answer:
 
 
 class _Stopped(Exception):
-    """Stops reading a long prompt: mlx-lm's progress callback has no other way to stop."""
+    """Stops reading a long prompt, which mlx-lm's progress callback cannot do otherwise."""
 
 
 class Generator:
@@ -99,9 +93,7 @@ class Generator:
 
     def __init__(self, model: nn.Module, tokenizer: ModelTokenizer, vocab_size: int) -> None:
         model.eval()
-        self._model = model
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._model, self._tokenizer, self._vocab_size = model, tokenizer, vocab_size
         self.forget()
 
     def forget(self) -> None:
@@ -140,11 +132,9 @@ class Generator:
                 if not tokens:
                     first = time.perf_counter()
                 tokens.append(token)
-                if token in ends:
-                    reason = "stop"
-                    break
-                show(stream.add(self._tokenizer.spell([token])[0]))
-                if stream.stopped:
+                if token not in ends:
+                    show(stream.add(self._tokenizer.spell([token])[0]))
+                if token in ends or stream.stopped:
                     reason = "stop"
                     break
                 if should_stop():
@@ -176,32 +166,29 @@ class Generator:
             if done < total and should_stop():
                 raise _Stopped
 
+        sampler = _CheckedSampler(sampling.sampler(self._vocab_size))
         steps = generate_step(
             mx.array(list(ids)),
             self._model,
             max_tokens=sampling.max_new_tokens,
-            sampler=sampling.sampler(self._vocab_size),
+            sampler=sampler,
             prompt_cache=cache,
             prompt_progress_callback=on_progress,
         )
         with _faults_as_errors():
-            for number, (token, logprobs) in enumerate(steps):
-                if number == 0:
-                    _check(_no_numbers(logprobs))
+            for token, _ in steps:
+                # mlx-lm has begun to compute the token after this one.
+                sampler.finish(but=1)
                 yield int(token)
+            sampler.finish()
 
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
         """Return a cache that holds the first tokens of a prompt, and their number."""
-        pairs = zip(self._cached, ids, strict=False)
-        shared = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+        pairs = zip(self._cached, ids[:-1], strict=False)
         # The last token is always run, for its logits.
-        shared = min(len(self._cached) if shared is None else shared, len(ids) - 1)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         surplus = len(self._cached) - shared
-        if (
-            self._cache is None
-            or not shared
-            or (surplus and not can_trim_prompt_cache(self._cache))
-        ):
+        if not self._cache or not shared or (surplus and not can_trim_prompt_cache(self._cache)):
             return make_prompt_cache(self._model), 0
         if surplus:
             trim_prompt_cache(self._cache, surplus)
@@ -213,24 +200,11 @@ class Generator:
             self._cache, self._cached = cache, tokens
 
 
-def _no_numbers(logprobs: mx.array) -> mx.array:
-    """Return whether NaN is among the logits; minus infinity is sound, and rules a token out."""
-    return mx.isnan(logprobs).any()
-
-
-def _check(no_numbers: mx.array) -> None:
-    if no_numbers.item():
-        raise ModelError(
-            "the model's logits are not finite numbers: its weights or its adapter "
-            "are broken: download them again, or name another adapter"
-        )
-
-
 class _CheckedSampler:
-    """A sampler for batches, which raises ModelError for logits that are no numbers.
+    """A sampler that raises ModelError for NaN among the logits; minus infinity rules a token out.
 
-    It looks at those of two calls ago, which mlx-lm has waited for: looking at the newest would
-    keep the GPU waiting. `finish` looks at the last ones.
+    It checks the logits of two calls ago, which mlx-lm has waited for: the newest would keep the
+    GPU waiting. `finish` checks the last ones.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
@@ -239,15 +213,19 @@ class _CheckedSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self.finish(but=1)
-        found = _no_numbers(logprobs)
+        found = mx.isnan(logprobs).any()
         mx.async_eval(found)  # type: ignore[no-untyped-call]
         self._found.append(found)
         return self._sampler(logprobs)
 
     def finish(self, but: int = 0) -> None:
-        """Check all calls, but for so many of the last ones."""
+        """Check all calls except the last `but`."""
         while len(self._found) > but:
-            _check(self._found.pop(0))
+            if self._found.pop(0).item():
+                raise ModelError(
+                    "the model's logits are not finite numbers: its weights or its adapter "
+                    "are broken: download them again, or name another adapter"
+                )
 
 
 @contextmanager

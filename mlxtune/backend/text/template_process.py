@@ -10,19 +10,17 @@ replies.
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
 
 from mlxtune.backend.text import template_child
-from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
+from mlxtune.backend.text.template_child import REFUSED, TEXT, Reply
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 
-__all__ = ["INVALID", "REFUSED", "TEXT", "UNSTEADY", "Asked", "Harmful", "Reply", "TemplateProcess"]
-
-# A long conversation has more time and a longer result: so many characters double the time, and
-# each may become so many.
+# A long conversation has more time and a longer result: this many characters double the time, and
+# each may become this many.
 _CHARACTERS_AGAIN, _GROWTH = 2**22, 16
-# Characters that any may become, and what several have together.
+# Characters that any request may become, and that several may become together.
 _ALWAYS, _MAX_RESULT = 2**20, 2**25
 
 _TOO_LARGE = "produces more text or values than any conversation needs"
@@ -30,18 +28,6 @@ _TOO_LARGE = "produces more text or values than any conversation needs"
 
 class Harmful(Exception):
     """A template does something that no template needs; the message names it."""
-
-
-@dataclass
-class Asked:
-    """Renderings that a process was asked for, and its replies once they are read, or why not."""
-
-    source: str
-    requests: Sequence[str]
-    seconds: float
-    longest: int
-    replies: Sequence[Reply] | None = None
-    problem: Harmful | None = None
 
 
 class TemplateProcess:
@@ -54,76 +40,62 @@ class TemplateProcess:
         self._seconds, self._memory = seconds, memory
         self._child: LimitedProcess | None = None
         self._source: str | None = None
-        self._unread: Asked | None = None
         self._lock = threading.Lock()
 
-    def render(self, source: str, requests: Sequence[str]) -> Sequence[Reply]:
+    def submit(self, source: str, requests: Sequence[str]) -> Future[list[Reply]]:
+        """Start rendering in the background; the result is that of `render`."""
+        future: Future[list[Reply]] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self.render(source, requests))
+            except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+                future.set_exception(error)
+
+        # No exit waits for it.
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
         """Render a template with each of the requests: JSON of render_jinja_template's arguments.
 
         Raises Harmful.
         """
-        return self.receive(self.send(source, requests))
-
-    def send(self, source: str, requests: Sequence[str]) -> Asked:
-        """Ask for renderings, and do not wait for them; `receive` does."""
-        seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
         with self._lock:
-            self._read()
             try:
-                child = self._child = self._child or self._new()
-                # The child keeps the last source.
-                changed = json.dumps(None if source == self._source else source)
-                self._source = source
-                header = f"[{seconds}, {len(requests)}, {changed}]"
-                lines = "\n".join([header, *requests, ""]).encode()
-                child.write(lines)
-            except BaseException:
+                return self._exchange(source, requests)
+            except TooMuchMemory:
+                self.close()
+                raise Harmful(_TOO_LARGE) from None
+            except BaseException:  # also Ctrl-C, after which nobody waits for the reply
                 self.close()
                 raise
-            longest = _MAX_RESULT + _GROWTH * len(lines)
-            asked = self._unread = Asked(source, requests, seconds, longest)
-            return asked
 
-    def receive(self, asked: Asked) -> Sequence[Reply]:
-        """Return a reply to each of the requests, once they are there. Raises Harmful."""
-        with self._lock:
-            if asked is self._unread:
-                self._read()
-        if asked.problem is not None:
-            raise asked.problem
-        if asked.replies is None:
-            # The process was closed meanwhile.
-            return self.render(asked.source, asked.requests)
-        return asked.replies
-
-    def _read(self) -> None:
-        """Wait for the replies that nobody has read."""
-        if (asked := self._unread) is None:
-            return
-        self._unread, child = None, self._child
-        assert child is not None
-        try:
-            reply = child.read_line(asked.longest)
-            if not reply.endswith(b"\n"):
-                full = len(reply) == asked.longest
-                raise Harmful(_TOO_LARGE if full else _why(child.why_ended(), asked.seconds))
-            replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
-            for request, (_, text) in zip(asked.requests, replies, strict=True):
-                if len(text) > _ALWAYS + _GROWTH * len(request):
-                    raise Harmful(_TOO_LARGE)
-            asked.replies = replies
-        except (Harmful, TooMuchMemory) as error:
-            self.close()
-            asked.problem = error if isinstance(error, Harmful) else Harmful(_TOO_LARGE)
-        except BaseException:  # also Ctrl-C, after which nobody waits for the reply
-            self.close()
-            raise
+    def _exchange(self, source: str, requests: Sequence[str]) -> list[Reply]:
+        child = self._child = self._child or self._new()
+        seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
+        # The child keeps the last source.
+        changed = json.dumps(None if source == self._source else source)
+        self._source = source
+        header = f"[{seconds}, {len(requests)}, {changed}]"
+        lines = "\n".join([header, *requests, ""]).encode()
+        child.write(lines)
+        longest = _MAX_RESULT + _GROWTH * len(lines)
+        reply = child.read_line(longest)
+        if not reply.endswith(b"\n"):
+            full = len(reply) == longest
+            raise Harmful(_TOO_LARGE if full else _why(child.why_ended(), seconds))
+        replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
+        for request, (_, text) in zip(requests, replies, strict=True):
+            if len(text) > _ALWAYS + _GROWTH * len(request):
+                raise Harmful(_TOO_LARGE)
+        return replies
 
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
             self._child.close()
-        self._child = self._source = self._unread = None
+        self._child = self._source = None
 
     def start(self) -> None:
         """Start the child, if there is none, and do not wait for it."""
@@ -136,8 +108,6 @@ class TemplateProcess:
 
 def _whole(kind: str, text: str) -> Reply:
     """Return a reply, or a refusal for text that UTF-8, and so a tokenizer, cannot hold."""
-    if text.isascii():
-        return kind, text
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,11 +1,8 @@
 """A model folder's tokenizer, with the interface that core expects."""
 
-import os
 import re
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +14,14 @@ from transformers.utils import logging as transformers_logging
 from mlxtune.backend.models.model_folder import check_auto_map, check_files, json_object
 from mlxtune.backend.text.tokenizer_trial import try_tokenizer
 from mlxtune.core.data.encode import OffsetEncoding
-from mlxtune.core.files.scratch import scratch_file
 from mlxtune.errors import ModelError, one_line
-
-_STDERR = 2
-_panics_lock = threading.Lock()
-_catching = 0
-
-
-class _FastEncoded:
-    """An encoding of `tokenizers`, whose offsets are looked up on demand."""
-
-    def __init__(self, encoding: Any, length: int) -> None:
-        self._encoding = encoding
-        self._length = length
-        self.ids: list[int] = encoding.ids
-
-    def boundary(self, character: int) -> int | None:
-        """Return the number of tokens before a character; None if a token crosses it."""
-        if character >= self._length:
-            return len(self.ids)
-        token = self._encoding.char_to_token(character)
-        if token is None:  # a space that belongs to the next token, but not to its offsets
-            return OffsetEncoding(self.ids, self._encoding.offsets).boundary(character)
-        return token if self.start(token) == character else None
-
-    def start(self, token: int) -> int:
-        """Return the index of a token's first character."""
-        return self._encoding.token_to_chars(token)[0]
 
 
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it.
 
-    `special_tokens` are those that a chat template may use, `end_tokens` the control tokens that
-    may end a turn, and `eos_ids` the tokens that end generation whatever the template.
+    A chat template may use the `special_tokens`; the control tokens `end_tokens` may end a turn,
+    and `eos_ids` end generation whatever the template.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
@@ -75,11 +45,19 @@ class FastTokenizer:
             dict.fromkeys(filter(None, (tokenizer.eos_token, *ends, *self.control_tokens)))
         )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[_FastEncoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         """Encode texts, control tokens parsed and none added."""
-        with _panics_as_errors(self._folder):
+        try:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        return [_FastEncoded(*each) for each in zip(encodings, map(len, texts), strict=True)]
+        except BaseException as error:
+            # A panic of the library, which is in Rust, is no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ModelError(
+                f"{self._folder}: its tokenizer.json is damaged ({one_line(error)}): "
+                "download it again"
+            ) from error
+        return [OffsetEncoding(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; a character may be spread over several tokens."""
@@ -187,7 +165,7 @@ def load_tokenizer(
     try:
         # Without it, transformers asks on the terminal whether to run a folder's code.
         options = {"trust_remote_code": trust_remote_code}
-        with _without_advice(), _panics_as_errors(folder):
+        with _without_advice():
             tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=options)
         loaded = FastTokenizer(tokenizer, eos_ids)
     except ModelError:
@@ -211,18 +189,6 @@ def load_tokenizer(
 
 
 @contextmanager
-def _panics_as_errors(folder: str | Path) -> Iterator[None]:
-    """Raise ModelError for a panic of the library `tokenizers`."""
-    try:
-        with caught_panics():
-            yield
-    except PanicError as error:
-        raise ModelError(
-            f"{folder}: its tokenizer.json is damaged ({one_line(error)}): download it again"
-        ) from error
-
-
-@contextmanager
 def _without_advice() -> Iterator[None]:
     """Silence transformers' advice to the authors of the model."""
     before = transformers_logging.get_verbosity()
@@ -243,64 +209,3 @@ def _eos_ids(folder: Path) -> list[int]:
             ids = ids if isinstance(ids, list) else [ids]
             eos_ids += [id_ for id_ in ids if type(id_) is int and 0 <= id_ < 2**31]
     return eos_ids
-
-
-class PanicError(Exception):
-    """A panic of the library `tokenizers`, which is in Rust; its own exception is no Exception."""
-
-
-@contextmanager
-def caught_panics() -> Iterator[None]:
-    """Raise PanicError for a panic, whose text is not shown.
-
-    What is written to stderr meanwhile is shown afterwards.
-    """
-    global _catching
-    with _panics_lock:
-        first = _catching == 0
-        _catching += 1
-    panicked = False
-    held = _hold_back() if first else None
-    try:
-        yield
-    except BaseException as error:
-        # Rust's binding makes this class anew in each library.
-        panicked = type(error).__name__ == "PanicException"
-        if not panicked:
-            raise
-        raise PanicError(str(error)) from error
-    finally:
-        with _panics_lock:
-            _catching -= 1
-        if held is not None:
-            _let_go(*held, drop=panicked)
-
-
-def _hold_back() -> tuple[int, int] | None:
-    """Lead stderr into a file; return the file and what stderr was, or None if that fails."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.flush()
-    try:
-        before = os.dup(_STDERR)
-    except OSError:
-        return None
-    try:
-        with scratch_file() as file:
-            held = os.dup(file.fileno())
-        os.dup2(held, _STDERR)
-    except OSError:
-        os.close(before)
-        return None
-    return held, before
-
-
-def _let_go(held: int, before: int, *, drop: bool) -> None:
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.flush()
-    os.dup2(before, _STDERR)
-    os.close(before)
-    with suppress(OSError):
-        os.lseek(held, 0, os.SEEK_SET)
-        while not drop and (written := os.read(held, 2**16)):
-            os.write(_STDERR, written)
-    os.close(held)

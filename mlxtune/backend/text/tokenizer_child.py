@@ -1,6 +1,6 @@
 """Tries a tokenizer file: the script of tokenizer_trial.py, which imports nothing of mlxtune.
 
-core/files/limited_child.py runs it. It writes one line: what is wrong, as JSON, or null.
+core/files/limited_child.py runs it. It writes one line: the problem as JSON, or null.
 """
 
 import json
@@ -56,8 +56,10 @@ def serve(libraries: Any, path: str) -> None:
             processor.encode(_TRIED)
     except MemoryError:
         raise
-    except BaseException:  # noqa: BLE001  what is broken surfaces, with its reason, on loading
-        problem = None
+    except BaseException as error:  # noqa: BLE001
+        # A panic of the library, in Rust, writes to stderr; all else surfaces on loading.
+        panicked = type(error).__name__ == "PanicException"
+        problem = f"is damaged ({error!s:.200})" if panicked else None
     print(json.dumps(problem), flush=True)
 
 

@@ -11,7 +11,7 @@ from mlxtune.backend.text import tokenizer_child
 from mlxtune.core.files.files import file_hash, make_folder, open_to_write
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 from mlxtune.core.names import is_file_name
-from mlxtune.errors import ModelError
+from mlxtune.errors import ModelError, one_line
 
 _MEMORY = 2**30
 _LONGEST = 2**16
@@ -22,14 +22,15 @@ _TRIED = "tokenizers-tried"
 def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
     """Raise ModelError if loading a folder's tokenizer, or a few words, takes all time or memory.
 
-    What is broken surfaces, with its reason, where it is loaded. With a cache, a file is tried
-    once: large ones take a second.
+    Other faults surface, with their reasons, on loading. With a cache, a file is tried once: large
+    ones take a second.
     """
     for path in _files(folder):
         tried = None if cache is None else cache / _TRIED / _key(path)
         if tried is not None and tried.exists():
             continue
         if problem := _problem(path):
+            problem = one_line(problem)
             raise ModelError(f"{path}: {problem}: use the tokenizer of the original model")
         if tried is not None:
             with suppress(OSError):  # a read-only cache
@@ -38,27 +39,26 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of which one is loaded: transformers chooses by its version.
+    """Return the files of which transformers loads one, by its version.
 
     Raises ModelError if one of them is not in the folder.
     """
     names = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     config = folder / "tokenizer_config.json"
     chosen = json_object(config).get("fast_tokenizer_files") or []
-    for name in chosen if isinstance(chosen, list) else [chosen]:
+    chosen = chosen if isinstance(chosen, list) else [chosen]
+    for name in chosen:
         if not is_file_name(name):
             raise ModelError(
                 f"{config}: names {name!r:.60} as a tokenizer, which is no file of its folder: "
                 "remove fast_tokenizer_files"
             )
-    if not isinstance(chosen, list):
-        chosen = [chosen]
     paths = [folder / name for name in dict.fromkeys([*names[:1], *chosen])]
     return [path for path in paths if path.is_file()]
 
 
 def _key(path: Path) -> str:
-    """Return what decides how a trial ends: the file, the libraries and how it is tried."""
+    """Return a hash of the file, the libraries and the script, which decide how a trial ends."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
     parts = (file_hash(path), file_hash(Path(tokenizer_child.__file__)), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
@@ -69,14 +69,13 @@ def _problem(path: Path) -> str | None:
     with closing(LimitedProcess(script, _MEMORY, str(path.absolute()))) as process:
         try:
             line = process.read_line(_LONGEST)
+            ended = "" if line.endswith(b"\n") else process.why_ended()
         except TooMuchMemory:
-            return "takes more than 1 GB to load and try"
-        if line.endswith(b"\n"):
-            problem: str | None = json.loads(line)
-            return problem
-        ended = process.why_ended()
-    if ended == "time":
-        return "takes more than 10 s to load, or for a few words"
-    if ended == "memory":
-        return "takes more than 1 GB to load and try"
+            ended = "memory"
+    if not ended:
+        found: str | None = json.loads(line)
+        return found
+    limits = {"time": "10 s to load, or for a few words", "memory": "1 GB to load and try"}
+    if ended in limits:
+        return f"takes more than {limits[ended]}"
     return f"ends the process that loads and tries it ({ended})"

@@ -103,10 +103,10 @@ class OffsetEncoding:
 
     def boundary(self, character: int) -> int | None:
         """Return how many tokens end before a character, or None if one crosses it."""
-        starts = [start for start, _ in self.offsets]
-        tokens = bisect_left(starts, character)
+        tokens = bisect_left(self.offsets, (character, -1))
+        start, end = self.offsets[tokens - 1] if tokens else (-1, 0)
         # A character split into byte tokens may give all but the last no width.
-        end = max(self.offsets[tokens - 1][1], starts[tokens - 1] + 1) if tokens else 0
+        end = max(end, start + 1)
         return None if end > character else tokens
 
     def start(self, token: int) -> int:

@@ -253,11 +253,11 @@ def test_rows_are_rendered_many_in_one_exchange_with_the_process(
     asked = []
     process = chat_template._process()
 
-    def counted(source: str, requests: list[str], original: Any = process.send) -> Any:
+    def counted(source: str, requests: list[str], original: Any = process.submit) -> Any:
         asked.append(len(requests))
         return original(source, requests)
 
-    monkeypatch.setattr(process, "send", counted)
+    monkeypatch.setattr(process, "submit", counted)
     (ledger,) = folders[template.file].encode(some_chat).ledgers
     # Two questions are asked of each template, whether it shows a system message, and its header.
     assert len(asked) <= ledger.rows_read / 32 + 1 + 3

@@ -21,15 +21,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlxtune.backend.text import chat_template
 from mlxtune.backend.text.chat_template import ChatTemplate
-from mlxtune.backend.text.template_process import (
-    INVALID,
-    REFUSED,
-    TEXT,
-    Asked,
-    Harmful,
-    Reply,
-    TemplateProcess,
-)
+from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, Reply
+from mlxtune.backend.text.template_process import Harmful, TemplateProcess
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.files import limited_child
 from mlxtune.core.files.processes import resident_memory
@@ -435,19 +428,25 @@ def test_process_that_ends_in_another_way_is_an_error(process: TemplateProcess) 
         render(process, "a")
 
 
-def test_renderings_are_asked_for_before_others_are_read(process: TemplateProcess) -> None:
+def test_renderings_in_the_background_are_kept_apart(process: TemplateProcess) -> None:
     requests = [[json.dumps({"conversations": [[]], "x": x})] for x in "ab"]
-    one, other = (process.send("{{ x }}", each) for each in requests)
-    assert process.receive(other) == [(TEXT, "b")]
-    assert process.receive(one) == [(TEXT, "a")]
-    harmful, good = process.send("{{ 'a' * 10**10 }}", requests[0]), process.send("c", requests[0])
-    assert process.receive(good) == [(TEXT, "c")]
+    one, other = (process.submit("{{ x }}", each) for each in requests)
+    assert other.result() == [(TEXT, "b")]
+    assert one.result() == [(TEXT, "a")]
+    harmful = process.submit("{{ 'a' * 10**10 }}", requests[0])
+    assert process.submit("c", requests[0]).result() == [(TEXT, "c")]
     for _ in range(2):
         with pytest.raises(Harmful, match="produces more text"):
-            process.receive(harmful)
-    lost = process.send("d", requests[0])
-    process.close()
-    assert process.receive(lost) == [(TEXT, "d")]
+            harmful.result()
+
+
+def test_exit_waits_for_no_rendering() -> None:
+    code = PARENT.replace("TemplateProcess()", "TemplateProcess(seconds=3600)")
+    code += f"process.submit({LOOP!r}, ['{{\"conversations\": [[]]}}'])"
+    parent = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert (parent.returncode, parent.stderr) == (0, "")
 
 
 # What core sees of it
@@ -476,12 +475,11 @@ def test_what_is_prefetched_is_rendered_in_one_exchange(monkeypatch: pytest.Monk
     asked = []
     process = chat_template._process()
 
-    def counted(source: str, requests: list[str], original: Any = process.send) -> Asked:
+    def counted(source: str, requests: list[str], original: Any = process.submit) -> Any:
         asked.append((source, len(requests)))
-        sent: Asked = original(source, requests)
-        return sent
+        return original(source, requests)
 
-    monkeypatch.setattr(process, "send", counted)
+    monkeypatch.setattr(process, "submit", counted)
     sources = {
         "default": "{{ messages[0].content }}{{ x.y }}",
         "tool_use": "{{ messages | length }}",
@@ -509,7 +507,7 @@ def test_long_conversations_are_not_prefetched_all_at_once(monkeypatch: pytest.M
     calls = [_call([{"role": "user", "content": str(i) * 1000}]) for i in range(9)]
     template.prefetch(calls)
     template.prefetch([])
-    assert len(template._prefetched) == 4
+    assert len(template._earlier) == 4
     assert [template(**call) for call in calls] == [str(i) * 1000 for i in range(9)]
 
 
