@@ -51,7 +51,7 @@ def test_steps_are_ours_after_a_first_one_that_changes_nothing(
     config = options(folder)
     theirs = side(config, folder, tmp_path)
     theirs.start(tmp_path / "adapter", STEPS)
-    theirs.warm_up(STEPS[0])
+    theirs.warm_up(STEPS)
     ours = InstructPipeline(load_base(folder, "float32").model, config.lora())
     ours.load(tmp_path / "adapter")
     for number, step in enumerate(STEPS, 1):

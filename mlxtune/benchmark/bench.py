@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice, product
 from pathlib import Path
 
@@ -41,16 +41,6 @@ from mlxtune.views.tables import result_console
 Command = Callable[[Path], list[str]]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The options, the rows of all steps, our job on them, and a folder for temporary files."""
-
-    config: BenchConfig
-    rows: Sequence[Sequence[Sequence[Example]]]
-    job: Job
-    scratch: Path
-
-
 def bench(config: BenchConfig) -> Benchmark:
     """Time the first steps that `train` with the same options would take, by us and by a peer.
 
@@ -59,8 +49,8 @@ def bench(config: BenchConfig) -> Benchmark:
     Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
     when our own process is killed.
     """
-    with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as work:
-        result = measured(work, console)
+    with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
+        result = measured(config, job, console)
     if config.json_path is not None:
         files.make_folder(config.json_path.parent)
         files.write_json(config.json_path, result.as_dict())
@@ -68,8 +58,12 @@ def bench(config: BenchConfig) -> Benchmark:
 
 
 @contextmanager
-def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Prepared]:
-    """Read the data and write the adapter that all sides start from; yield the work."""
+def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
+    """Read the data, write the adapter that all sides start from, and yield our job.
+
+    A peer's job differs in its name only. Reads no weights. Raises ModelError, and MemoryLimitError
+    when even one example does not fit.
+    """
     folder = model_folder.find_folder(config.model_path)
     config = with_hub_data(config, console)
     if config.json_path is not None:
@@ -79,29 +73,34 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Prepared]:
     report_findings(dataset, console)
     rows = first_steps(config, dataset)
     steps = [[example for row in step for example in row] for step in rows]
-    _report_work(config, rows, console)
+    count_rows = sum(map(len, rows))
+    _report_work(config, steps, count_rows, console)
     with scratch_folder("bench") as scratch:
-        job = _prepare(config, folder, steps, scratch, console)
-        yield Prepared(config, rows, job, scratch)
+        training, adapter = config.training(config.dtype), scratch / "adapter"
+        base = open_model(training, folder, console)
+        console.say("Model", base.describe())
+        choose_plan(training, base, planned_work(training, steps), config.execution)
+        peers.write_start(base, training.lora(), adapter)
+        training = config.training(base.dtype)
+        yield Job(OURS, folder, training, adapter, steps, count_rows, config.execution)
 
 
 def measured(
-    work: Prepared, console: RunConsole, peer: tuple[str, Command] | None = None
+    config: BenchConfig, job: Job, console: RunConsole, peer: tuple[str, Command] | None = None
 ) -> Benchmark:
-    """Time the work by us, and by the peer that the options name or by another one.
+    """Time the steps by us, and by the peer that the options name or by another one.
 
     Raises MlxTuneError when our own process is killed.
     """
-    config = work.config
     if peer is None and config.against is not None:
         peer = config.against, worker_command
-    ours, theirs = _alternate(config.repeats, work, peer, console)
+    ours, theirs = _alternate(config.repeats, job, peer, console)
     return Benchmark(
         model=config.model_path,
         device=device.device_name(),
-        dtype=work.job.config.dtype,
-        rows=sum(map(len, work.rows)),
-        examples=sum(map(len, work.job.steps)),
+        dtype=job.config.dtype,
+        rows=job.rows,
+        examples=sum(map(len, job.steps)),
         batch_size=config.batch_size,
         ours=ours,
         theirs=theirs,
@@ -126,33 +125,11 @@ def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Exa
     return list(islice(epoch, config.steps))
 
 
-def _prepare(
-    config: BenchConfig,
-    folder: Path,
-    steps: Sequence[Sequence[Example]],
-    scratch: Path,
-    console: RunConsole,
-) -> Job:
-    """Return our job, having written the adapter to start from; a peer's differs in its name only.
-
-    Reads no weights. Raises ModelError, and MemoryLimitError when even one example does not fit.
-    """
-    training = config.training(config.dtype)
-    base = open_model(training, folder, console)
-    console.say("Model", base.describe())
-    work = planned_work(training, steps)
-    choose_plan(training, base, work, config.execution)
-    peers.write_start(base, training.lora(), scratch / "adapter")
-    adapter = scratch / "adapter"
-    return Job(OURS, folder, config.training(base.dtype), adapter, steps, config.execution)
-
-
 def _report_work(
-    config: BenchConfig, steps: Sequence[Sequence[Sequence[Example]]], console: RunConsole
+    config: BenchConfig, steps: Sequence[Sequence[Example]], rows: int, console: RunConsole
 ) -> None:
-    """Report what will be measured; warn if the data has fewer steps than asked for."""
-    rows = sum(map(len, steps))
-    each = [example for step in steps for row in step for example in row]
+    """Report the steps; warn if the data has fewer than asked for."""
+    each = [example for step in steps for example in step]
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
         "Steps",
@@ -167,17 +144,17 @@ def _report_work(
 
 
 def _alternate(
-    repeats: int, work: Prepared, peer: tuple[str, Command] | None, console: RunConsole
+    repeats: int, job: Job, peer: tuple[str, Command] | None, console: RunConsole
 ) -> tuple[Side, Side | None]:
     """Run ours and theirs in turn, one process at a time, `repeats` times each.
 
     A peer that fails is not run again. Raises MlxTuneError when ours does.
     """
-    ours, theirs = Side(OURS), None if peer is None else Side(peer[0])
-    commands: list[tuple[Side, Command]] = [(ours, worker_command)]
-    if peer is not None and theirs is not None:
-        commands.append((theirs, peer[1]))
-    steps = len(work.job.steps)
+    commands: list[tuple[Side, Command]] = [(Side(OURS), worker_command)]
+    if peer is not None:
+        commands.append((Side(peer[0]), peer[1]))
+    ours, theirs = commands[0][0], commands[1][0] if peer else None
+    steps = len(job.steps)
     for repeat, (side, command) in product(range(1, repeats + 1), commands):
         if side.failed:
             continue
@@ -187,8 +164,7 @@ def _alternate(
 
         show_step(0)
         try:
-            job = replace(work.job, side=side.name)
-            run = _run_process(job, command, work.scratch, show_step)
+            run = _run_process(replace(job, side=side.name), command, show_step)
         except MlxTuneError as error:
             if side is ours:
                 raise
@@ -200,15 +176,13 @@ def _alternate(
     return ours, theirs
 
 
-def _run_process(
-    job: Job, command: Command, scratch: Path, on_step: Callable[[int], None]
-) -> BenchmarkRun:
+def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> BenchmarkRun:
     """Do a job in a new process; `on_step` gets the number of steps taken.
 
     Raises MlxTuneError with the error that the process reports or, if it ends early without one,
     with how it ended.
     """
-    path = scratch / "job.pickle"
+    path = job.adapter.with_name("job.pickle")
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with scratch_file() as errors:

@@ -78,26 +78,27 @@ class MlxLm:
         # On the CPU compiling starts a C++ compiler and is no faster after.
         self._step = self.make_step(compiled=not on_cpu())
 
-    def warm_up(self, examples: Sequence[Example]) -> float | None:
-        """Take a step and take it back; return its loss with mlx-lm's own spans, if it has them."""
-        # On the CPU nothing is compiled for the shape of a step.
-        shown = [min(examples, key=len)] if on_cpu() else examples
-        with self.unchanged():
-            self._run(shown)
-        return self._own_loss(examples) if self.loss_function == "default" else None
+    def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
+        """Take the steps and take them back; return the first loss with mlx-lm's own spans.
 
-    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
-        """Take the steps and take them back."""
+        The CPU compiles nothing for the shape of a step: the shortest example is enough.
+        """
         with self.unchanged():
-            for examples in steps:
-                self._run(examples)
+            for examples in [[min(steps[0], key=len)]] if on_cpu() else steps:
+                self.step(0, examples)
+        return self._own_loss(steps[0]) if self.loss_function == "default" else None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
-        """Take step `number`, from 1, on all examples; return its loss."""
-        return self._run(examples)
+        loss = mx.array(0.0)
+        for part, gradients in self.parts(self._step, examples):
+            loss = loss + part
+            mx.eval(self.state, loss, gradients)
+            # As its train() does after each step by default.
+            if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
+                mx.clear_cache()
+        return float(loss)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return how many tokens a step runs through the model, and how many are padding."""
         run = 0
         for batch in self.batches(examples):
             tokens, _ = padded(batch, self._lora.max_seq_len)
@@ -138,16 +139,6 @@ class MlxLm:
             return default_loss(self._model, tokens, ends)[0] * share, None
 
         return sum(float(part) for part, _ in self.parts(loss, examples, beyond=1))
-
-    def _run(self, examples: Sequence[Example]) -> float:
-        loss = mx.array(0.0)
-        for part, gradients in self.parts(self._step, examples):
-            loss = loss + part
-            mx.eval(self.state, loss, gradients)
-            # As its train() does after each step by default.
-            if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
-                mx.clear_cache()
-        return float(loss)
 
     def parts(
         self, step: Callable[..., Any], examples: Sequence[Example], beyond: int = 0

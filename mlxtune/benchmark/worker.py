@@ -1,4 +1,4 @@
-"""One process of a benchmark: takes the steps of one side, and writes what it measures.
+"""One process of a benchmark: takes the steps of one side, and writes its measurements.
 
 Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
 """
@@ -31,27 +31,19 @@ OURS = "mlxtune"
 
 
 class BenchSide(Protocol):
-    """A trainer whose steps can be timed.
+    """A trainer whose steps can be timed; `loss_function` names its loss."""
 
-    `execution` names how it computes, `loss_function` its loss.
-    """
+    loss_function: str
 
     @property
     def execution(self) -> str:
-        """How the steps are computed."""
-
-    @property
-    def loss_function(self) -> str:
-        """The loss of the steps."""
+        """The way to compute the steps."""
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Put the adapter on the model. Raises MlxTuneError."""
 
-    def warm_up(self, examples: Sequence[Example]) -> float | None:
-        """Compute a step without applying it; return its loss with the side's own targets."""
-
-    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
-        """Take the steps and take them back."""
+    def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
+        """Compile for the steps, and apply none; return the first loss with the side's targets."""
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, from 1, on all examples; return its loss."""
@@ -62,10 +54,9 @@ class BenchSide(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a process, and when it was started (time.time()).
+    """The steps of a side, made of `rows` rows, and the time at which its process was started.
 
-    `adapter` is the folder of the adapter that all sides start from, `execution` how our side
-    computes.
+    `adapter` is the folder of the adapter that all sides start from, `execution` the option.
     """
 
     side: str
@@ -73,6 +64,7 @@ class Job:
     config: TrainConfig
     adapter: Path
     steps: Sequence[Sequence[Example]]
+    rows: int
     execution: str
     started: float = 0.0
 
@@ -111,18 +103,17 @@ class OurSide:
         self.pipeline, _ = build_pipeline(config, base, work, plan, self._console)
         self.pipeline.load(adapter)
 
-    def warm_up(self, examples: Sequence[Example]) -> float | None:
-        """Compute loss and gradients of a step."""
-        self.pipeline.loss_and_gradients(examples)
-        return None
-
-    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
-        """Take the steps and take them back."""
+    def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
+        """Compute the first step or, on a GPU, take all steps and take them back."""
+        if device.on_cpu():
+            self.pipeline.loss_and_gradients(steps[0])
+            return None
         with scratch_folder("bench") as folder:
             self.pipeline.snapshot()(folder)
             for _ in self.overlapped(steps):
                 pass
             self.pipeline.restore(folder)
+        return None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the constant learning rate."""
@@ -152,12 +143,11 @@ class OurSide:
         return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens that the last step ran, and how many of them were padding."""
         return self._result.run_tokens, self._result.padding
 
     @property
     def execution(self) -> str:
-        """How the steps are computed, as `bench --execution` names it."""
+        """The way to compute the steps, as `bench --execution` names it."""
         from mlxtune.backend.forward.operations import MlxOperations
 
         operations = self.pipeline.forward.execution.operations
@@ -180,12 +170,9 @@ def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterato
     loaded = time.perf_counter()
     side.start(job.adapter, job.steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
-    with_pads = side.warm_up(job.steps[0])
+    # On a GPU kernels are compiled, and memory is cached, for every shape of the steps.
+    with_pads = side.warm_up(job.steps)
     device.finish()
-    if not device.on_cpu():
-        # Kernels are compiled, and memory is cached, for every shape of the steps.
-        side.rehearse(job.steps)
-        device.finish()
     warm = time.perf_counter()
     for step in _timed_steps(side, job.steps):
         yield {"step": asdict(step)}
@@ -218,11 +205,7 @@ def _timed_steps(side: BenchSide, steps: Sequence[Sequence[Example]]) -> Iterato
 
 
 def _timed(
-    side: BenchSide,
-    examples: Sequence[Example],
-    seconds: float,
-    loss: float,
-    peak: int,
+    side: BenchSide, examples: Sequence[Example], seconds: float, loss: float, peak: int
 ) -> TimedStep:
     run, padding = side.tokens(examples)
     return TimedStep(

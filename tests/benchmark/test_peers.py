@@ -105,7 +105,7 @@ def test_loss_with_pad_targets_is_mlx_lms_own(folder: Path, adapter: Path) -> No
     loss, count = default_loss(model, *own_batch(chosen))
     # One token of padding a row, and in the third what comes after its last supervised token.
     assert int(count) == sum(each.supervised for each in chosen) + 3 + 1
-    assert started(folder, adapter, [chosen]).warm_up(chosen) == pytest.approx(
+    assert started(folder, adapter, [chosen]).warm_up([chosen]) == pytest.approx(
         float(loss), rel=1e-6
     )
 
@@ -139,7 +139,7 @@ def test_masked_loss_is_mlx_lms_where_both_can_say_the_same(folder: Path) -> Non
 def test_warm_up_takes_no_step(folder: Path, adapter: Path) -> None:
     chosen = examples()
     cold, warm = (started(folder, adapter, [chosen]) for _ in range(2))
-    warm.warm_up(chosen)
+    warm.warm_up([chosen])
     losses = [[side.step(n, chosen) for n in (1, 2, 3)] for side in (cold, warm)]
     assert losses[0] == losses[1]
     assert losses[0][2] < losses[0][0]
@@ -151,7 +151,7 @@ def test_compiled_step_is_the_plain_one(
 ) -> None:
     chosen = examples()
     compiled = started(folder, adapter, [chosen])
-    compiled.warm_up(chosen)
+    compiled.warm_up([chosen])
     monkeypatch.setattr("mlxtune.benchmark.peers.on_cpu", lambda: True)
     plain = started(folder, adapter, [chosen])
     losses = [[side.step(n, chosen) for n in (1, 2, 3)] for side in (plain, compiled)]

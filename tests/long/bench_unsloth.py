@@ -52,8 +52,9 @@ def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
         )
         return [python, "-c", run, str(job)]
 
-    with prepared(replace(config, against=None), console) as work:
-        return measured(work, console, ("unsloth", command_of))
+    config = replace(config, against=None)
+    with prepared(config, console) as job:
+        return measured(config, job, console, ("unsloth", command_of))
 
 
 def take_steps() -> None:

@@ -89,14 +89,14 @@ def _counted(source: GraphSource | None, steps: Sequence[Sequence[Example]]) -> 
 
 def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
     """Return the JSON of `mlxtune bench` with the costs of the steps."""
-    with prepared(config, console) as work:
-        benchmark = measured(work, console)
+    with prepared(config, console) as job:
+        benchmark = measured(config, job, console)
         if not config.quiet:
             show_benchmark(benchmark, result_console(stderr=config.json == "-"))
         found = benchmark.as_dict()
         for name, side in (("ours", benchmark.ours), ("theirs", benchmark.theirs)):
             if side is not None and side.runs:
-                found[name] |= _apart(replace(work.job, side=side.name))
+                found[name] |= _apart(replace(job, side=side.name))
     ours, theirs = found["ours"], found["theirs"]
     if theirs and "matmul_flops" in theirs:
         # The steps need the same of every side.

@@ -52,13 +52,10 @@ class Unsloth:
         rows = [row(example) for step in (steps[0], *steps) for example in step]
         self._turns.take(lambda: self._prepare(rows, adapter.parent / "unsloth"))
 
-    def warm_up(self, examples: Sequence[Example]) -> float | None:
-        """Take the first step at a rate of 0."""
+    def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
+        """Take the first step at a rate of 0: steps of its loop cannot be taken back."""
         self._turns.take(self._trainer.train)
         return None
-
-    def rehearse(self, steps: Sequence[Sequence[Example]]) -> None:
-        """Take nothing: steps of its loop cannot be taken back."""
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, from 1, on all examples; return its loss."""
