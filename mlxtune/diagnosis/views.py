@@ -8,15 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mlxtune.core.text import count
-from mlxtune.diagnosis.checks import (
-    BYTES,
-    DTYPE,
-    GRADIENTS,
-    MEMORY,
-    PEER,
-    SPEED,
-    MachineProof,
-)
+from mlxtune.diagnosis.checks import BYTES, DTYPE, GRADIENTS, MEMORY, PEER, SPEED, MachineProof
 from mlxtune.views.tables import plain_table, shown
 
 _HEADINGS = {
@@ -28,7 +20,7 @@ _HEADINGS = {
     PEER: "beside mlx-lm",
 }
 _RESULTS = {True: shown("pass", "green"), False: shown("FAIL", "bold red"), None: shown("–")}
-# What stands around a separator, spaces included: everything up to a bracket, a quote or a colon.
+# The text around a separator, spaces included, up to a bracket, a quote or a colon.
 _PATH = re.compile(r"(?:\b[A-Za-z]:)?[\w.@+~-]*[/\\][^:;,'\"()\[\]]*")
 # Shorter names would take words apart.
 _SHORTEST_NAME = 2
@@ -42,12 +34,8 @@ def show_proof(proof: MachineProof, console: Console) -> None:
     for kind, checks in groupby(proof.checks, key=lambda check: check.kind):
         table.add_row(shown(_HEADINGS[kind], "bold"))
         for check in checks:
-            cells = (f"  {check.name}", check.expected, check.found)
-            table.add_row(
-                *map(shown, cells),
-                _RESULTS[check.passed],
-                f"{check.seconds:.1f}",
-            )
+            cells = map(shown, (f"  {check.name}", check.expected, check.found))
+            table.add_row(*cells, _RESULTS[check.passed], f"{check.seconds:.1f}")
     console.print(table)
     for check in proof.failures:
         console.print(shown(check.advice), soft_wrap=True)
@@ -66,7 +54,7 @@ def summary(proof: MachineProof) -> str:
 
 
 def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
-    """Return a proof for JSON without what tells whose machine it is.
+    """Return a proof for JSON that does not show whose machine it is.
 
     Hashes, paths and the `names` (of the host, the user and the home folder) are left out, also of
     the errors that ended checks. No text has a separator of paths.
@@ -74,11 +62,18 @@ def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
     found = proof.as_dict()
     for check in found["checks"]:
         check["found"] = _PATH.sub("…", _without(check["found"], names))
-        check["expected"] = _without(check["expected"], names)
         numbers = check["values"].items()
         check["values"] = {key: value for key, value in numbers if not isinstance(value, str)}
-    found["machine"]["system"] = _without(found["machine"]["system"], names)
-    return {key: _plain(value) for key, value in found.items()}
+    return _anonymous(found, names)
+
+
+def _anonymous(value: Any, names: Sequence[str]) -> Any:
+    """Return a value of JSON whose texts have no names and no separator of paths."""
+    if isinstance(value, dict):
+        return {key: _anonymous(each, names) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_anonymous(each, names) for each in value]
+    return re.sub(r"[/\\]", " ", _without(value, names)) if isinstance(value, str) else value
 
 
 def _without(text: str, names: Sequence[str]) -> str:
@@ -89,12 +84,3 @@ def _without(text: str, names: Sequence[str]) -> str:
         if len(name) >= _SHORTEST_NAME:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "…", text, flags=re.IGNORECASE)
     return text
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of JSON whose texts have no separator of paths."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return re.sub(r"[/\\]", " ", value) if isinstance(value, str) else value
