@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +120,16 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ({"lora_dropout": 1}, "lora_dropout must be from 0 to below 1"),
         ({"lora_dropout": float("nan")}, "adapter_config.json is not valid JSON"),
         ({"rank_pattern": ["q_proj"]}, "its patterns are not an object"),
-        ({"rank_pattern": {"[": 2}}, "the pattern [ is invalid"),
-        ({"rank_pattern": {"(" * 900: 2}}, "has no valid r and lora_alpha"),
-        ({"rank_pattern": {"x" * 2000: 2}}, "is too long, or repeats too much"),
-        ({"alpha_pattern": {"((x{60000}){60000}){60000}": 2}}, "repeats too much"),
-        ({"alpha_pattern": {"(((" + "ab" * 480 + "){99}){99}){99}": 2}}, "repeats too much"),
-        ({"alpha_pattern": {r"\w{1,9}\.\d{1,3}\.\w{4,9}\.q_pro{1}j": "two"}}, "to float: 'two'"),
-        ({"alpha_pattern": dict.fromkeys(map(str, range(1001)), 2)}, "1,001 patterns, more than"),
+        ({"rank_pattern": {"[": 2}}, "the pattern [ is not the name of a module"),
+        ({"alpha_pattern": {"(.*)(.*)q_proj": 2}}, "the pattern (.*)(.*)q_proj is not the name"),
+        ({"alpha_pattern": {"^model.layers.1.self_attn.q_proj": "two"}}, "to float: 'two'"),
+        ({"alpha_pattern": {r"1\.self_attn\.q.proj": "three"}}, "to float: 'three'"),
+        ({"alpha_pattern": {"k_proj|q_proj": "four"}}, "to float: 'four'"),
         ({"lora_alpha": 1e38}, "lora_alpha 1e+38 is out of range"),
         ({"lora_alpha": 1e308}, "lora_alpha 1e+308 is out of range"),
         ({"lora_alpha": "nan"}, "lora_alpha nan is out of range"),
         ({"target_parameters": 5}, "target_parameters must be a list of names"),
         ({"target_parameters": [["x"]]}, "target_parameters must be a list of names"),
-        ({"alpha_pattern": {"(?R)": 2}}, "the pattern (?R) is invalid"),
         ({"use_dora": True}, "lora_magnitude_vector"),
         ({"base_model_name_or_path": "no such/model at all"}, "give --model-path"),
     ],
@@ -179,40 +174,13 @@ def test_magnitudes_of_another_shape_are_refused(
     assert not (tmp_path / "ours").exists()
 
 
-def test_pattern_that_would_take_for_ever_to_match_is_given_up(
-    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pattern", ["^q_proj", "^self_attn.q_proj", "k_proj|v_proj", "proj"])
+def test_pattern_that_names_another_module_changes_nothing(
+    cli: Cli, model: Path, tmp_path: Path, pattern: str
 ) -> None:
-    from mlxtune.backend.adapters.formats import peft
-
-    # Minutes in Python's re, for a name of 31 letters.
-    hopeless = "(.*)" * 7 + r"\3\4\5\6\7\8\9[Z!]"
-    monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.5)
-    theirs = peft_folder(tmp_path / "theirs", alpha_pattern={hopeless: 2})
-    began = time.process_time()
-    error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
-    assert time.process_time() - began < 10
-    assert "takes too long to match" in error
-
-
-def test_patterns_that_take_long_to_compile_are_given_up(
-    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlxtune.backend.adapters.formats import peft
-
-    compiled = []
-    compile_ = re.compile
-
-    def slowly(pattern: str) -> re.Pattern[str]:
-        compiled.append(pattern)
-        time.sleep(0.06)
-        return compile_(pattern)
-
-    theirs = peft_folder(tmp_path / "theirs", alpha_pattern=dict.fromkeys(map(str, range(99)), 2))
-    monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.1)
-    monkeypatch.setattr(peft.re, "compile", slowly)
-    error = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours").error
-    assert "takes too long to match" in error
-    assert 1 <= sum(pattern.startswith(r"(.*\.)?(") for pattern in compiled) <= 3
+    theirs = peft_folder(tmp_path / "theirs", alpha_pattern={pattern: "two"})
+    outcome = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
+    assert outcome.code == 0, outcome.err
 
 
 @pytest.mark.parametrize("scale", [1e38, 1e308, "nan", "inf"])

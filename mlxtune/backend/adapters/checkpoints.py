@@ -10,9 +10,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.adapters.files import LEAVES, load_tensors, write_tensors
-from mlxtune.backend.adapters.formats.adapter import Adapter, Update
-from mlxtune.backend.adapters.formats.mlx_lm import write_mlx_lm
+from mlxtune.backend.adapters.files import load_tensors, write_tensors
+from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update
+from mlxtune.backend.adapters.formats.mlx_lm import tensors_of, write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
 from mlxtune.config.ranks import target_ranks
@@ -39,48 +39,26 @@ def _saved_parameters(model: nn.Module) -> dict[str, mx.array]:
     return tensors
 
 
-def adapter_tensors(model: nn.Module, lora: LoRASummary) -> dict[str, mx.array]:
-    """Return an adapter's tensors by their full names, as mlx-lm computes with them.
+def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
+    """Return an adapter's updates by module, as mlx-lm computes with them.
 
     An adapter file has one rank and one scale, and applies to the weights as they are stored. So
     lower ranks are padded with zeros, B makes up for differing scales, and PiSSA's initial product
     is subtracted by as many further directions: (A | A0), (B / -B0).
     """
-    tensors: dict[str, mx.array] = {}
+    updates = {}
     for name, module in adapted_modules(model).items():
         plain = (module.lora_a, module.lora_b)
         a, b = module.factors() if isinstance(module, LoRALinear) else plain
-        a, b = pad_rank(a, b, lora.written_rank, module.scale / lora.scale)
-        tensors |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
-        if "m" in module:
-            tensors[f"{name}.m"] = module.m
-    return tensors
+        m = np.array(module.m) if "m" in module else None
+        update = Update(np.array(a), np.array(b), m)
+        updates[name] = update.padded(lora.written_rank, module.scale / lora.scale)
+    return updates
 
 
-def pad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.array, mx.array]:
-    """Return A (in, r) and B (r, out) padded with zeros to `rank`, B times a factor.
-
-    Those of experts are A (experts, r, in) and B (experts, out, r).
-    """
-
-    def padded(x: mx.array, axis: int) -> mx.array:
-        missing = rank - x.shape[axis]
-        return mx.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else x
-
-    return padded(a, 1), padded(b if factor == 1 else b * factor, _rank_axis(b))
-
-
-def unpad_rank(a: mx.array, b: mx.array, rank: int, factor: float) -> tuple[mx.array, mx.array]:
-    """Undo `pad_rank`. Raises ValueError unless there are only zeros beyond the rank."""
-    a, extra_a = mx.split(a, [rank], axis=1)
-    b, extra_b = mx.split(b, [rank], axis=_rank_axis(b))
-    if extra_b.size and (mx.any(extra_b) or mx.any(extra_a)):
-        raise ValueError(f"has non-zero values beyond rank {rank}")
-    return a, (b if factor == 1 else b / factor)
-
-
-def _rank_axis(b: mx.array) -> int:
-    return 0 if b.ndim == 2 else 2
+def adapter_tensors(model: nn.Module, lora: LoRASummary) -> dict[str, Matrix]:
+    """Return an adapter's tensors by their names in mlx-lm."""
+    return tensors_of(_updates(model, lora))
 
 
 def adapter_writer(
@@ -91,7 +69,7 @@ def adapter_writer(
     `extra` goes into the config's `mlxtune` part, which mlx-lm ignores. The function raises
     OutputError.
     """
-    tensors, options = adapter_tensors(model, lora), lora.config
+    options = lora.config
     own = {
         "rank": options.lora_rank,
         "alpha": options.lora_alpha,
@@ -100,13 +78,9 @@ def adapter_writer(
         "target_ranks": target_ranks(options.target_rank),
         **(extra or {}),
     }
-    modules = {
-        name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[lora.kind]))
-        for name in adapted_modules(model)
-    }
     adapter = Adapter(
         scale=lora.scale,
-        modules=modules,
+        modules=_updates(model, lora),
         num_layers=lora.num_layers,
         dropout=options.dropout,
         model=base_model,
@@ -132,7 +106,7 @@ def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
     Raises ModelError, naming every tensor that does not fit, and then changes nothing.
     """
     path = folder / (ADAPTER if lora.trained_as_written else PARAMETERS)
-    tensors, _ = _read(path, _saved_parameters(model))
+    tensors, _ = load_tensors(path, _saved_parameters(model))
     principal = {name: tensors.pop(name) for name in list(tensors) if name.endswith(_PRINCIPAL)}
     model.update(tree_unflatten(list(tensors.items())))
     for name, module in adapted_modules(model).items():
@@ -146,8 +120,8 @@ def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
     Raises ModelError if they, or the trained tensors, do not fit the model with LoRA.
     """
     if not lora.trained_as_written:
-        _read(weights.with_name(PARAMETERS), _saved_parameters(model))
-    return len(_read(weights, adapter_tensors(model, lora))[0])
+        load_tensors(weights.with_name(PARAMETERS), _saved_parameters(model))
+    return len(load_tensors(weights, adapter_tensors(model, lora))[0])
 
 
 def optimizer_writer(
@@ -164,16 +138,9 @@ def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any]
 
     Raises ModelError if it does not fit.
     """
-    tensors, metadata = _read(path, dict(tree_flatten(state)))
+    tensors, metadata = load_tensors(path, dict(tree_flatten(state)))
     try:
         settings = {name: int(value) for name, value in metadata.items()}
     except ValueError as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     return tree_unflatten(list(tensors.items())), settings
-
-
-def _read(
-    path: Path, expected: Mapping[str, mx.array]
-) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Return a file's tensors, as expected, and its metadata. Raises ModelError."""
-    return load_tensors(path, expected)

@@ -26,8 +26,8 @@ _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
 # Dtypes as a header names them.
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _NAMES = {
-    **{mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16"},
-    **{mx.uint64: "U64", mx.uint32: "U32", mx.int32: "I32", mx.uint8: "U8"},
+    **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
+    **{"uint64": "U64", "uint32": "U32", "int32": "I32", "uint8": "U8"},
 }
 # Far beyond any use; the products with float32 weights, and ratios of scales, stay finite.
 _LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
@@ -50,8 +50,8 @@ class AdapterInfo:
 def find_adapter(path: str, option: str = "--adapter") -> Path:
     """Return the adapter file at a path: the file itself, its folder, or a run's folder.
 
-    For a run without an adapter next to its checkpoints, it is that of the best checkpoint.
-    `option` is the option that named the path. Raises ModelError.
+    A run without an adapter next to its checkpoints has the adapter of the best checkpoint.
+    `option` named the path. Raises ModelError.
     """
     given = as_path(path)
     places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
@@ -67,7 +67,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
 
 
 def check_replaceable(weights: Path) -> None:
-    """Raise OutputError if what is in the place of an adapter or its config is something else."""
+    """Raise OutputError if something else is in the place of an adapter or its config."""
     config = weights.with_name(ADAPTER_CONFIG)
     for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
         if os.path.lexists(path) and not is_ours(path):
@@ -162,17 +162,24 @@ def tensor_header(path: Path) -> TensorHeader:
 
 
 def load_tensors(
-    path: Path, expected: Mapping[str, mx.array] | None = None
+    path: Path, expected: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return a safetensors file's tensors and its metadata.
 
     The header, which MLX does not check, is checked before any data is read. If tensors are
-    expected, it must have these with their shapes and dtypes. Raises ModelError.
+    expected, of MLX or numpy, it must have these with their shapes and dtypes. Raises ModelError.
     """
     header = tensor_header(path)
     if expected is not None:
         check_shapes(path, header.tensors, expected)
-        _check_dtypes(path, header.tensors, expected)
+        dtypes = {name: _NAMES[str(value.dtype).split(".")[-1]] for name, value in expected.items()}
+        others = [
+            f"{name} is {header.tensors[name].dtype}, not {dtype}"
+            for name, dtype in sorted(dtypes.items())
+            if header.tensors[name].dtype != dtype
+        ]
+        if others:
+            raise ModelError(f"{path}: has other dtypes than a run writes: {join_few(others, 3)}")
     try:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(loaded[0])
@@ -227,7 +234,7 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def check_shapes(
-    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, mx.array]
+    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any]
 ) -> None:
     """Raise ModelError, naming every tensor whose shape is not the expected one."""
     shapes, needed = (
@@ -240,19 +247,6 @@ def check_shapes(
     ]
     if problems:
         raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")
-
-
-def _check_dtypes(
-    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, mx.array]
-) -> None:
-    """Raise ModelError, naming every tensor whose dtype is not the expected one."""
-    problems = [
-        f"{name} is {tensors[name].dtype}, not {_NAMES[value.dtype]}"
-        for name, value in sorted(expected.items())
-        if tensors[name].dtype != _NAMES[value.dtype]
-    ]
-    if problems:
-        raise ModelError(f"{path}: has other dtypes than a run writes: {join_few(problems, 3)}")
 
 
 def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:

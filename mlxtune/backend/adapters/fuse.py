@@ -183,7 +183,6 @@ def check_copied(base: Path) -> None:
     It may be a private file of this machine, and the copy is made to be shared. Hugging Face's
     cache keeps its files in `blobs`, and has a folder of links to them for each snapshot.
     """
-    _check_sizes(base)
     real = Path(os.path.realpath(base))
     allowed = [real]
     if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
@@ -195,13 +194,9 @@ def check_copied(base: Path) -> None:
                 f"{path}: is a link to {target}, outside of the model's folder, and would be "
                 "copied: replace it by the file, or remove it"
             )
-
-
-def _check_sizes(base: Path) -> None:
-    """Raise ModelError if a file to be copied is too large for its kind, or nearly all holes."""
-    for path in filter(Path.is_file, _copied_files(base)):
         try:
-            check_file(path, limits_of(path.name))
+            if path.is_file():
+                check_file(path, limits_of(path.name))
         except TooLarge as error:
             raise ModelError(f"{path}: would be copied: {error}: download it again") from error
 

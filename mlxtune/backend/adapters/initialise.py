@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
-from mlxtune.backend.adapters.checkpoints import adapter_tensors, unpad_rank
+from mlxtune.backend.adapters.checkpoints import adapter_tensors
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
     adapter_header,
@@ -20,9 +20,9 @@ from mlxtune.backend.adapters.files import (
     module_names,
     options_of,
     read_info,
-    read_tensors,
     split_layer,
 )
+from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear, PrincipalFactors, hash_of
 from mlxtune.backend.models.layers import dequantized_weight
@@ -63,17 +63,15 @@ def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
             "the adapter's"
         )
     check_shapes(weights, adapter_header(weights), adapter_tensors(model, lora))
-    tensors = read_tensors(weights)
+    updates = dict(read_mlx_lm(weights).modules)
     for name, module in adapted_modules(model).items():
-        a, b, rank = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"], module.lora_a.shape[1]
         try:
-            a, b = unpad_rank(a, b, rank, module.scale / lora.scale)
+            rank, factor = module.lora_a.shape[1], module.scale / lora.scale
+            updates[name] = updates[name].unpadded(rank, factor)
         except ValueError as error:
             raise ModelError(f"{weights}: {name} {error}: check --target-rank") from error
-        tensors |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
-    # Row-major, as a resumed run reads them: products of another layout round differently.
-    rows = [(name, mx.contiguous(value)) for name, value in tensors.items()]
-    model.update(tree_unflatten(rows))
+    tensors = [(name, mx.array(value)) for name, value in tensors_of(updates).items()]
+    model.update(tree_unflatten(tensors))
     mx.eval(model.trainable_parameters())
 
 

@@ -39,6 +39,26 @@ class Update:
         """The rank of the product."""
         return self.a.shape[1]
 
+    @property
+    def _rank_axis(self) -> int:
+        return 2 if self.of_experts else 0
+
+    def padded(self, rank: int, factor: float) -> "Update":
+        """Return the update with zeros up to a rank, and B times a factor."""
+        b = self.b if factor == 1 else self.b * np.float32(factor)
+        return Update(self._pad(self.a, 1, rank), self._pad(b, self._rank_axis, rank), self.m)
+
+    def _pad(self, x: Matrix, axis: int, rank: int) -> Matrix:
+        return np.pad(x, [(0, (rank - self.rank) * (axis == i)) for i in range(x.ndim)])
+
+    def unpadded(self, rank: int, factor: float) -> "Update":
+        """Undo `padded`. Raises ValueError unless there are only zeros beyond the rank."""
+        a, extra_a = np.split(self.a, [rank], axis=1)
+        b, extra_b = np.split(self.b, [rank], axis=self._rank_axis)
+        if extra_a.any() or extra_b.any():
+            raise ValueError(f"has non-zero values beyond rank {rank}")
+        return Update(a, b if factor == 1 else b / np.float32(factor), self.m)
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -103,7 +123,7 @@ def updates_in(
     for module, name in names.items():
         if {f"{name}.lora_a", f"{name}.lora_b"} <= rest.keys():
             a, b = (rest.pop(f"{name}.lora_{part}") for part in "ab")
-            # Those of experts are as in mlx-lm.
+            # Experts are stored as in mlx-lm.
             updates[module] = Update(a, b) if a.ndim == 3 else Update(np.array(a.T), np.array(b.T))
     if rest or not updates:
         raise ModelError(
@@ -148,29 +168,19 @@ def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int
     return (columns, rank), (rank, rows)
 
 
-def check_fits(module: nn.Module, update: Update, name: str) -> None:
-    """Raise ModelError if an update's shapes are not those for its projection."""
-    check_shapes_fit(module, (update.a.shape, update.b.shape), name)
-    check_magnitudes(update, name)
+def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
+    """Raise ModelError if an update's shapes are not its projection's, if that is known.
 
-
-def check_magnitudes(update: Update, name: str) -> None:
-    """Raise ModelError unless an update has one magnitude for each row, or none."""
-    rows = update.b.shape[-1:]
+    There is one magnitude for each row, or none.
+    """
+    found, rows = (update.a.shape, update.b.shape), update.b.shape[-1:]
+    needed = found if module is None else shapes_for(module, update.rank)
+    if found != needed:
+        raise ModelError(
+            f"{name}: the adapter is for another model: it has {found}, this one needs {needed}: "
+            "name the base model that it was trained on"
+        )
     if update.m is not None and (update.of_experts or update.m.shape != rows):
         raise ModelError(
             f"{name}: has DoRA magnitudes of shape {update.m.shape}, its projection needs {rows}"
-        )
-
-
-def check_shapes_fit(
-    module: nn.Module, shapes: tuple[tuple[int, ...], tuple[int, ...]], name: str
-) -> None:
-    """Raise ModelError unless A and B have the shapes for a projection, whatever their rank."""
-    rank = shapes[0][1] if len(shapes[0]) > 1 else 0
-    needed = shapes_for(module, rank)
-    if shapes != needed:
-        raise ModelError(
-            f"{name}: the adapter is for another model: it has {shapes}, this one needs {needed}: "
-            "name the base model that it was trained on"
         )

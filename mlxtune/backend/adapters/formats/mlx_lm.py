@@ -1,10 +1,8 @@
 """mlx-lm's adapter folder: read, written, copied, and loaded by mlx-lm itself."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import mlx.nn as nn
 import numpy as np
@@ -23,8 +21,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    check_magnitudes,
-    check_shapes_fit,
+    check_fits,
     path_in_layer,
 )
 from mlxtune.core.files.files import as_output_error, copy_file, write_json
@@ -37,39 +34,35 @@ _NONE: Mapping[str, nn.Module] = MappingProxyType({})
 def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
     """Return an adapter in mlx-lm's layout.
 
-    With a base model's projections by path, its shapes are compared with these before its tensors
-    are read. Raises ModelError.
+    Its shapes are compared with a base model's projections, given by path. Raises ModelError.
     """
-    info, header = read_info(weights), adapter_header(weights)
-    names = module_names(weights, header, info)
-    for name in names:
-        if module := modules.get(name):
-            check_shapes_fit(
-                module, (header[f"{name}.lora_a"].shape, header[f"{name}.lora_b"].shape), name
-            )
+    info = read_info(weights)
+    names = module_names(weights, adapter_header(weights), info)
     tensors = read_tensors(weights)
     updates = {
         name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
         for name in names
     }
     for name, update in updates.items():
-        check_magnitudes(update, name)
+        check_fits(modules.get(name), update, name)
     return Adapter(
         scale=info.scale,
         modules=updates,
         num_layers=info.num_layers or -1,
         dropout=info.dropout,
         model=info.model,
-        settings={"mlxtune": dict(info.mlxtune)} if _can_be_written(info.mlxtune) else {},
+        settings={"mlxtune": dict(info.mlxtune)} if info.mlxtune else {},
     )
 
 
-def _can_be_written(value: Mapping[str, Any]) -> bool:
-    """Return whether the value is not empty, and neither infinite nor nested too deeply."""
-    try:
-        return bool(value) and bool(json.dumps(dict(value), allow_nan=False))
-    except (ValueError, RecursionError):
-        return False
+def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
+    """Return the tensors of an adapter by their names in mlx-lm."""
+    tensors: dict[str, Matrix] = {}
+    for name, update in modules.items():
+        tensors |= {f"{name}.lora_a": update.a, f"{name}.lora_b": update.b}
+        if update.m is not None:
+            tensors[f"{name}.m"] = update.m
+    return tensors
 
 
 def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
@@ -77,12 +70,7 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
 
     Tensors are sorted by name, so that equal adapters are equal bytes. Raises OutputError.
     """
-    tensors: dict[str, Matrix] = {}
-    for name, update in adapter.modules.items():
-        tensors |= {f"{name}.lora_a": update.a, f"{name}.lora_b": update.b}
-        if update.m is not None:
-            tensors[f"{name}.m"] = update.m
-    write_tensors(weights, tensors, {"format": "mlx"})
+    write_tensors(weights, tensors_of(adapter.modules), {"format": "mlx"})
     config = {
         "fine_tune_type": "dora" if adapter.is_dora else "lora",
         "model": adapter.model,

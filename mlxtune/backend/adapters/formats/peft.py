@@ -7,7 +7,6 @@ PEFT's `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) are the transp
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-import regex
 
 from mlxtune.backend.adapters.files import (
     adapter_header,
@@ -30,9 +28,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
     Update,
-    check_shapes_fit,
     path_in_layer,
-    shapes_for,
 )
 from mlxtune.backend.models.model_folder import json_object, weight_names
 from mlxtune.backend.models.weight_headers import NOT_TEXT
@@ -47,13 +43,11 @@ CONFIG = "adapter_config.json"
 # From the layer number on, a module has the same name in all libraries.
 _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
-_PART = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = "lora_magnitude_vector"
+_PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
-# matching: limits of their length and number, of the time for all, and of what counted repeats
-# expand to when they are compiled, which nothing interrupts.
-_LONGEST_PATTERN, _PATTERN_SECONDS, _MOST_PATTERNS = 1000, 3.0, 1000
-_MOST_EXPANDED = 1_000_000
-_COUNTS = re.compile(r"\{(\d{1,2})(?:,(\d{0,2}))?\}")
+# matching: only names, without repetitions or groups.
+_NAMES = re.compile(r"(?:[\w.^|-]|\\[.-])+")
 # Limits of padding unequal ranks: in bytes, and as a multiple of the file's size.
 _PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
 # Features of PEFT's adapters that mlx-lm's LoRA does not have.
@@ -87,7 +81,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
         tensors[f"{name}.lora_A.weight"] = update.a[:, :rank].T
         tensors[f"{name}.lora_B.weight"] = update.b[:rank].T
         if update.m is not None:
-            tensors[f"{name}.lora_magnitude_vector"] = update.m
+            tensors[f"{name}.{_MAGNITUDE}"] = update.m
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     chosen = {names[path]: path_in_layer(path) for path in modules}
     targets, layers = _shortest_targets(chosen, present)
@@ -159,24 +153,24 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
             f"{folder / CONFIG}: has target_parameters, which {model_type} has no place for here: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
-    header, deadline = adapter_header(weights), _deadline()
-    parts = _parts(weights, header, dora=bool(config.get("use_dora")))
+    parts = _parts(weights, adapter_header(weights), dora=bool(config.get("use_dora")))
     experts = _expert_parts(config, parts, model_type)
     names = _match(sorted(parts.keys() - experts.keys()), modules, "the base model")
-    _check_sizes(header, parts, names, modules)
     tensors = {name: np.array(value) for name, value in read_tensors(weights).items()}
+
+    def part_of(name: str, part: str) -> Matrix:
+        return tensors[parts[name][part]]
+
     found: dict[str, tuple[Update, float]] = {}
     for name, module in names.items():
-        each = {part: tensors[tensor] for part, tensor in parts[name].items()}
-        a, b = each["lora_A"].T, each["lora_B"].T
-        rank, scale = _rank_and_scale(folder, config, name, deadline)
-        _check_rank(folder, name, rank, a.shape[1])
-        found[module] = Update(a, b, each.get("lora_magnitude_vector")), scale
+        a, b = part_of(name, "lora_A"), part_of(name, "lora_B")
+        _, scale = _rank_and_scale(folder, config, name, len(a))
+        m = part_of(name, _MAGNITUDE) if _MAGNITUDE in parts[name] else None
+        found[module] = Update(a.T, b.T, m), scale
     stacks = peft_experts.stacks(modules) if experts else {}
     for name, (module, parameter) in experts.items():
-        a, b = (tensors[parts[name][part]] for part in ("lora_A", "lora_B"))
-        rank, scale = _rank_and_scale(folder, config, f"{module}.{parameter}", deadline)
-        _check_rank(folder, name, rank, math.gcd(rank, len(a)))
+        a, b = part_of(name, "lora_A"), part_of(name, "lora_B")
+        rank, scale = _rank_and_scale(folder, config, f"{module}.{parameter}", len(a), stacked=True)
         update, (layer, _) = peft_experts.from_matrices(a, b, rank), path_in_layer(module)
         for projection, half in peft_experts.split(parameter, update, model_type).items():
             if (layer, projection) not in stacks:
@@ -186,17 +180,16 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
     scale = Counter(scale for _, scale in found.values()).most_common(1)[0][0]
     rank = max(update.rank for update, _ in found.values())
     _check_padding(weights, [update for update, _ in found.values()], rank)
-    updates = {name: _padded(update, rank, own / scale) for name, (update, own) in found.items()}
+    with np.errstate(over="ignore"):
+        updates = {name: each.padded(rank, own / scale) for name, (each, own) in found.items()}
+    if not all(np.isfinite(update.b).all() for update in updates.values()):
+        raise ModelError("the scales of the adapter's modules differ too much for one scale")
     return Adapter(
         scale=scale,
         modules=updates,
         dropout=valid_dropout(folder / CONFIG, "lora_dropout", config.get("lora_dropout")),
         model=str(config.get("base_model_name_or_path") or ""),
     )
-
-
-def _deadline() -> float:
-    return time.monotonic() + _PATTERN_SECONDS
 
 
 def _expert_parts(
@@ -312,7 +305,7 @@ def _parts(
         )
     if not parts:
         raise ModelError(f"{path}: has no LoRA tensors")
-    needed = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if dora else set())
+    needed = {"lora_A", "lora_B"} | ({_MAGNITUDE} if dora else set())
     for name, each in parts.items():
         if each.keys() != needed:
             raise ModelError(f"{path}: {name} has {', '.join(each)}, not {', '.join(needed)}")
@@ -322,92 +315,45 @@ def _parts(
     return parts
 
 
-def _check_sizes(
-    header: Mapping[str, TensorInfo],
-    parts: Mapping[str, Mapping[str, str]],
-    names: Mapping[str, str],
-    modules: Mapping[str, nn.Module],
-) -> None:
-    """Raise ModelError if tensors do not have the sizes of the projections that they are for.
-
-    For experts, which stand in no module of their own, one projection must have these sizes.
-    """
-    projections = {shapes_for(module, 1) for module in modules.values()}
-    stacked = {(a[-1], b[-2]) for a, b in projections if len(a) == 3}
-    halves = {(columns, rows * 2) for columns, rows in stacked}
-    for name, each in parts.items():
-        a, b = (header[each[part]].shape for part in ("lora_A", "lora_B"))
-        if name in names:
-            check_shapes_fit(modules[names[name]], (a[::-1], b[::-1]), name)
-        elif (a[1], b[0]) not in stacked | halves:
-            raise ModelError(f"{name}: has shapes {a} and {b}, which no experts of the model have")
-
-
 def _rank_and_scale(
-    folder: Path, config: Mapping[str, Any], name: str, deadline: float
+    folder: Path, config: Mapping[str, Any], name: str, rows: int, *, stacked: bool = False
 ) -> tuple[int, float]:
     """Return the rank of a module or parameter, and the scale of its update as PEFT computes it.
 
-    Raises ModelError, also if matching the patterns takes too long.
+    `rows` is the length of A: the rank, or a multiple of it where experts are stacked. Raises
+    ModelError.
     """
     try:
-        rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"], deadline))
-        default = config["lora_alpha"]
-        alpha = float(_by_pattern(config.get("alpha_pattern"), name, default, deadline))
+        rank = int(_by_pattern(config.get("rank_pattern"), name, config["r"]))
+        alpha = float(_by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
         if not is_valid_scale(scale, rank):
             raise ValueError(f"lora_alpha {alpha} is out of range")
-    except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"{folder / CONFIG}: has no valid r and lora_alpha: {one_line(error)}"
         ) from error
+    if rank != rows and (rows % rank or not stacked):
+        raise ModelError(
+            f"{folder / CONFIG}: gives rank {rank} for {name}, whose tensors have {rows}: "
+            "the two files do not belong together"
+        )
     return rank, scale
 
 
-def _check_rank(folder: Path, name: str, rank: int, stored: int) -> None:
-    if rank != stored:
-        raise ModelError(
-            f"{folder / CONFIG}: gives rank {rank} for {name}, whose tensors have {stored}: "
-            "the two files do not belong together"
-        )
-
-
-def _by_pattern(patterns: Any, name: str, default: Any, deadline: float) -> Any:
+def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a module, as PEFT's get_pattern_key does.
 
-    Raises ValueError for a pattern that is invalid or takes too long.
+    Raises ValueError for patterns that are more than names.
     """
     if patterns and not isinstance(patterns, Mapping):
         raise ValueError("its patterns are not an object")
-    if len(patterns or ()) > _MOST_PATTERNS:
-        raise ValueError(f"it has {len(patterns):,} patterns, more than {_MOST_PATTERNS:,}")
     for pattern, value in (patterns or {}).items():
-        try:
-            if len(pattern) > _LONGEST_PATTERN or _expanded(pattern) > _MOST_EXPANDED:
-                raise ValueError(f"the pattern {pattern:.80} is too long, or repeats too much")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            # `re` first: PEFT rejects what only `regex` accepts.
-            whole = re.compile(rf"(.*\.)?({pattern})$").pattern
-            left = max(deadline - time.monotonic(), 0.001)
-            if regex.match(whole, name, timeout=left):
-                return value
-        except (re.error, regex.error) as error:
-            raise ValueError(f"the pattern {pattern:.80} is invalid: {one_line(error)}") from error
-        except TimeoutError as error:
-            raise ValueError(f"the pattern {pattern:.80} takes too long to match") from error
+        if not _NAMES.fullmatch(pattern):
+            raise ValueError(f"the pattern {pattern:.80} is not the name of a module")
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
     return default
-
-
-def _expanded(pattern: str) -> float:
-    """Return a bound of the characters that compiling makes of a pattern; nested counts multiply.
-
-    It is infinite for braces that are no counts.
-    """
-    if "{" in _COUNTS.sub("", pattern):
-        return math.inf
-    most = (max(int(number or 0) for number in each) for each in _COUNTS.findall(pattern))
-    return len(pattern) * math.prod(max(count, 1) for count in most)
 
 
 def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
@@ -420,14 +366,3 @@ def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
             f"{path}: has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "
             f"it would take {padded / 1e9:,.1f} GB: merge it into its base model with PEFT instead"
         )
-
-
-def _padded(update: Update, rank: int, factor: float) -> Update:
-    def pad(x: Matrix, axis: int) -> Matrix:
-        return np.pad(x, [(0, (rank - update.rank) * (axis == i)) for i in range(x.ndim)])
-
-    with np.errstate(over="ignore"):
-        b = update.b if factor == 1 else update.b * np.float32(factor)
-    if not np.isfinite(b).all():
-        raise ModelError("the scales of the adapter's modules differ too much for one scale")
-    return Update(pad(update.a, 1), pad(b, 2 if update.of_experts else 0), update.m)
