@@ -61,7 +61,7 @@ def take_steps() -> None:
     """Take the steps of the job that the command line names."""
     from tests.long.unsloth import Unsloth
 
-    do_job(lambda job: Unsloth(job.folder, job.config.split()))
+    do_job(lambda job: Unsloth(job.folder, job.config))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.adapters.checkpoints import pad_rank, unpad_rank
+from mlxtune.backend.adapters.formats.adapter import Update
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.models.loading import load_base
@@ -156,23 +156,22 @@ def test_padding_and_folding_keep_the_product_and_are_undone(
     shapes = [(inputs, rank), (rank, outputs)]
     if experts:
         shapes = [(experts, rank, inputs), (experts, outputs, rank)]
-    a, b = (mx.array(rng.standard_normal(each).astype("f4")) for each in shapes)
+    update = Update(*(rng.standard_normal(each).astype("f4") for each in shapes))
     ratio = 2.0**power
 
-    wide_a, wide_b = pad_rank(a, b, rank + more, ratio)
-
-    def product(a: mx.array, b: mx.array) -> Any:
-        x, y = np.array(a, np.float64), np.array(b, np.float64)
+    def product(update: Update) -> Any:
+        x, y = update.a.astype(np.float64), update.b.astype(np.float64)
         return y @ x if experts else x @ y
 
-    assert wide_a.shape[1] == rank + more
-    np.testing.assert_allclose(product(wide_a, wide_b), ratio * product(a, b), atol=1e-12)
-    again = unpad_rank(wide_a, wide_b, rank, ratio)
-    assert mx.array_equal(again[0], a)
-    assert mx.array_equal(again[1], b)
+    wide = update.padded(rank + more, ratio)
+    assert wide.rank == rank + more
+    np.testing.assert_allclose(product(wide), ratio * product(update), atol=1e-12)
+    again = wide.unpadded(rank, ratio)
+    np.testing.assert_array_equal(again.a, update.a)
+    np.testing.assert_array_equal(again.b, update.b)
     if more:
         with pytest.raises(ValueError, match=f"beyond rank {rank}"):
-            unpad_rank(mx.ones_like(wide_a), mx.ones_like(wide_b), rank, ratio)
+            Update(np.ones_like(wide.a), np.ones_like(wide.b)).unpadded(rank, ratio)
 
 
 def test_dora_leaves_the_model_as_it_is_before_it_is_trained(folder: Path) -> None:
