@@ -46,7 +46,7 @@ def bench(config: BenchConfig) -> Benchmark:
 
     Writes the file that --json names.
 
-    Raises a child of MlxTuneError for what options, files or the model cause, and MlxTuneError
+    Raises a child of MlxTuneError for faults of options, files or the model, and MlxTuneError
     when our own process is killed.
     """
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:

@@ -1,4 +1,4 @@
-"""mlx-lm as the other side of `mlxtune bench`: what it does in a step, on the same examples."""
+"""mlx-lm as the other side of `mlxtune bench`: its steps, on the same examples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,13 +10,14 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoints
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.models.layers import cast_parameters
 from mlxtune.backend.models.loading import BaseModel, load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
@@ -52,7 +53,7 @@ class MlxLm:
         self._model, model_config = load_lazily(folder, model_config)
         if config.quantize is not None:
             quantize_lazily(self._model, model_config, config.quantize)
-        _cast(self._model, getattr(mx, config.dtype))
+        cast_parameters(self._model, getattr(mx, config.dtype))
         if config.quantize is not None:
             read_one_by_one(self._model)
         mx.eval(self._model.parameters())
@@ -154,7 +155,7 @@ class MlxLm:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Put the model and the optimizer back as they are, whatever runs inside the block."""
+        """Restore the model and the optimizer after the block."""
         before = self._model.trainable_parameters()
         state = tree_map(lambda value: value, self._optimizer.state)
         try:
@@ -165,7 +166,7 @@ class MlxLm:
             self._optimizer.state = self.state[1] = state
 
     def batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
-        """Return tokens (B, L), what of them is supervised, as the loss takes it, and its count."""
+        """Return tokens (B, L), the mask or spans that the loss takes, and the supervised count."""
         tokens, mask = padded(examples, self._lora.max_seq_len)
         if self.loss_function == "masked":
             return mx.array(tokens), mx.array(mask[:, 1:]), int(mask[:, 1:].sum())
@@ -230,14 +231,3 @@ def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
     summary = apply_lora(base.model, config)
     make_folder(adapter)
     checkpoints.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
-
-
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Have every parameter in the dtype, save those that an architecture keeps as they are."""
-    casts = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast(path: str, value: mx.array) -> mx.array:
-        floating = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if floating and casts(path) else value
-
-    model.update(tree_map_with_path(cast, model.parameters()))

@@ -28,8 +28,8 @@ _TOLERANCES_16_BIT = (2e-2, 2e-2)
 class TimedStep:
     """The time and memory (bytes) of one step.
 
-    `tokens` counts those of the examples, `tokens_run` those that ran through the model, and
-    `padding` those that ran for nothing: pads, and tokens after an example's last supervised one.
+    `tokens` counts the examples' tokens, `tokens_run` all that ran through the model, and `padding`
+    all that ran for nothing: pads, and tokens after an example's last supervised one.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class BenchmarkRun:
-    """What one process of a side measured, in seconds and bytes.
+    """The measurements of one process of a side, in seconds and bytes.
 
     `process_s` is the time from the start of the process to the first step, and `startup_s` the
     part of it after the weights are read. `peak_rss` is the largest memory of the process.
@@ -140,7 +140,7 @@ class Side:
         return {"name": self.name, "failed": self.failed, **execution, **spreads, "runs": runs}
 
 
-# What both sides are compared by, and all that is reported of a side.
+# The quantities that compare both sides, and all quantities of a side.
 _COMPARED = ("real_tokens_per_s", "supervised_tokens_per_s", "peak_memory", "peak_rss")
 _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
@@ -180,7 +180,7 @@ def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agr
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The measurements and what was run; `rows` and `examples` are those of all steps."""
+    """The measurements and their conditions; all steps together have `rows` and `examples`."""
 
     model: str
     device: str

@@ -1,1 +1,1 @@
-"""What a machine can do: facts, checks and proofs, their worker process and their view."""
+"""The abilities of a machine: facts, checks and proofs, their worker process and their view."""

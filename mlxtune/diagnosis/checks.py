@@ -24,7 +24,7 @@ MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
-# What a check that ran out of time lacks.
+# The expectation that a check which ran out of time misses.
 _END = "an end"
 # The consequence of a failed check of a kind, and the remedy.
 _ADVICE = {

@@ -51,7 +51,7 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
         bench = Workbench(folder.resolve())
         found = list(carry_out(parts(bench, device.kind), on_progress))
     system = facts.read_system()
-    # What follows the numbers of a Linux kernel's release is the choice of who built it.
+    # The builder of a Linux kernel chooses the text after the numbers of its release.
     numbers = re.match(r"[\d.]*", system.get("release") or "")
     names = (system.get("name"), numbers and numbers[0].rstrip("."))
     return MachineProof(
@@ -97,7 +97,7 @@ def _names() -> list[str]:
 
 
 def parts(bench: Workbench, device: str) -> list[Part]:
-    """Return all parts, as they are on a kind of device."""
+    """Return all parts for a kind of device."""
     # docs/reliability.md says why.
     promised = device != "CUDA"
     timed = _CPU_TIMED if device == "CPU" else _GPU_TIMED

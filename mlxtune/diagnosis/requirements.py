@@ -16,7 +16,7 @@ _FOR_DEVELOPERS = ("test", "interop", "dev")
 
 
 def packages() -> tuple[Package, ...]:
-    """Return the required packages, mlxtune first, then those of each extra."""
+    """Return the required packages, mlxtune first, then each extra's."""
     version = _installed(_OURS)
     if version is None:
         return ()

@@ -138,7 +138,7 @@ class Certificate:
             content["weights"] = asdict(self.weights)
             del content["weights"]["problems"]
         if self.retention is not None:
-            content["retention"] = self.retention.as_dict()
+            content["retention"] = asdict(self.retention)
         return content | {"files": dict(self.files), "versions": dict(self.versions)}
 
     def lines(self) -> list[str]:

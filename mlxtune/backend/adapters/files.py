@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ def check_replaceable(weights: Path) -> None:
     """Raise OutputError if something else is in the place of an adapter or its config."""
     config = weights.with_name(ADAPTER_CONFIG)
     for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
-        if os.path.lexists(path) and not is_ours(path):
+        ours = not os.path.lexists(path)
+        with suppress(OSError, ValueError):
+            ours = ours or is_ours(path)
+        if not ours:
             raise OutputError(
                 f"{path}: is not an adapter's, and would be replaced: move it away, or choose "
                 "another --output"
@@ -78,17 +82,11 @@ def check_replaceable(weights: Path) -> None:
 
 
 def _holds_adapter(path: Path) -> bool:
-    try:
-        return any(".lora_" in name for name in read_header(path).tensors)
-    except (OSError, ValueError):
-        return False
+    return any(".lora_" in name for name in read_header(path).tensors)
 
 
 def _describes_adapter(path: Path) -> bool:
-    try:
-        config = read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
-    except (OSError, ValueError):
-        return False
+    config = read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
     return not config.keys().isdisjoint({"fine_tune_type", "lora_parameters", "peft_type"})
 
 
@@ -189,7 +187,7 @@ def load_tensors(
 
 
 def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
-    """Return an adapter's tensors by their header. Raises ModelError for what no adapter has."""
+    """Return the tensors in an adapter's header. Raises ModelError for tensors no adapter has."""
     tensors = tensor_header(weights).tensors
     for name, info in tensors.items():
         if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):

@@ -1,7 +1,7 @@
 """An adapter fused into the weights of its base model: a model folder that needs no adapter.
 
 A fused weight is `W + scale * (a b)ᵀ`, with its rows scaled to the norms `m` for DoRA, computed in
-float32 and rounded once to the dtype of the folder. Weights are computed as they are written and
+float32 and rounded once to the dtype of the folder. Weights are computed when they are written and
 freed afterwards, so that no more than one file's worth is in memory.
 """
 
@@ -54,7 +54,7 @@ _FLOAT32_SLACK = 2.0**-20
 
 @dataclass(frozen=True)
 class _Base:
-    """A lazily loaded model; `dtypes` are those of its weights before quantising while loading."""
+    """A lazily loaded model; `dtypes` are its weights' before quantising while loading."""
 
     model: nn.Module
     config: dict[str, Any]
@@ -276,7 +276,7 @@ def check_fused(
 
 
 def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[float, float]:
-    """Return a weight's error, and that of rounding alone, relative to its largest entry."""
+    """Return a weight's error, and the error of rounding alone, relative to its largest entry."""
     off, rounding = (
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
         for each in (module, expected)

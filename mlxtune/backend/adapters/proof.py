@@ -1,4 +1,4 @@
-"""Compares the logits of a trained model with those of its export."""
+"""Compares the logits of a trained model and of its export."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -72,8 +72,8 @@ def reference_of(
 ) -> Reference:
     """Return the trained model's outputs for prompts, and how much rounding moves them.
 
-    `rounding` is the dtype of what is written. With `everywhere`, the weights of all projections
-    are rounded, not only those with LoRA.
+    `rounding` is the dtype of the written tensors. With `everywhere`, the weights of all
+    projections are rounded, else only the ones with LoRA.
     """
     sequences = []
     for prompt in prompts:
@@ -101,7 +101,7 @@ def reference_of(
 
 
 def compare(model: nn.Module, reference: Reference) -> Comparison:
-    """Compare a model's logits with those of the reference."""
+    """Compare a model's logits with the reference's."""
     comparison = Comparison()
     for sequence in reference.sequences:
         logits = _logits(model, sequence.tokens, sequence.generated)

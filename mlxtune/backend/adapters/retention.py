@@ -1,4 +1,4 @@
-"""How much of what an adapter gained is left once its weights are quantised again.
+"""The share of an adapter's gain that is left once its weights are quantised again.
 
 A measure is a number that training lowered: the loss on validation rows, or the KL divergence
 from the trained model. With its values `base` without the adapter and `trained` with it, a model
@@ -7,8 +7,7 @@ whose value is v has lost (v - trained) / (base - trained) of the gain.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 # The largest share of the gain that may be lost without asking.
 MOST_LOST = 0.1
@@ -25,7 +24,7 @@ class StorageTrial:
 
 @dataclass(frozen=True)
 class Retention:
-    """What quantising again costs. `tried` ends with the storage in use; `unit` is of the values.
+    """The cost of quantising again. `tried` ends with the storage in use; the values have a `unit`.
 
     `base` and `trained` are the measure without and with the adapter.
     """
@@ -41,23 +40,16 @@ class Retention:
         """The storage in use."""
         return self.tried[-1]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry of certificate.json."""
-        return {**asdict(self), "tried": [asdict(each) for each in self.tried]}
-
     def line(self) -> str:
         """Return the retention as a line of text."""
-        first, chosen = self.tried[0], self.chosen
-        line = f"{self.measure}: {self._gain_text()}, {self._trial_text(chosen)}"
-        if first is not chosen:
-            line += f"; {self._trial_text(first)}"
-        return line
-
-    def _gain_text(self) -> str:
-        return f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
-
-    def _trial_text(self, tried: StorageTrial) -> str:
-        return f"{tried.value:.4g} stored {tried.storage} ({tried.lost:.0%} of the gain lost)"
+        gain = f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
+        # The first is the base's own storage, for comparison.
+        shown = dict.fromkeys((self.chosen, self.tried[0]))
+        trials = [
+            f"{each.value:.4g} stored {each.storage} ({each.lost:.0%} of the gain lost)"
+            for each in shown
+        ]
+        return f"{self.measure}: {gain}, {'; '.join(trials)}"
 
 
 def share_lost(base: float, trained: float, value: float) -> float:

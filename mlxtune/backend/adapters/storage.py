@@ -26,9 +26,9 @@ def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def storages_for(modules: Iterable[nn.Module]) -> list[str]:
     """Return the storages to try for the projections trained, the smallest first."""
-    fewest = min((module.bits for module in quantized_among(modules)), default=None)
-    if fewest is None:
+    if not (quantized := quantized_among(modules)):
         return [AS_BASE]
+    fewest = min(module.bits for module in quantized)
     return [AS_BASE, *(name for name, bits in _BITS.items() if bits > fewest), PLAIN]
 
 

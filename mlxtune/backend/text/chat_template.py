@@ -100,7 +100,7 @@ class ChatTemplate:
         if enable_thinking is not None:
             arguments["enable_thinking"] = enable_thinking
         try:
-            # As transformers replaces what is not JSON.
+            # As transformers replaces values that are not JSON.
             return name, json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error

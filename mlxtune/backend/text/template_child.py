@@ -24,7 +24,7 @@ _TIMES = datetime.time(), datetime.time(13, 37, 11, 123_457)
 
 
 class _Unsteady(Exception):
-    """A template asked for what is another thing each time."""
+    """A template asked for a value that changes each time."""
 
 
 def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:

@@ -43,7 +43,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def submit(self, source: str, requests: Sequence[str]) -> Future[list[Reply]]:
-        """Start rendering in the background; the result is that of `render`."""
+        """Render in the background."""
         future: Future[list[Reply]] = Future()
 
         def work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_first_storage_that_keeps_nine_tenths_is_chosen_and_no_other_is_measured
 def test_last_storage_is_chosen_whatever_it_loses() -> None:
     found = tried(dict.fromkeys(STORAGES, 2.9))
     assert found.chosen.storage == "plain"
-    assert found.as_dict()["tried"][-1] == {
+    assert asdict(found)["tried"][-1] == {
         "storage": "plain",
         "value": 2.9,
         "lost": pytest.approx(0.9),

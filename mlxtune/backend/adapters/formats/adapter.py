@@ -49,7 +49,8 @@ class Update:
         return Update(self._pad(self.a, 1, rank), self._pad(b, self._rank_axis, rank), self.m)
 
     def _pad(self, x: Matrix, axis: int, rank: int) -> Matrix:
-        return np.pad(x, [(0, (rank - self.rank) * (axis == i)) for i in range(x.ndim)])
+        missing = rank - self.rank
+        return np.pad(x, [(0, missing * (axis == i)) for i in range(x.ndim)]) if missing else x
 
     def unpadded(self, rank: int, factor: float) -> "Update":
         """Undo `padded`. Raises ValueError unless there are only zeros beyond the rank."""

@@ -9,12 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mlxtune.backend.adapters.files import load_tensors, write_tensors
-from mlxtune.backend.adapters.formats.adapter import (
-    Adapter,
-    Matrix,
-    path_in_layer,
-    updates_in,
-)
+from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, path_in_layer, updates_in
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.safetensors"
@@ -23,7 +18,7 @@ WEIGHTS = "adapter.safetensors"
 def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -> None:
     """Write an adapter as a flat file, with further metadata as JSON.
 
-    Raises ModelError for what the file cannot hold, and OutputError.
+    Raises ModelError for parts that the file cannot hold, and OutputError.
     """
     adapter.check_plain("the flat file")
     tensors: dict[str, Matrix] = {}

@@ -1,6 +1,6 @@
 """A LoRA adapter as GGUF, for llama.cpp and tools built on it.
 
-Names, shapes and keys are those of llama.cpp's convert_lora_to_gguf.py:
+Names, shapes and keys are as llama.cpp's convert_lora_to_gguf.py writes them:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
 `adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`orders`). For a
 stack of experts, such as `blk.N.ffn_gate_exps`, both have a first axis, the expert.
@@ -17,12 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.adapters.formats.adapter import (
-    Adapter,
-    Update,
-    path_in_layer,
-    updates_in,
-)
+from mlxtune.backend.adapters.formats.adapter import Adapter, Update, path_in_layer, updates_in
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.files.files import as_output_error
 from mlxtune.core.text import join_few
@@ -51,7 +46,7 @@ Order = npt.NDArray[np.intp]
 def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
     """Write an adapter as GGUF.
 
-    Raises ModelError for what llama.cpp cannot hold, and OutputError.
+    Raises ModelError for parts that llama.cpp cannot hold, and OutputError.
     """
     otherwise = "use --format peft and llama.cpp's convert_lora_to_gguf.py"
     check_supported(base.model_type, "--format gguf", otherwise)

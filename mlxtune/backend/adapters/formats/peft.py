@@ -16,7 +16,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.adapters.files import (
-    adapter_header,
     is_valid_scale,
     read_adapter_config,
     read_tensors,
@@ -33,7 +32,6 @@ from mlxtune.backend.adapters.formats.adapter import (
 from mlxtune.backend.models.model_folder import json_object, weight_names
 from mlxtune.backend.models.weight_headers import NOT_TEXT
 from mlxtune.core.files.files import write_json
-from mlxtune.core.files.tensor_files import TensorInfo
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
@@ -61,7 +59,7 @@ _REFUSED = (
 def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     """Write an adapter as PEFT's folder, with the module names of the base model's folder.
 
-    Raises ModelError for what PEFT cannot hold, and OutputError.
+    Raises ModelError for parts that PEFT cannot hold, and OutputError.
     """
     model_type = str(json_object(base / "config.json").get("model_type"))
     placed = model_type in peft_experts.PLACES
@@ -153,23 +151,17 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
             f"{folder / CONFIG}: has target_parameters, which {model_type} has no place for here: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
-    parts = _parts(weights, adapter_header(weights), dora=bool(config.get("use_dora")))
+    parts = _parts(weights, dora=bool(config.get("use_dora")))
     experts = _expert_parts(config, parts, model_type)
     names = _match(sorted(parts.keys() - experts.keys()), modules, "the base model")
-    tensors = {name: np.array(value) for name, value in read_tensors(weights).items()}
-
-    def part_of(name: str, part: str) -> Matrix:
-        return tensors[parts[name][part]]
-
     found: dict[str, tuple[Update, float]] = {}
     for name, module in names.items():
-        a, b = part_of(name, "lora_A"), part_of(name, "lora_B")
+        a, b = parts[name]["lora_A"], parts[name]["lora_B"]
         _, scale = _rank_and_scale(folder, config, name, len(a))
-        m = part_of(name, _MAGNITUDE) if _MAGNITUDE in parts[name] else None
-        found[module] = Update(a.T, b.T, m), scale
+        found[module] = Update(a.T, b.T, parts[name].get(_MAGNITUDE)), scale
     stacks = peft_experts.stacks(modules) if experts else {}
     for name, (module, parameter) in experts.items():
-        a, b = part_of(name, "lora_A"), part_of(name, "lora_B")
+        a, b = parts[name]["lora_A"], parts[name]["lora_B"]
         rank, scale = _rank_and_scale(folder, config, f"{module}.{parameter}", len(a), stacked=True)
         update, (layer, _) = peft_experts.from_matrices(a, b, rank), path_in_layer(module)
         for projection, half in peft_experts.split(parameter, update, model_type).items():
@@ -220,7 +212,7 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
     """Return the names in `present` of the wanted modules, which are named by another tool.
 
     Names that differ are matched from the layer number on. Raises ModelError for modules that are
-    missing from `present`, or in it twice, or that share one there; `where` is what it lists.
+    missing from `present`, or in it twice, or that share one there; `where` names its source.
     """
     present = set(present)
     by_tail: dict[str, list[str]] = {}
@@ -256,7 +248,7 @@ def _shortest_targets(
     named = {name for name in present if name.rsplit(".", 1)[-1] in last_names}
     if named == set(chosen):
         return last_names, None
-    # PEFT takes the first number in a module's name for that of its layer.
+    # PEFT takes the first number in a module's name as its layer.
     numbers = {name: re.search(r"\.[^.]*\.(\d+)\.", name) for name in named}
     if {name for name, each in numbers.items() if each and int(each[1]) in layers} == set(chosen):
         return last_names, layers
@@ -288,15 +280,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _parts(
-    path: Path, header: Mapping[str, TensorInfo], *, dora: bool
-) -> dict[str, dict[str, str]]:
-    """Return the names of tensors by module and part, such as `lora_A`."""
-    parts: dict[str, dict[str, str]] = {}
+def _parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
+    """Return the tensors by module and part, such as `lora_A`. Raises ModelError."""
+    parts: dict[str, dict[str, Matrix]] = {}
     others = []
-    for name in header:
+    for name, value in read_tensors(path).items():
         if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
-            parts.setdefault(match[1], {})[match[2]] = name
+            parts.setdefault(match[1], {})[match[2]] = np.array(value)
         else:
             others.append(name)
     if others:
@@ -309,9 +299,9 @@ def _parts(
     for name, each in parts.items():
         if each.keys() != needed:
             raise ModelError(f"{path}: {name} has {', '.join(each)}, not {', '.join(needed)}")
-        shapes = [header[each[part]].shape for part in ("lora_A", "lora_B")]
-        if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
-            raise ModelError(f"{path}: {name} has A and B of shapes {shapes[0]} and {shapes[1]}")
+        a, b = each["lora_A"].shape, each["lora_B"].shape
+        if (len(a), len(b)) != (2, 2) or a[0] != b[1]:
+            raise ModelError(f"{path}: {name} has A and B of shapes {a} and {b}")
     return parts
 
 

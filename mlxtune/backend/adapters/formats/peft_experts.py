@@ -27,12 +27,12 @@ PLACES = {
 _IN_TURNS = ("gpt_oss",)
 # In the order in which PEFT wraps them.
 PARAMETERS = ("gate_up_proj", "down_proj")
-# What mlx-lm calls a stack of experts.
+# mlx-lm's names of a stack of experts.
 _STACKS = ("switch_mlp", "switch_glu", "experts")
 
 
 def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, str], Update]:
-    """Return the updates of experts by layer and parameter, those of gate and up as one.
+    """Return the updates of experts by layer and parameter, gate and up as one.
 
     Its rank is the sum of theirs: A is stacked, and B block-diagonal.
     """
@@ -80,13 +80,13 @@ def _without_padding(update: Update) -> Update:
 
 
 def to_matrices(update: Update) -> tuple[Matrix, Matrix]:
-    """Return `lora_A` and `lora_B` as PEFT keeps those of experts."""
+    """Return `lora_A` and `lora_B` as PEFT keeps them for experts."""
     a, b = update.a, update.b.transpose(1, 2, 0)
     return a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)
 
 
 def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
-    """Undo `to_matrices`. Raises ValueError if the shapes are not those of experts."""
+    """Undo `to_matrices`. Raises ValueError if no experts have these shapes."""
     return Update(a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).transpose(2, 0, 1))
 
 
