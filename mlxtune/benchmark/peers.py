@@ -9,9 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-import numpy.typing as npt
 from mlx.utils import tree_map
-from mlx_lm.tuner.trainer import TrainingArgs, default_loss
+from mlx_lm.tuner.trainer import TrainingArgs, default_loss, iterate_batches
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoints
@@ -26,9 +25,6 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.batch import run_length
-
-# mlx-lm pads to one more than a multiple of this.
-_PAD_TO = 32
 
 
 class MlxLm:
@@ -102,7 +98,7 @@ class MlxLm:
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
         run = 0
         for batch in self.batches(examples):
-            tokens, _ = padded(batch, self._lora.max_seq_len)
+            tokens, *_ = self.batch(batch)
             run += tokens.shape[0] * (tokens.shape[1] - 1)
         return run, run - sum(map(run_length, examples))
 
@@ -134,18 +130,16 @@ class MlxLm:
         return mx.compile(step, inputs=self.state, outputs=self.state) if compiled else step
 
     def _own_loss(self, examples: Sequence[Example]) -> float:
-        def loss(
-            tokens: mx.array, ends: mx.array, share: mx.array, before: Any, last: bool
-        ) -> tuple[mx.array, None]:
-            return default_loss(self._model, tokens, ends)[0] * share, None
-
-        return sum(float(part) for part, _ in self.parts(loss, examples, beyond=1))
+        batches = [self.batch(batch, own=True) for batch in self.batches(examples)]
+        losses = [default_loss(self._model, tokens, spans)[0] for tokens, spans, _ in batches]
+        counts = [count for _, _, count in batches]
+        return float(np.average([float(loss) for loss in losses], weights=counts))
 
     def parts(
-        self, step: Callable[..., Any], examples: Sequence[Example], beyond: int = 0
+        self, step: Callable[..., Any], examples: Sequence[Example]
     ) -> Iterator[tuple[mx.array, Any]]:
         """Take a step batch by batch; yield the loss of each and the gradients so far."""
-        batches = [self.batch(batch, beyond) for batch in self.batches(examples)]
+        batches = [self.batch(batch) for batch in self.batches(examples)]
         total = sum(count for _, _, count in batches)
         gradients = None
         for i, (tokens, supervised, count) in enumerate(batches, 1):
@@ -165,49 +159,30 @@ class MlxLm:
             # In the list, too, from which a compiled step reads its state.
             self._optimizer.state = self.state[1] = state
 
-    def batch(self, examples: Sequence[Example], beyond: int) -> tuple[mx.array, mx.array, int]:
-        """Return tokens (B, L), the mask or spans that the loss takes, and the supervised count."""
-        tokens, mask = padded(examples, self._lora.max_seq_len)
+    def batch(
+        self, examples: Sequence[Example], *, own: bool = False
+    ) -> tuple[mx.array, mx.array, int]:
+        """Return tokens (B, L), padded by mlx-lm, their supervised spans or mask, and its count.
+
+        A span is the first and the last supervised place. mlx-lm's `own` end one beyond the row.
+        """
+        rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
+        tokens, own_spans = next(iterate_batches(rows, len(rows), self._lora.max_seq_len))
         if self.loss_function == "masked":
-            return mx.array(tokens), mx.array(mask[:, 1:]), int(mask[:, 1:].sum())
-        ends = spans(examples, beyond)
-        return mx.array(tokens), mx.array(ends), int((ends[:, 1] - ends[:, 0] + 1).sum())
-
-
-def padded(
-    examples: Sequence[Example], max_seq_len: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Return tokens int32 (B, L) and mask bool (B, L) of examples, padded as mlx-lm pads.
-
-    L is one more than the next multiple of 32, but at most `max_seq_len`.
-    """
-    longest = max(map(len, examples))
-    length = min(1 + _PAD_TO * -(-longest // _PAD_TO), max_seq_len)
-    tokens = np.zeros((len(examples), length), dtype=np.int32)
-    mask = np.zeros((len(examples), length), dtype=np.bool_)
-    for i, example in enumerate(examples):
-        tokens[i, : len(example)] = example.tokens
-        mask[i, : len(example)] = example.assistant_mask
-    return tokens, mask
+            mask = np.zeros(tokens.shape, dtype=np.bool_)
+            for line, example in zip(mask, examples, strict=True):
+                line[: len(example)] = example.assistant_mask
+            return tokens, mx.array(mask[:, 1:]), int(mask[:, 1:].sum())
+        spans = np.array(own_spans)
+        if not own:
+            spans[:, 1] = [np.flatnonzero(each.assistant_mask)[-1] for each in examples]
+        return tokens, mx.array(spans), int((spans[:, 1] - spans[:, 0] + 1).sum())
 
 
 def one_span(example: Example) -> bool:
     """Return whether the supervised tokens of an example are one contiguous span."""
     where = np.flatnonzero(example.assistant_mask)
     return bool(len(where)) and int(where[-1] - where[0]) == len(where) - 1
-
-
-def spans(examples: Sequence[Example], beyond: int = 0) -> npt.NDArray[np.int32]:
-    """Return int32 (B, 2): the first and the last supervised place of each example.
-
-    mlx-lm's loss takes both as inclusive. `beyond` 1 gives what its own batches hold: the first,
-    and the length, which is one beyond the last token.
-    """
-    made = []
-    for example in examples:
-        where = np.flatnonzero(example.assistant_mask)
-        made.append((where[0], len(example) if beyond else where[-1]))
-    return np.array(made, dtype=np.int32)
 
 
 def masked_loss(

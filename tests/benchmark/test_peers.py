@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.loading import load_base, open_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.benchmark.peers import MlxLm, masked_loss, one_span, padded, spans, write_start
+from mlxtune.benchmark.peers import MlxLm, masked_loss, one_span, write_start
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from tests.long.counts import count_steps
@@ -78,16 +78,10 @@ def own_batch(chosen: list[Example]) -> tuple[mx.array, mx.array]:
     return next(iterate_batches(dataset, len(dataset), MAX_SEQ_LEN))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_batch_is_the_one_that_mlx_lm_makes_of_the_rows(count: int) -> None:
-    chosen = examples()[:count]
-    tokens, lengths = own_batch(chosen)
-    np.testing.assert_array_equal(padded(chosen, MAX_SEQ_LEN)[0], np.array(tokens))
-    np.testing.assert_array_equal(spans(chosen, beyond=1), np.array(lengths))
-
-
-def test_spans_end_at_the_last_supervised_token() -> None:
-    assert spans(examples()).tolist() == [[first, last] for _, first, last in SHAPES]
+def test_spans_end_at_the_last_supervised_token(folder: Path, adapter: Path) -> None:
+    _, spans, count = started(folder, adapter, [examples()]).batch(examples())
+    assert spans.tolist() == [[first, last] for _, first, last in SHAPES]
+    assert count == sum(each.supervised for each in examples())
 
 
 @pytest.mark.parametrize(
@@ -128,11 +122,13 @@ def test_loss_of_a_step_is_that_of_the_supervised_tokens(
     assert side.loss_function == ("masked" if chosen[2].assistant_mask[16] == 0 else "default")
 
 
-def test_masked_loss_is_mlx_lms_where_both_can_say_the_same(folder: Path) -> None:
+def test_masked_loss_is_mlx_lms_where_both_can_say_the_same(folder: Path, adapter: Path) -> None:
     model, _ = load_model(folder)
-    tokens, mask = padded(examples(), MAX_SEQ_LEN)
-    by_span = default_loss(model, mx.array(tokens), mx.array(spans(examples())))
-    by_mask = masked_loss(model, mx.array(tokens), mx.array(mask[:, 1:]))
+    side = started(folder, adapter, [examples()])
+    tokens, spans, _ = side.batch(examples())
+    side.loss_function = "masked"
+    _, mask, _ = side.batch(examples())
+    by_span, by_mask = default_loss(model, tokens, spans), masked_loss(model, tokens, mask)
     assert [float(x) for x in by_mask] == pytest.approx([float(x) for x in by_span], rel=1e-6)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import click
+
 from mlxtune.cli import command, main
-from mlxtune.cli.options import ConfigCommand, config_option, debug_option, merged
+from mlxtune.cli.options import ConfigCommand, merged
 from mlxtune.config import BenchConfig
 
 
@@ -18,7 +20,10 @@ def run_with_options(
     def callback(config: str | None, **flags: Any) -> None:
         run(merged(BenchConfig, config, flags))
 
-    params = [config_option, debug_option]
+    params: list[click.Parameter] = [
+        click.Option(["--config"], type=click.Path()),
+        click.Option(["--debug"], is_flag=True, expose_value=False),
+    ]
     command.add_command(
         ConfigCommand(name, config=BenchConfig, callback=callback, help=run.__doc__, params=params)
     )

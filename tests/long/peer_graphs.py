@@ -26,7 +26,7 @@ class MlxLmGraphs:
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
         """Yield the gradient of each batch."""
         for batch in self._side.batches(examples):
-            tokens, supervised, _ = self._side.batch(batch, 0)
+            tokens, supervised, _ = self._side.batch(batch)
 
             def gradient(tokens: mx.array, supervised: mx.array = supervised) -> Traced:
                 with self._side.unchanged():
