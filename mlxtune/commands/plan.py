@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from mlxtune.backend.device import device
-from mlxtune.backend.forward.costs import ExampleCosts
 from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.split import PlannedGroup, split_base
 from mlxtune.commands.prepare.dataset import (
@@ -53,7 +53,7 @@ def plan(config: PlanConfig) -> RunPlan:
         report_findings(dataset, console)
     base = loading.open_base(folder, config.dtype, **config.loading())
     steps = first_steps(config, dataset)
-    costs = [ExampleCosts(base.model).of(examples) for examples in steps]
+    costs = [ModelFacts(base.model).costs(examples) for examples in steps]
     if config.parallel == "tensor":
         base = split_base(base, PlannedGroup(config.workers))
     elif config.workers > 1:

@@ -84,11 +84,11 @@ _placeholders = 0
 
 @contextmanager
 def _calls_run_by(call: autograd.Call) -> Iterator[None]:
-    before, autograd.instead = autograd.instead, call
+    token = autograd.EXPORTED.set(call)
     try:
         yield
     finally:
-        autograd.instead = before
+        autograd.EXPORTED.reset(token)
 
 
 def _plain(forward: Callable[..., Any], _: Any, primals: tuple[mx.array, ...]) -> Any:

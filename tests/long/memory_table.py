@@ -31,7 +31,7 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.memory import shapes
 from mlxtune.backend.models import loading
 from mlxtune.config import PlanConfig
-from mlxtune.core.steps.execution import Execution, Load
+from mlxtune.core.steps.execution import BatchLoad, Execution
 from mlxtune.core.steps.memory_plan import least
 from tests.paths import DOCS
 
@@ -153,7 +153,7 @@ def predicted(name: str, bits: int) -> Row:
         config = PlanConfig(model_path=scratch)
         execution = Execution(operations.MLX, recompute=True)
         found = shapes.model_shapes(base, config.lora(), execution.operations.memory)
-        peaks = {n: least(found, execution, Load.single(n, n)).total for n in LENGTHS}
+        peaks = {n: least(found, execution, BatchLoad.single(n, n)).total for n in LENGTHS}
         return Row(name, bits, base.parameters, found.weights, peaks)
 
 

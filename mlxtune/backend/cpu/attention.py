@@ -51,7 +51,6 @@ class _Attention:
         v: mx.array,
         scale: float,
         mask: Any,
-        sinks: mx.array | None,
         layout: packed.Layout | None,
     ) -> None:
         self.batch, self.heads, self.length, _ = q.shape
@@ -59,7 +58,6 @@ class _Attention:
         self.scale = np.float32(scale)
         self.causal = isinstance(mask, str)
         self.layout = layout
-        self.sinks = None if sinks is None else view(sinks).reshape(self.groups, -1)
         self.q, self.k, self.v = self.by_group(view(q)), view(k), view(v)
         self.mask = None
         if mask is not None and not self.causal:
@@ -128,10 +126,6 @@ class _Attention:
             by_query += self.mask[part.line, part.groups, :, part.queries]
         return scores
 
-    def sinks_of(self, part: _Part) -> Floats | None:
-        """Return the sink of each row of scores, (groups * H / G * queries,)."""
-        return None if self.sinks is None else self.sinks[part.groups].repeat(part.count)
-
     def forward(self) -> mx.array:
         # Laid out by tokens, as the next projection reads it.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
@@ -140,7 +134,7 @@ class _Attention:
         def run(part: _Part) -> None:
             weights = self.scores(self.rows(self.q, part) * self.scale, part)
             rows = weights.reshape(-1, part.seen)
-            by_rows(kernels.softmax_, rows, part.count, self.causal, self.sinks_of(part))
+            by_rows(kernels.softmax_, rows, part.count, self.causal)
             values = multiplied(weights, self.seen(self.v, part))
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
@@ -159,8 +153,7 @@ class _Attention:
             weights, part_d = self.scores(q, part), self.rows(d, part)
             d_scores = multiplied(part_d, self.seen(self.v, part).swapaxes(1, 2))
             rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
-            options = part.count, self.causal, self.sinks_of(part)
-            by_rows(kernels.softmax_gradient_, rows, d_rows, *options)
+            by_rows(kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
             self.add_seen(d_v, part, multiplied(weights.swapaxes(1, 2), part_d))
             self.add_seen(d_k, part, multiplied(d_scores.swapaxes(1, 2), q))
             target = d_q[part.line, part.groups, :, part.queries]
@@ -183,13 +176,11 @@ def attention(
     v: mx.array,
     scale: float,
     mask: Any,
-    sinks: mx.array | None = None,
 ) -> mx.array:
     """Return softmax(scale * q k^T + mask) v of shape (B, H, T, n), never holding all scores.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
-    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S). `sinks`
-    (H,) are frozen scores that have no values (arXiv:2309.17453; gpt-oss).
+    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S).
     """
     # By the backward pass, another line may be running.
     layout = packed.layout()
@@ -199,11 +190,11 @@ def attention(
     def run(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         if not reads_attention():
             return unread(*q.shape[:-1], v.shape[-1])
-        return _Attention(q, k, v, scale, mask, sinks, layout).forward()
+        return _Attention(q, k, v, scale, mask, layout).forward()
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         q, k, v = primals
-        gradients = _Attention(q, k, v, scale, mask, sinks, layout).backward(cotangent)
+        gradients = _Attention(q, k, v, scale, mask, layout).backward(cotangent)
         return tuple(mx.array(d.reshape(x.shape)) for d, x in zip(gradients, primals, strict=True))
 
     return differentiable(run, gradient)(q, k, v)

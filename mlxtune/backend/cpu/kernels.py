@@ -15,7 +15,7 @@ inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
 
 _f = np.float32
 _ZERO, _HALF, _ONE, _TWO = _f(0), _f(0.5), _f(1), _f(2)
-_NO_SINK = _f(-np.inf)
+_LEAST = _f(-np.inf)
 _LOWEST, _HIGHEST, _NOTHING = _f(-87), _f(88), _f(-50)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4)
 _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
@@ -138,12 +138,9 @@ def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _softmax_row(x, i, seen, sink):  # type: ignore[no-untyped-def]
-    """Replace the scores that are seen by exp(score - highest), others by 0; return their sum.
-
-    That of the sink, a score with no value, is in the sum.
-    """
-    highest, total = sink, _ZERO
+def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
+    """Replace the scores that are seen by exp(score - highest), others by 0; return their sum."""
+    highest, total = _LEAST, _ZERO
     for j in range(seen):
         highest = max(highest, x[i, j])
     for j in range(seen):
@@ -152,26 +149,26 @@ def _softmax_row(x, i, seen, sink):  # type: ignore[no-untyped-def]
         total += e
     for j in range(seen, x.shape[1]):
         x[i, j] = _ZERO
-    return total + exp(sink - highest)
+    return total
 
 
 @kernel
-def softmax_(start, end, x, queries, causal, sinks=None):  # type: ignore[no-untyped-def]
-    """Replace scores by their softmax, in place; `sinks` are scores (m,) that have no values."""
+def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
+    """Replace scores by their softmax, in place."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
-        total = _softmax_row(x, i, seen, _NO_SINK if sinks is None else sinks[i])
+        total = _softmax_row(x, i, seen)
         r = _ONE / total
         for j in range(seen):
             x[i, j] *= r
 
 
 @kernel
-def softmax_gradient_(start, end, x, d, queries, causal, sinks=None):  # type: ignore[no-untyped-def]
-    """Replace scores by their softmax, and its gradient by that of the scores, in place."""
+def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-untyped-def]
+    """Replace scores by their softmax, and its gradient by the gradient of the scores."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
-        total = _softmax_row(x, i, seen, _NO_SINK if sinks is None else sinks[i])
+        total = _softmax_row(x, i, seen)
         r, dot = _ONE / total, _ZERO
         for j in range(seen):
             x[i, j] *= r

@@ -3,9 +3,9 @@
 from mlxtune.core.steps.execution import (
     GRADIENTS,
     LOGITS,
+    BatchLoad,
     Entries,
     Execution,
-    Load,
     ModelShapes,
     head_states,
     held_logits,
@@ -31,31 +31,31 @@ class KernelMemory:
     casts_quantized = True
     head_copies = 1
 
-    def kept(self, shapes: ModelShapes, execution: Execution, size: Load) -> Entries:
+    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         """Return the entries that all layers keep: inputs, and products except the last."""
         if execution.recompute:
-            return Entries(0, size.tokens * shapes.inputs, 0)
-        return Entries(0, size.tokens * shapes.products + size.repeated * shapes.mixed, 0)
+            return Entries(0, load.tokens * shapes.inputs, 0)
+        return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, size: Load) -> Entries:
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         """Return the entries of one layer's backward pass, in addition to the kept ones."""
         # The recomputed values between the products take about as much as the products.
         widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
         widths += GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
-        mixed = _MIXED * shapes.layer_mixed * size.repeated
-        scores = shapes.held_scores * size.scores
-        return Entries(shapes.largest_cast, size.tokens * widths + mixed, scores)
+        mixed = _MIXED * shapes.layer_mixed * load.repeated
+        scores = shapes.held_scores * load.scores
+        return Entries(shapes.largest_cast, load.tokens * widths + mixed, scores)
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, size: Load) -> int:
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         """Return the entries that numpy holds in attention, which MLX does not count."""
         width = shapes.heads * shapes.head_size
-        scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * size.width)
-        return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * size.tokens * width
+        scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * load.width)
+        return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, size: Load) -> int:
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         """Return the working entries of the head; a linear head holds no logits."""
-        positions, hidden = head_states(shapes, execution, size)
+        positions, hidden = head_states(shapes, execution, load)
         if execution.split_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
         copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS

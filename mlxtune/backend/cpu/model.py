@@ -22,6 +22,7 @@ from mlxtune.backend.models.layers import (
     StoredEmbedding,
     StoredLinear,
 )
+from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
 from mlxtune.backend.models.mixers.replacements import FUNCTIONS, KINDS
 from mlxtune.backend.models.nf4 import NF4Linear
 from mlxtune.backend.models.replaced import Replacements, subclasses
@@ -190,13 +191,11 @@ def _attention(
 ) -> mx.array:
     # A mask that is added may carry a gradient, as in DeepSeek's attention.
     constant = not isinstance(mask, mx.array) or mask.dtype == mx.bool_
-    fast = constant and not hasattr(cache, "bits")
-    if fast and computes(queries, keys, values, *([] if sinks is None else [sinks])):
-        return attention(queries, keys, values, scale, mask, sinks)
+    fast = constant and sinks is None and not hasattr(cache, "bits")
+    if fast and computes(queries, keys, values):
+        return attention(queries, keys, values, scale, mask)
     packed.check_not_packed()
-    return mlx_lm_base.scaled_dot_product_attention(
-        queries, keys, values, cache, scale, mask, sinks
-    )
+    return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
 _FUNCTIONS: dict[int, Any] = {

@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.forward.costs import ExampleCosts
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.forward.loss import (
     Losses,
@@ -24,6 +23,7 @@ from mlxtune.backend.forward.recompute import Layerwise
 from mlxtune.backend.forward.shared_inputs import share_inputs
 from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.models.chosen_rows import ChosenRows
 from mlxtune.backend.models.packed import Layout, laid_out
 from mlxtune.core.steps.batch import MicroBatch
@@ -133,9 +133,9 @@ class Forward:
         return self._split.weight is not None
 
     @cached_property
-    def costs(self) -> ExampleCosts:
-        """What examples cost."""
-        return ExampleCosts(self.model)
+    def facts(self) -> ModelFacts:
+        """The matrices and sizes of the model."""
+        return ModelFacts(self.model)
 
     def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
         """Return a micro-batch as `scaled_loss` takes it.

@@ -1,45 +1,45 @@
 """The shapes of a model that memory depends on, before its weights are read."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.jamba import JambaMambaMixer
+from mlx_lm.models.mamba import MambaBlock
+from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.head import find_heads
 from mlxtune.backend.lora import targets
+from mlxtune.backend.lora.model_facts import Matrix, ModelFacts
 from mlxtune.backend.models.layers import QUANTIZED
 from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.models.mixers.recurrences import BLOCK
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.execution import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
+# Arrays as large as its state that Mamba's loop keeps of each token, and those that RWKV 7's holds.
+_KEPT_STATES, _HELD_STATES = 4, 6
+_MAMBA = (MambaBlock, JambaMambaMixer)
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """A linear layer, or one of `copies` experts, with LoRA of this rank, 0 for none.
+class _StoredMatrix(Matrix):
+    """A matrix as it is stored, with LoRA of this rank, 0 for none.
 
     `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
-    product alone. `trained` counts LoRA's
-    parameters, which are those of the whole layer where a rank has a part of it.
+    product alone. `trained` counts LoRA's parameters, the whole layer's where a worker has a part.
     """
 
-    inputs: int
-    outputs: int
-    copies: int
     rank: int
     cast: int
     unpacked: bool
     trained: int
-
-    @property
-    def entries(self) -> int:
-        return self.inputs * self.outputs * self.copies
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
@@ -48,21 +48,19 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     Raises ModelError if LoRA cannot be applied.
     """
     dtype = getattr(mx, base.dtype)
-    used = targets.experts_per_token(base.text_config) or 1
     sizes = _matrices(base, config, memory)
     every = [matrix for layer in sizes for matrix in layer]
     updated = [m for m in every if m.rank]
     trained = sum(m.trained for m in updated)
     if config.dora:
         trained += sum(m.outputs for m in updated)
-    # Of the experts, each token goes through some.
-    products = [sum(m.outputs * min(m.copies, used) for m in layer) for layer in sizes]
+    products = [sum(m.width for m in layer) for layer in sizes]
     # A recurrence behind a convolution keeps outputs and states, at most as wide as the latter.
     mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
     products = [each + width for each, width in zip(products, mixed, strict=True)]
     # A layer of experts gathers its inputs, or the gradients of these, for each of them.
-    gathered = [sum(m.inputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
-    given = [sum(m.outputs * min(m.copies, used) for m in x if m.copies > 1) for x in sizes]
+    gathered = [sum(m.gathered for m in layer) for layer in sizes]
+    given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
         # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
@@ -84,8 +82,10 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         layer_gathered=max(map(sum, zip(gathered, given, strict=True))),
         mixed=sum(mixed),
         layer_mixed=max(mixed),
+        looped=sum(map(_looped, list(base.model.layers)[-len(sizes) :])),
+        layer_looped=max(map(_looped_block, base.model.layers)),
         scaled=sum(m.outputs for m in updated) if config.dora else 0,
-        widest_product=max(m.outputs * min(m.copies, used) for m in every),
+        widest_product=max(m.width for m in every),
         largest_cast=max((m.cast for m in every), default=0),
         head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
@@ -93,36 +93,44 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     )
 
 
-def _matrices(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> list[list[_Matrix]]:
+def _matrices(
+    base: BaseModel, config: InstructConfig, memory: MemoryUse
+) -> list[list[_StoredMatrix]]:
     """Return the matrices of each layer from the first with LoRA on.
 
     Raises ModelError if LoRA cannot be applied.
     """
     layers, chosen = list(base.model.layers), targets.choose_targets(base.model, config)
     names = {id(module): name for name, module in base.model.named_modules()}
-    sizes: list[list[_Matrix]] = []
+    counted = ModelFacts(base.model).layers
+    sizes: list[list[_StoredMatrix]] = []
     # The chosen layers are the last ones, and numbered from 0.
-    for i, layer in enumerate(layers, len(chosen.layers) - len(layers)):
+    for i, (layer, matrices) in enumerate(
+        zip(layers, counted, strict=True), len(chosen.layers) - len(layers)
+    ):
         sizes.append([])
         for key, module in targets.projections(layer).items():
             has_lora = i >= 0 and key in chosen.keys
             rank = targets.rank_of(names[id(module)], config) if has_lora else 0
-            sizes[-1].append(_matrix(module, rank, getattr(mx, base.dtype), memory))
+            sizes[-1].append(_stored(module, matrices[key], rank, getattr(mx, base.dtype), memory))
     first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
     return sizes[first:]
 
 
-def _matrix(module: nn.Module, rank: int, dtype: mx.Dtype, memory: MemoryUse) -> _Matrix:
-    inputs, outputs = targets.dimensions(module)
+def _stored(
+    module: nn.Module, matrix: Matrix, rank: int, dtype: mx.Dtype, memory: MemoryUse
+) -> _StoredMatrix:
     quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
-    copies = len(module.weight) if module.weight.ndim == 3 else 1
-    casts = memory.casts_quantized
-    # The CPU's functions cast one expert at a time, also where MLX multiplies by quantised ones.
-    narrow = (unpacked or copies > 1) and casts if quantized else module.weight.dtype != dtype
-    cast = narrow * inputs * outputs * (1 if casts else copies)
-    whole = module.part.whole(outputs, inputs) if isinstance(module, Split) else (outputs, inputs)
-    trained = rank * copies * sum(whole)
-    return _Matrix(inputs, outputs, copies, rank, cast, unpacked and not casts, trained)
+    casts, shape = memory.casts_quantized, (matrix.outputs, matrix.inputs)
+    narrow = unpacked and casts if quantized else module.weight.dtype != dtype
+    whole = module.part.whole(*shape) if isinstance(module, Split) else shape
+    return _StoredMatrix(
+        **asdict(matrix),
+        rank=rank,
+        cast=narrow * matrix.entries,
+        unpacked=unpacked and not casts,
+        trained=rank * matrix.experts * sum(whole),
+    )
 
 
 def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
@@ -141,6 +149,18 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
 def _mixed(layer: nn.Module) -> int:
     """Return the channels of a layer's convolutions."""
     return sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
+
+
+def _looped(layer: nn.Module) -> int:
+    """Return the entries that Mamba's loop keeps of a token."""
+    mixers = [m for m in layer.modules() if isinstance(m, _MAMBA)]
+    return sum(_KEPT_STATES * m.intermediate_size * m.ssm_state_size for m in mixers)
+
+
+def _looped_block(layer: nn.Module) -> int:
+    """Return the entries that RWKV 7's loop holds of a block of tokens."""
+    mixers = [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
+    return sum(_HELD_STATES * BLOCK * m.hidden_size * m.head_dim for m in mixers)
 
 
 def _attention(base: BaseModel, layers: int) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Functions with a custom gradient."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
 
-# What runs a function with a custom gradient, given `forward`, `backward` and primals; else MLX.
+# Runs a function with a custom gradient, given `forward`, `backward` and primals, in MLX's place.
 # tests/long sets it, to count the operations of graphs that MLX cannot export otherwise.
 Call = Callable[[Callable[..., Any], Callable[..., Any], tuple[mx.array, ...]], Any]
-instead: Call | None = None
+EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported graphs", default=None)
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,7 +18,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     Single primals, cotangents and outputs are passed and returned without a tuple. Call the
     function where it is made: whether a graph is being exported is decided here.
     """
-    if (run := instead) is not None:
+    if (run := EXPORTED.get()) is not None:
         return lambda *primals: run(forward, backward, primals)
     function = mx.custom_function(forward)
     function.vjp(backward)
@@ -26,4 +27,4 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
 
 def exporting() -> bool:
     """Return whether a graph is being built to be exported."""
-    return instead is not None
+    return EXPORTED.get() is not None

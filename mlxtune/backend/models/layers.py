@@ -140,11 +140,6 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     return _dequantize(module) if "scales" in module else module.weight.astype(mx.float32)
 
 
-def dequantized_expert(experts: nn.Module, expert: int) -> mx.array:
-    """Return the weight (out, in) of one of a layer's quantised experts, in float32."""
-    return _dequantize(experts, rows=expert)
-
-
 def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
     """Return the output of a frozen linear layer for x (..., in), without its bias."""
     if "bias" not in linear:

@@ -141,7 +141,7 @@ class StepBuilder:
         """Return the examples of a step that this worker computes."""
         if self._workers.size == 1:
             return examples
-        return [examples[i] for i in self._workers.share(self._forward.costs.of(examples))]
+        return [examples[i] for i in self._workers.share(self._forward.facts.costs(examples))]
 
     def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
         """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""

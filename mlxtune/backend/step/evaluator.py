@@ -15,13 +15,12 @@ from mlxtune.backend.device.recovery import retried
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import StepRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.execution import Execution, Load, load_of, vocabulary_block
+from mlxtune.core.steps.execution import BatchLoad, Execution, load_of, vocabulary_block
 from mlxtune.core.steps.groups import AT_ONCE, Group
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
@@ -33,8 +32,6 @@ _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 # Copies of what the products of a layer give that are held at once, in use or in flight, and of the
 # scores where attention holds them; copies of a chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
-# Heads of attention, and experts of a token, where a model does not say how many it has.
-_HEADS, _EXPERTS = 64, 8
 
 
 class ExampleLosses:
@@ -74,7 +71,7 @@ class ExampleLosses:
         workers, losses = self._workers, np.zeros(len(examples))
         if workers.size == 1:
             return self._own(examples, on_progress)
-        mine = workers.share(self._forward.costs.of(examples))
+        mine = workers.share(self._forward.facts.costs(examples))
         show = lambda done: on_progress(min(done * workers.size, len(examples)))  # noqa: E731
         losses[mine] = self._own([examples[i] for i in mine], show)
         return workers.merge(losses)
@@ -165,13 +162,8 @@ class BatchMemory:
     def __init__(self, forward: Forward, held: int) -> None:
         model, execution = forward.model, forward.execution
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        text = getattr(model, "language_model", model)
-        options = getattr(getattr(text, "args", None), "__dict__", {})
         self._itemsize = 4 if forward.dtype is None else forward.dtype.size
-        self._heads = int(options.get("num_attention_heads") or _HEADS)
-        used = experts_per_token(options) or _EXPERTS
-        self._width = max(_outputs(layer, used) for layer in model.layers)
-        self._vocab, self._forward = int(options.get("vocab_size") or 0), forward
+        self._forward, self._facts = forward, forward.facts
         self._in_blocks = forward.plain_head and forward.dtype == mx.float32
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
@@ -181,27 +173,19 @@ class BatchMemory:
         """Leave no more free than what is left of `most` bytes."""
         self._free = min(self._free, most - self._held)
 
-    def fits(self, load: Load) -> bool:
+    def fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits; with logits of all tokens, none larger than planned does."""
         return self._splits_head and self.of(load) <= self._free
 
-    def of(self, load: Load) -> int:
+    def of(self, load: BatchLoad) -> int:
         """Return the bytes of a batch, its examples side by side and attention's scores held."""
         tokens = max(load.tokens, load.lines * load.width)
-        entries = _PRODUCTS * self._width * tokens + _SCORES * self._heads * load.scores
-        logits = self._forward.execution.loss_chunk * self._vocab
+        entries = _PRODUCTS * self._facts.widest_layer * tokens
+        entries += _SCORES * self._facts.heads * load.scores
+        logits = self._forward.execution.loss_chunk * self._facts.vocab
         if self._in_blocks:
             logits = min(logits, load.positions * vocabulary_block(load.positions))
         return 4 * _LOGITS * logits + self._itemsize * entries
-
-
-def _outputs(layer: nn.Module, experts: int) -> int:
-    """Return how wide the outputs of a layer's products are together, with so many experts."""
-    modules = projections(layer).values()
-    # A stack of experts is (E, out, in).
-    return sum(
-        module.weight.shape[-2] * (experts if module.weight.ndim > 2 else 1) for module in modules
-    )
 
 
 class Evaluator:

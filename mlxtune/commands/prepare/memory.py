@@ -30,7 +30,7 @@ from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.run.run_plan import LongestFit
 from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.steps import memory_plan, order
-from mlxtune.core.steps.execution import Execution, Load, Measured, ModelShapes
+from mlxtune.core.steps.execution import BatchLoad, Execution, Measured, ModelShapes
 from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
@@ -82,7 +82,9 @@ def planned_work(
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Work(
         steps=steps,
-        alone=tuple(Load.single(length, supervised) for length, supervised in sorted(extremes)),
+        alone=tuple(
+            BatchLoad.single(length, supervised) for length, supervised in sorted(extremes)
+        ),
         keyed=config.dropout > 0,
     )
 

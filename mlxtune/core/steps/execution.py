@@ -103,7 +103,9 @@ class ModelShapes:
     than `window`; `held_scores` those by the CPU's functions. `gathered` is the width of the
     inputs that the experts of all layers gather, `layer_gathered` of these and of the outputs
     in one layer. `mixed` are the channels of the convolutions of all layers, `layer_mixed` the
-    most of one. `measured` corrects the estimate by passes that ran.
+    most of one. `looped` are the entries that loops over tokens keep of one, in all layers, and
+    `layer_looped` the most that a layer's loop holds of a block of tokens. `measured` corrects the
+    estimate by passes that ran.
     """
 
     weights: int
@@ -130,6 +132,8 @@ class ModelShapes:
     layer_gathered: int = 0
     mixed: int = 0
     layer_mixed: int = 0
+    looped: int = 0
+    layer_looped: int = 0
     scaled: int = 0
     unpacked: int = 0
     measured: Measured | None = None
@@ -142,17 +146,17 @@ class ModelShapes:
     def with_layers(self, layers: int) -> ModelShapes:
         """Return the shapes with LoRA on the last `layers` layers only."""
         share = layers / self.layers
-        names = ("trainable", "products", "mixed", "scaled", "scores", "gathered")
+        names = ("trainable", "products", "mixed", "looped", "scaled", "scores", "gathered")
         fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
         return replace(self, layers=layers, **fewer)
 
-    def holds_scores(self, load: Load) -> bool:
+    def holds_scores(self, load: BatchLoad) -> bool:
         """Return whether attention holds the scores of examples as wide as these."""
         return load.width > self.window
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchLoad:
     """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
 
     Where tokens meet, there are `lines` of `width` tokens, padding included.
@@ -164,7 +168,7 @@ class Load:
     tokens: int
 
     @classmethod
-    def single(cls, tokens: int, positions: int) -> Load:
+    def single(cls, tokens: int, positions: int) -> BatchLoad:
         return cls(1, tokens, positions, tokens)
 
     @property
@@ -182,12 +186,12 @@ class Load:
         return max(self.lines * self.width - self.tokens, 0)
 
 
-def load_of(group: Group, examples: Sequence[Example]) -> Load:
+def load_of(group: Group, examples: Sequence[Example]) -> BatchLoad:
     positions = sum(predicted_tokens(examples[i]) for i in group.examples)
-    return Load(len(group.examples), group.width, positions, group.tokens)
+    return BatchLoad(len(group.examples), group.width, positions, group.tokens)
 
 
-def head_states(shapes: ModelShapes, execution: Execution, load: Load) -> tuple[int, int]:
+def head_states(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> tuple[int, int]:
     """Return the positions the head runs on, and the entries of hidden states and gradients."""
     positions = load.positions if execution.split_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
@@ -218,19 +222,20 @@ class GraphMemory:
     casts_quantized = False
     head_copies = 4
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         """Return what all layers keep from their forward to their backward passes."""
         if execution.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
         # Products and functions of them, inputs and residuals; and the scores.
         width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
         tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
+        tokens += load.beside * shapes.looped
         # Recurrences have some of that for examples side by side.
         tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
         scores = load.scores if shapes.holds_scores(load) else 0
         return Entries(0, tokens, shapes.scores * scores)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         """Return what one layer's backward pass works with, in addition to what is kept."""
         gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
@@ -243,10 +248,10 @@ class GraphMemory:
         if execution.recompute:
             again = self.kept(shapes.with_layers(1), replace(execution, recompute=False), load)
             tokens, scores = tokens + again.tokens, scores + again.scores
-        fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast)
+        fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
         return Entries(fixed, tokens, scores)
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         """Return what passes without a head do not show: its arrays that are still in flight."""
         positions, _ = head_states(shapes, execution, load)
         logits = held_logits(execution, positions, shapes)
@@ -254,7 +259,7 @@ class GraphMemory:
             logits = min(logits, vocabulary_block(positions) * positions)
         return _IN_FLIGHT * logits
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         """Return the working entries of the head, in addition to those kept."""
         positions, hidden = head_states(shapes, execution, load)
         if execution.split_head and not self.holds_logits(shapes):
@@ -279,16 +284,16 @@ class MemoryUse(Protocol):
     casts_quantized: bool
     head_copies: int
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         """Return the entries that all layers keep from their forward to their backward passes."""
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         """Return the entries of one layer's backward pass, in addition to the kept ones."""
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         """Return the entries that passes without a head do not show."""
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         """Return the working entries of the head, in addition to the kept ones."""
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
@@ -356,7 +361,7 @@ class Execution:
             return plan_packs(examples, tokens, fixed, keyed=keyed, rounding=rounding)
         return plan_step(examples, self.micro_batch_tokens, self.fixed_cost)
 
-    def rounded(self, load: Load) -> Load:
+    def rounded(self, load: BatchLoad) -> BatchLoad:
         """Return the load of one example as it is run."""
         if not self.packs:
             return load
@@ -379,7 +384,7 @@ class Prediction:
         return self.weights + self.optimizer + self.activations + self.head
 
 
-def predict(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
+def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
     """Return the memory of a micro-batch at its peak: an estimate, unless passes were measured."""
     memory, size = execution.operations.memory, shapes.itemsize
     measured = shapes.measured or Measured()

@@ -7,7 +7,14 @@ from itertools import product
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.execution import Execution, Load, ModelShapes, Prediction, load_of, predict
+from mlxtune.core.steps.execution import (
+    BatchLoad,
+    Execution,
+    ModelShapes,
+    Prediction,
+    load_of,
+    predict,
+)
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.
 MARGIN = 0.15
@@ -66,7 +73,7 @@ class Work:
     """
 
     steps: Sequence[Sequence[Example]]
-    alone: tuple[Load, ...]
+    alone: tuple[BatchLoad, ...]
     keyed: bool = False
 
 
@@ -139,7 +146,7 @@ def choose(
     return None
 
 
-def least(shapes: ModelShapes, execution: Execution, load: Load) -> Prediction:
+def least(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
     """Return the least memory with which a micro-batch can run, whatever the chunks of its head."""
     chunked = (replace(execution, loss_chunk=each) for each in _chunks(shapes, execution))
     return min((predict(shapes, each, load) for each in chunked), key=lambda peak: peak.total)
@@ -154,7 +161,7 @@ def longest(
     """
 
     def needs(tokens: int) -> int:
-        work = Work((), (Load.single(tokens, tokens),))
+        work = Work((), (BatchLoad.single(tokens, tokens),))
         return min(plan.peak.total for plan in _plans(shapes, work, base, limit, checkpointing))
 
     return _most(needs, most, int(limit / (1 + MARGIN)))
@@ -176,7 +183,12 @@ def why_not(
 
 
 def remedies(
-    shapes: ModelShapes, execution: Execution, load: Load, limit: int, *, may_checkpoint: bool
+    shapes: ModelShapes,
+    execution: Execution,
+    load: BatchLoad,
+    limit: int,
+    *,
+    may_checkpoint: bool,
 ) -> list[str]:
     """Return the changes that would each make one example fit, with numbers."""
     changes = []
@@ -187,7 +199,7 @@ def remedies(
 
     def shorter(tokens: int) -> int:
         positions = max(load.positions * tokens // load.width, 1)
-        return least(shapes, execution, Load.single(tokens, positions)).total
+        return least(shapes, execution, BatchLoad.single(tokens, positions)).total
 
     def fewer(layers: int) -> int:
         return least(shapes.with_layers(layers), execution, load).total

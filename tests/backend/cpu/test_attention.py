@@ -31,11 +31,10 @@ def assert_same_attention(
     v: mx.array,
     mask: Any,
     tolerance: float = 5e-6,
-    sinks: mx.array | None = None,
 ) -> None:
     assert_same_function(
-        lambda q, k, v: attention.attention(q, k, v, SCALE, mask, sinks),
-        lambda q, k, v: reference(q, k, v, mask, sinks),
+        lambda q, k, v: attention.attention(q, k, v, SCALE, mask),
+        lambda q, k, v: reference(q, k, v, mask),
         q,
         k,
         v,
@@ -43,13 +42,11 @@ def assert_same_attention(
     )
 
 
-def reference(
-    q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: mx.array | None = None
-) -> mx.array:
+def reference(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
     """mlx's own function, which wants one width: the values are cut in two."""
     width = q.shape[-1]
     parts = [v[..., :width], mx.pad(v[..., width:], [(0, 0)] * 3 + [(0, 2 * width - v.shape[-1])])]
-    options = {"scale": SCALE, "mask": mask, "sinks": sinks}
+    options = {"scale": SCALE, "mask": mask}
     whole = [mx.fast.scaled_dot_product_attention(q, k, p, **options) for p in parts]
     return mx.concatenate(whole, axis=-1)[..., : v.shape[-1]]
 
@@ -70,16 +67,6 @@ def test_several_blocks_of_queries(mask: str | None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "ATTENTION_SCORES", 1000)  # one group of heads at a time
     monkeypatch.setattr(attention, "ATTENTION_QUERIES", 100)
     assert_same_attention(q, k, v, mask)
-
-
-@pytest.mark.parametrize("masked", ["causal", "window"])
-@pytest.mark.parametrize("groups, repeats", [(2, 2), (1, 4)])
-def test_sinks(masked: str, groups: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "ATTENTION_SCORES", 1000)
-    mask = window(150, 150, 20) if masked == "window" else masked
-    # The first outweighs all scores, the last none.
-    sinks = mx.linspace(30, -30, groups * repeats)
-    assert_same_attention(*heads(150, 150, groups=groups, repeats=repeats), mask, sinks=sinks)
 
 
 def window(queries: int, keys: int, size: int) -> mx.array:
@@ -117,8 +104,8 @@ def test_what_is_masked_weighs_nothing_at_all() -> None:
     """Almost nothing would be a subnormal number, which makes each product ten times as slow."""
     lowest = np.finfo(np.float32).min
     scores = np.array([[0, 1, -60, -200, lowest]] * 2, np.float32)
-    kernels.softmax_(0, 1, scores, 1, False, None)
-    kernels.softmax_gradient_(1, 2, scores, np.ones_like(scores), 1, False, None)
+    kernels.softmax_(0, 1, scores, 1, False)
+    kernels.softmax_gradient_(1, 2, scores, np.ones_like(scores), 1, False)
     expected = np.exp([0.0, 1.0]) / np.exp([0.0, 1.0]).sum()
     for row in scores:
         np.testing.assert_allclose(row[:2], expected, rtol=1e-6)

@@ -22,7 +22,14 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Entries, Execution, Factors, Load, Measured, ModelShapes
+from mlxtune.core.steps.execution import (
+    BatchLoad,
+    Entries,
+    Execution,
+    Factors,
+    Measured,
+    ModelShapes,
+)
 from tests.backend.conftest import random_examples
 from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
@@ -121,7 +128,7 @@ def test_what_numpy_holds_beside_mlx_is_counted(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     execution = pipeline.forward.execution
-    counted = 4 * CPU.memory.unseen(shapes, execution, Load.single(1024, 1024))
+    counted = 4 * CPU.memory.unseen(shapes, execution, BatchLoad.single(1024, 1024))
     assert 0.7 * others <= counted <= 1.4 * others
 
 

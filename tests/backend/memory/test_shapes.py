@@ -27,9 +27,9 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import (
+    BatchLoad,
     Execution,
     GraphMemory,
-    Load,
     load_of,
     predict,
 )
@@ -291,7 +291,7 @@ def test_bytes_of_quantised_weights_are_known_before_they_are_read(
 
 def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
-    config, load, way = InstructConfig(lora_rank=8), Load.single(512, 100), Execution(CPU)
+    config, load, way = InstructConfig(lora_rank=8), BatchLoad.single(512, 100), Execution(CPU)
     shapes = model_shapes(open_base(folder, "float32"), config, KernelMemory())
     advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
     quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, KernelMemory())

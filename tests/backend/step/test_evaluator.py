@@ -22,7 +22,7 @@ from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, Load, load_of
+from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.long.counts import counted_evaluations
@@ -203,7 +203,7 @@ def test_batches_are_as_large_as_the_memory_allows(
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator = evaluator_of(WAYS["in one line"])
     sizes = []
-    for free in (10**12, evaluator._losses._memory.of(Load(8, 40, 100, 320)), 0):
+    for free in (10**12, evaluator._losses._memory.of(BatchLoad(8, 40, 100, 320)), 0):
         monkeypatch.setattr(evaluator._losses._memory, "_free", free)
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)

@@ -16,7 +16,7 @@ from mlxtune.backend.workers.group import Workers
 from mlxtune.commands.prepare.memory import settle_products
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, Load
+from mlxtune.core.steps.execution import BatchLoad, Execution
 from mlxtune.core.steps.memory_plan import Work
 from tests.models import write_model
 
@@ -43,7 +43,7 @@ def work(*lengths: list[int]) -> Work:
     steps = [
         [Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step] for step in lengths
     ]
-    return Work(steps=steps, alone=(Load.single(70, 70),))
+    return Work(steps=steps, alone=(BatchLoad.single(70, 70),))
 
 
 @pytest.fixture

@@ -5,24 +5,30 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mlxtune.core.steps.execution import Entries, Execution, GraphMemory, Load, ModelShapes
+from mlxtune.core.steps.execution import (
+    BatchLoad,
+    Entries,
+    Execution,
+    GraphMemory,
+    ModelShapes,
+)
 
 
 class LeanMemory(GraphMemory):
     """The memory of operations that keep the products of layers, and hold no logits."""
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         width = shapes.inputs if execution.recompute else shapes.products
         return Entries(0, load.tokens * width, 0)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: Load) -> Entries:
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         width = shapes.layer_products * (2 if execution.recompute else 1)
         return Entries(0, load.tokens * width, 0)
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         return shapes.hidden * load.tokens
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, load: Load) -> int:
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         return 0
 
 

@@ -8,7 +8,14 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, Factors, Load, Measured, load_of, predict
+from mlxtune.core.steps.execution import (
+    BatchLoad,
+    Execution,
+    Factors,
+    Measured,
+    load_of,
+    predict,
+)
 from mlxtune.core.steps.groups import Group
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 
@@ -16,7 +23,7 @@ GRAPH = Execution(GRAPH_OPERATIONS, 64)
 
 
 def test_weights_and_optimizer_are_counted_by_parameter() -> None:
-    peak = predict(shapes(), GRAPH, Load.single(1, 1))
+    peak = predict(shapes(), GRAPH, BatchLoad.single(1, 1))
     # 100 parameters: the matrices; two moments, the step's gradients and the micro-batch's.
     assert (peak.weights, peak.optimizer) == (50_000 + 400, 1600)
     assert peak.total == sum((peak.weights, peak.optimizer, peak.activations, peak.head))
@@ -24,25 +31,25 @@ def test_weights_and_optimizer_are_counted_by_parameter() -> None:
 
 def test_graph_holds_the_logits_of_a_chunk_in_a_head_of_16_bits() -> None:
     half = shapes(itemsize=2)
-    few, many, more = (predict(half, GRAPH, Load(4, 100, n, 400)) for n in (100, 256, 400))
+    few, many, more = (predict(half, GRAPH, BatchLoad(4, 100, n, 400)) for n in (100, 256, 400))
     assert many.head - few.head == 2 * 156 * (5 * 1000 + 4 * 10)
     assert more.head - many.head == 2 * 144 * 4 * 10
-    whole = predict(half, replace(GRAPH, split_head=False), Load(4, 100, 4, 400))
+    whole = predict(half, replace(GRAPH, split_head=False), BatchLoad(4, 100, 4, 400))
     assert whole.head >= 2 * 400 * 5 * 1000
 
 
 def test_linear_head_holds_nine_blocks_of_logits_however_many_positions() -> None:
     large = shapes(vocab=10**6, scores=0, layer_scores=0)
-    few, many = (predict(large, GRAPH, Load(4, 4000, n, 16_000)).head for n in (1000, 4000))
+    few, many = (predict(large, GRAPH, BatchLoad(4, 4000, n, 16_000)).head for n in (1000, 4000))
     hidden = 3 * 16_000 * 10
     assert few == 4 * (hidden + 1000 * 4 * 10 + 9 * 1000 * (2**21 // 1000))
     assert many == 4 * (hidden + 4000 * 4 * 10 + 9 * 4000 * (2**21 // 4000))
-    cast = predict(replace(large, head_cast=10**7), GRAPH, Load(4, 4000, 1000, 16_000)).head
+    cast = predict(replace(large, head_cast=10**7), GRAPH, BatchLoad(4, 4000, 1000, 16_000)).head
     assert cast - few == 4 * 5 * 10 * (2**21 // 1000)
 
 
 def test_graph_keeps_products_twice_inputs_and_scores() -> None:
-    peak = predict(shapes(vocab=1), GRAPH, Load(2, 50, 1, 80))
+    peak = predict(shapes(vocab=1), GRAPH, BatchLoad(2, 50, 1, 80))
     # All products twice, four inputs and a copy of the scores; and while one layer works, three.
     kept = 80 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 2 * 50**2
     working = 80 * 3 * (30 + 10) + 3 * 2 * 2 * 50**2
@@ -52,12 +59,12 @@ def test_graph_keeps_products_twice_inputs_and_scores() -> None:
 
 def test_scores_are_held_where_no_kernel_serves() -> None:
     fused = shapes(vocab=1, window=64)
-    narrow, wide = (predict(fused, GRAPH, Load.single(n, 1)).activations for n in (64, 65))
+    narrow, wide = (predict(fused, GRAPH, BatchLoad.single(n, 1)).activations for n in (64, 65))
     assert narrow == 64 * (wide - 4 * (10 * 65**2 + 2)) // 65 + 4 * 2
 
 
 def test_what_experts_and_recurrences_hold_is_counted() -> None:
-    load, plain = Load(2, 50, 1, 80), shapes(vocab=1)
+    load, plain = BatchLoad(2, 50, 1, 80), shapes(vocab=1)
     experts = replace(plain, gathered=20, layer_gathered=70)
     more = predict(experts, GRAPH, load).activations - predict(plain, GRAPH, load).activations
     assert more == 4 * 80 * (20 + 2 * 70)
@@ -71,7 +78,7 @@ def test_what_experts_and_recurrences_hold_is_counted() -> None:
 
 def test_measured_factors_correct_the_estimate() -> None:
     measured = Measured(Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000), Factors(0.25, 0.5))
-    passed, load = shapes(vocab=1, measured=measured), Load(2, 50, 1, 80)
+    passed, load = shapes(vocab=1, measured=measured), BatchLoad(2, 50, 1, 80)
     kept = 80 * (2 * 200 + 2 * 4 * 10) / 2 + 2 * 2 * 2 * 2 * 50**2
     working = 3 * 80 * 3 * (30 + 10)
     assert predict(passed, GRAPH, load).activations == 4 * (kept + working + 2) + 1000
@@ -93,7 +100,7 @@ def test_measured_memory_is_read_back_as_written_and_nothing_else_is() -> None:
 
 def test_one_matrix_is_cast_at_a_time_whether_recomputed_or_not() -> None:
     stored, cast = (shapes(largest_cast=n, vocab=1) for n in (0, 30_000))
-    load = Load.single(1, 1)
+    load = BatchLoad.single(1, 1)
     for execution in (GRAPH, replace(GRAPH, recompute=True)):
         more = predict(cast, execution, load).total - predict(stored, execution, load).total
         assert more == 4 * 2 * 30_000
@@ -101,7 +108,7 @@ def test_one_matrix_is_cast_at_a_time_whether_recomputed_or_not() -> None:
 
 def test_graph_that_recomputes_keeps_inputs_and_works_with_one_layer() -> None:
     again = replace(GRAPH, recompute=True)
-    peak = predict(shapes(vocab=1), again, Load(2, 50, 1, 80))
+    peak = predict(shapes(vocab=1), again, BatchLoad(2, 50, 1, 80))
     tokens = 80 * (2 * 10 + 3 * (30 + 10) + 2 * 100 + 4 * 10)
     assert peak.activations == 4 * (tokens + 2 * 50**2 * (6 + 2) + 2)
 
@@ -109,7 +116,7 @@ def test_graph_that_recomputes_keeps_inputs_and_works_with_one_layer() -> None:
 def test_fewer_trained_layers_keep_less() -> None:
     fewer = shapes().with_layers(1)
     assert (fewer.layers, fewer.products, fewer.trainable) == (1, 100, 50)
-    whole, half = (predict(each, GRAPH, Load.single(100, 1)) for each in (shapes(), fewer))
+    whole, half = (predict(each, GRAPH, BatchLoad.single(100, 1)) for each in (shapes(), fewer))
     assert whole.activations - half.activations == 4 * (100 * 240 + 2 * 100**2)
 
 

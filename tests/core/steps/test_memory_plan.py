@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, Load, ModelShapes
+from mlxtune.core.steps.execution import BatchLoad, Execution, ModelShapes
 from mlxtune.core.steps.memory_plan import (
     MARGIN,
     MemoryPlan,
@@ -36,7 +36,7 @@ def work(*lengths: int, steps: int = 2) -> Work:
     """Steps of examples of these lengths, which share nothing."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
-    return Work(every, (Load.single(longest, 2),))
+    return Work(every, (BatchLoad.single(longest, 2),))
 
 
 def chosen(
@@ -88,7 +88,7 @@ def chosen_least(given: Work, recompute: bool) -> MemoryPlan:
 def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
-    given = Work([[one]], (Load.single(300, 299),))
+    given = Work([[one]], (BatchLoad.single(300, 299),))
     large = shapes(vocab=100_000, itemsize=2)
     free = chosen(given, execution=GRAPH, of=large)
     tight = chosen(given, 30_000_000, execution=GRAPH, of=large)
@@ -102,7 +102,7 @@ def test_longest_example_of_the_data_has_to_fit_too() -> None:
     given = work(40, 40)
     plan = chosen(given)
     assert plan
-    rare = replace(given, alone=(Load.single(4000, 2),))
+    rare = replace(given, alone=(BatchLoad.single(4000, 2),))
     longer = chosen(rare)
     assert longer
     assert longer.peak.total > plan.peak.total
@@ -132,7 +132,7 @@ def test_counts_are_those_of_the_steps() -> None:
 
 
 def test_without_data_one_example_is_planned_for() -> None:
-    plan = chosen(Work([], (Load.single(512, 512),)))
+    plan = chosen(Work([], (BatchLoad.single(512, 512),)))
     assert plan
     assert plan.execution.micro_batch_tokens == 512
     assert not plan.execution.recompute
@@ -153,7 +153,7 @@ def test_what_would_help_is_said_with_numbers_that_help() -> None:
     tokens = int(message.split("--max-seq-len ")[1].split(",")[0])
 
     def fits(n: int) -> bool:
-        shorter = replace(given, steps=[], alone=(Load.single(n, max(2 * n // 400, 1)),))
+        shorter = replace(given, steps=[], alone=(BatchLoad.single(n, max(2 * n // 400, 1)),))
         return chosen(shorter, limit, checkpointing=(False,)) is not None
 
     assert fits(tokens)
@@ -183,7 +183,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
     found = longest(shapes(), execution, limit, most, [recompute])
 
     def fits(tokens: int) -> bool:
-        given = Work((), (Load.single(tokens, tokens),))
+        given = Work((), (BatchLoad.single(tokens, tokens),))
         plan = choose(
             shapes(), given, execution, limit=limit, checkpointing=[recompute], tolerance=0.0
         )

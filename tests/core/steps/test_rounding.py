@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution, Load, load_of
+from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.rounding import Rounding
 from tests.core.steps.shapes import GRAPH_OPERATIONS
@@ -47,10 +47,10 @@ def test_nothing_is_rounded_by_default() -> None:
 
 def test_memory_of_one_example_is_that_of_its_line() -> None:
     execution = Execution(GRAPH_OPERATIONS, rounding=Rounding(64, 128))
-    assert execution.rounded(Load.single(1000, 7)) == Load(1, 1024, 7, 1024)
+    assert execution.rounded(BatchLoad.single(1000, 7)) == BatchLoad(1, 1024, 7, 1024)
     tokens, mask = np.zeros(1001, np.int32), np.ones(1001, np.uint8)
     mask[:994] = 0
     examples = [Example(1, tokens, mask)]
     (group,) = execution.plan(examples)
     assert group == Group((0,), 1024, 1024, 24)
-    assert load_of(group, examples) == execution.rounded(Load.single(1000, 7))
+    assert load_of(group, examples) == execution.rounded(BatchLoad.single(1000, 7))

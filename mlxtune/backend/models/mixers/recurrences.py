@@ -14,9 +14,9 @@ from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# The tokens of a block: of RWKV 7, whose backward pass has all their states in memory, and of Mamba
-# 2, as many as mlx-lm takes at once, which makes weights of all their pairs.
-_BLOCK, _PAIRED = 64, 256
+# The tokens of a block: of RWKV 7, in all rows, whose backward pass has their states in memory, and
+# of Mamba 2, as many as mlx-lm takes at once, which makes weights of all their pairs.
+BLOCK, _PAIRED = 64, 256
 # Longer kernels are no sums of few products.
 _LONGEST = 8
 
@@ -106,7 +106,7 @@ class TimeMixing(nn.Module):
             return super()._wkv7(*inputs)
         if state is None:
             state = mx.zeros((batch, heads, width, width), given[0].dtype)
-        return by_blocks(_loop, given, state, _BLOCK)
+        return by_blocks(_loop, given, state, max(BLOCK // batch, 1))
 
 
 def _loop(*inputs: mx.array) -> tuple[mx.array, mx.array]:

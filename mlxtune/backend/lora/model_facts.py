@@ -1,0 +1,71 @@
+"""The matrices of a model's layers and the sizes in its config, counted once for all users."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from mlxtune.backend.lora.targets import dimensions, experts_per_token, projections
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import predicted_tokens, run_length
+
+# Heads of attention, and experts of a token, where a model does not say how many it has.
+_HEADS, _EXPERTS = 64, 8
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A frozen matrix, or a stack of `experts`, of which each token goes through `used`."""
+
+    inputs: int
+    outputs: int
+    experts: int
+    used: int
+
+    @property
+    def entries(self) -> int:
+        """The entries of all experts."""
+        return self.inputs * self.outputs * self.experts
+
+    @property
+    def gathered(self) -> int:
+        """The width of the inputs that the experts of a token gather."""
+        return self.inputs * self.used if self.experts > 1 else 0
+
+    @property
+    def width(self) -> int:
+        """The width of a token's outputs."""
+        return self.outputs * self.used
+
+
+class ModelFacts:
+    """The matrices of each layer by path, and sizes by config; no weights are read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        text = getattr(model, "language_model", model)
+        options = getattr(getattr(text, "args", None), "__dict__", {})
+        used = experts_per_token(options) or _EXPERTS
+        self.layers = [
+            {path: _matrix(module, used) for path, module in projections(layer).items()}
+            for layer in model.layers
+        ]
+        self.heads = int(options.get("num_attention_heads") or _HEADS)
+        self.vocab = int(options.get("vocab_size") or 0)
+        self._hidden = int(options.get("hidden_size") or 0)
+
+    @property
+    def widest_layer(self) -> int:
+        """The width of the outputs of one layer's products together."""
+        return max(sum(m.width for m in layer.values()) for layer in self.layers)
+
+    def costs(self, examples: Sequence[Example]) -> list[float]:
+        """Return the multiplications of examples with weights, as workers weigh them."""
+        trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
+        head = float(self.vocab * self._hidden)
+        return [trunk * run_length(each) + head * predicted_tokens(each) for each in examples]
+
+
+def _matrix(module: nn.Module, used: int) -> Matrix:
+    inputs, outputs = dimensions(module)
+    experts = len(module.weight) if module.weight.ndim == 3 else 1
+    return Matrix(inputs, outputs, experts, min(experts, used))
