@@ -8,15 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import (
-    THREADS,
-    Floats,
-    by_rows,
-    empty,
-    in_parts,
-    multiplied,
-    view,
-)
+from mlxtune.backend.cpu.arrays import THREADS, Floats, by_rows, empty, in_parts, multiplied, view
 from mlxtune.backend.cpu.layers import reads_attention, unread
 from mlxtune.backend.cpu.memory import ATTENTION_QUERIES, ATTENTION_SCORES
 from mlxtune.backend.models import packed
@@ -170,13 +162,7 @@ def _additive(mask: mx.array) -> Floats:
     return view(mask)
 
 
-def attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    scale: float,
-    mask: Any,
-) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) -> mx.array:
     """Return softmax(scale * q k^T + mask) v of shape (B, H, T, n), never holding all scores.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,

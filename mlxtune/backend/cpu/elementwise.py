@@ -8,14 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import (
-    Floats,
-    by_rows,
-    computes,
-    empty,
-    matrix,
-    view,
-)
+from mlxtune.backend.cpu.arrays import Floats, by_rows, computes, empty, matrix, view
 from mlxtune.backend.cpu.layers import reads_gate, unread
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable

@@ -214,10 +214,7 @@ _KINDS: dict[type, type] = {
     **subclasses(_GemmaRMSNorm, gemma.RMSNorm, gemma2.RMSNorm, gemma3_text.RMSNorm),
     **subclasses(_RoPE, nn.RoPE),
     **subclasses(
-        _FrequencyRoPE,
-        rope_utils.Llama3RoPE,
-        rope_utils.YarnRoPE,
-        rope_utils.ProportionalRoPE,
+        _FrequencyRoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.ProportionalRoPE
     ),
     **subclasses(_GeGLU, gemma2.MLP, gemma3_text.MLP),
     LoRALinear: _LoRALinear,

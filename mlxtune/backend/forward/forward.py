@@ -49,12 +49,7 @@ class Forward:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        dropout: DropoutKeys,
-        execution: Execution,
-        *,
-        trains: bool = True,
+        self, model: nn.Module, dropout: DropoutKeys, execution: Execution, *, trains: bool = True
     ) -> None:
         self.model = model
         self._dropout = dropout
@@ -162,10 +157,7 @@ class Forward:
         }
 
     def scaled_loss(
-        self,
-        parameters: Mapping[str, Any],
-        arrays: Mapping[str, Any],
-        scale: mx.array,
+        self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 

@@ -10,12 +10,7 @@ from statistics import median
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.models.layers import (
-    DEQUANTIZED,
-    QUANTIZED,
-    DequantizedLinear,
-    copy_quantized,
-)
+from mlxtune.backend.models.layers import DEQUANTIZED, QUANTIZED, DequantizedLinear, copy_quantized
 from mlxtune.core.text import short_duration
 
 # Runs of each form before those that count, whose number is odd.
@@ -53,10 +48,7 @@ class TimedProducts:
 
 
 def time_products(
-    model: nn.Module,
-    dtype: mx.Dtype,
-    tokens: int,
-    clock: Callable[[], float] = time.perf_counter,
+    model: nn.Module, dtype: mx.Dtype, tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> TimedProducts | None:
     """Time both forms on the model's largest quantised matrix, None if it has none to choose for.
 

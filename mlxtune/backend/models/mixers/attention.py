@@ -61,12 +61,7 @@ def _attention(
 
 
 def _with_sink_key(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    sinks: mx.array,
-    size: int,
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array, size: int
 ) -> mx.array:
     """Return causal attention with sinks as one more key, so that no scores are kept.
 

@@ -159,7 +159,4 @@ def _convolve(x: mx.array, weight: mx.array) -> mx.array:
     return sum(terms, start=mx.array(0.0)).astype(x.dtype)
 
 
-KINDS = {
-    **subclasses(TimeMixing, rwkv7.Rwkv7TimeMixing),
-    **subclasses(DepthwiseConv1d, nn.Conv1d),
-}
+KINDS = {**subclasses(TimeMixing, rwkv7.Rwkv7TimeMixing), **subclasses(DepthwiseConv1d, nn.Conv1d)}

@@ -18,9 +18,6 @@ FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_gated_delta.gated_delta_update): gated_delta_update,
     id(ssm.ssm_update): recurrences.ssm_update,
 }
-KINDS: dict[type, type] = {
-    **experts.KINDS,
-    **recurrences.KINDS,
-}
+KINDS: dict[type, type] = {**experts.KINDS, **recurrences.KINDS}
 
 MIXERS = Replacements(FUNCTIONS, KINDS)
