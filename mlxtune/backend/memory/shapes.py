@@ -24,7 +24,7 @@ from mlxtune.core.steps.execution import MemoryUse, ModelShapes
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
 # Arrays as large as its state that Mamba's loop keeps of each token, and those that RWKV 7's holds.
-_KEPT_STATES, _HELD_STATES = 4, 6
+_KEPT_STATES, _HELD_STATES = 4, 3
 _MAMBA = (MambaBlock, JambaMambaMixer)
 
 

@@ -221,8 +221,9 @@ DELTA |= {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_conv_k
 DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 8}
 DELTA |= {"tie_word_embeddings": True}
 
-RWKV = ARCHITECTURES["rwkv7"] | {"head_dim": 64, "num_hidden_layers": 8}
+RWKV = ARCHITECTURES["rwkv7"] | {"head_dim": 64, "num_hidden_layers": 3}
 RWKV |= {"targets": ("r_proj", "v_proj")}
+MAMBA = ARCHITECTURES["mamba"] | {"targets": ("all",)}
 LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("all",)}
 
 
@@ -239,7 +240,8 @@ LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("al
         slow("phi3", examples(2, 300), {"targets": ("all",)}, id="packed projections"),
         pytest.param("qwen3_5", examples(4, 64, prefix=200), DELTA, id="recurrences"),
         slow("qwen3_5", examples(1, 1024), DELTA, id="long recurrences"),
-        slow("rwkv7", examples(4, 64, prefix=200), RWKV, id="RWKV 7"),
+        slow("rwkv7", examples(2, 60, prefix=40), RWKV, id="RWKV 7"),
+        slow("mamba", examples(2, 60, prefix=40), MAMBA, id="Mamba"),
     ],
 )
 def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
