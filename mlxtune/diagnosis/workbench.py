@@ -28,7 +28,7 @@ _ROWS = 32
 # With dropout, only turns of a row share a beginning: two, which keeps bytes equal on Metal.
 _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
-    *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3", "--no-cache", "--quiet"),
+    *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
 )
 # Of the 8 that the rows make.
 _BASE_STEPS = ("--max-steps", "3")
@@ -40,11 +40,6 @@ class Workbench:
     """Keeps everything in the folder `scratch`."""
 
     scratch: Path
-
-    @property
-    def children(self) -> Children:
-        """Starts processes whose temporary files are in the folder too."""
-        return Children(self.scratch)
 
     def model(self, name: str) -> Path:
         """Return a model's folder; the bases are made when first asked for."""
@@ -74,11 +69,9 @@ class Workbench:
         """Yield the checks of a job of the worker, and raise ChildError if it then fails."""
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
-        status = self.children.run(
-            ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)],
-            folder,
-            variables=_QUICK if job in _AS_TRAINED else _QUICK | _EXACT,
-        )
+        arguments = ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)]
+        variables = _QUICK if job in _AS_TRAINED else _QUICK | _EXACT
+        status = Children(self.scratch).run(arguments, folder, variables=variables)
         if records.exists():
             for line in read_text(records).splitlines():
                 yield ProofCheck(**json.loads(line))
@@ -92,11 +85,8 @@ class Workbench:
     def bench(self, name: str, *timed: str) -> dict[str, Any]:
         """Return the JSON of `mlxtune bench --against mlx-lm` with these options, on a model."""
         folder = self.scratch / "bench"
-        data = ("--model-path", str(self.model(name)), "--data", str(self.rows), "--no-cache")
-        output = ("--quiet", "--json", str(folder / "bench.json"))
-        options = (*data, "--against", "mlx-lm", "--repeats", "1", *timed, *output)
-        status = self.children.run(["-m", "mlxtune", "bench", *options], folder)
-        _expect(status, 0, folder)
+        options = ("--against", "mlx-lm", "--repeats", "1", "--json", str(folder / "bench.json"))
+        _expect(self._run("bench", name, folder, *options, *timed), 0, folder)
         return read_json(folder / "bench.json")
 
     def trained(self, name: str, run: str = "straight") -> str:
@@ -123,15 +113,18 @@ class Workbench:
         _expect(status, -9 if stop == signal.SIGKILL else _INTERRUPTED, folder)
         step = read_bytes(metrics).count(b"\n")
         resume = ["-m", "mlxtune", "train", "--resume", "--quiet"]
-        _expect(self.children.run(resume, folder), 0, folder)
+        _expect(Children(self.scratch).run(resume, folder), 0, folder)
         return file_hash(folder / "adapters.safetensors"), step
 
     def _train(self, name: str, folder: Path, **options: Any) -> int:
-        data = ("--model-path", str(self.model(name)), "--data", str(self.rows))
         steps = _BASE_STEPS if name == BASE else ()
-        return self.children.run(
-            ["-m", "mlxtune", "train", *data, *_TRAINING, *steps], folder, **options
-        )
+        return self._run("train", name, folder, *_TRAINING, *steps, **options)
+
+    def _run(self, command: str, name: str, folder: Path, *options: str, **settings: Any) -> int:
+        """Run a command on a model and the rows in a new folder; return its exit status."""
+        data = ("--model-path", str(self.model(name)), "--data", str(self.rows))
+        run = ["-m", "mlxtune", command, *data, "--no-cache", "--quiet", *options]
+        return Children(self.scratch).run(run, folder, **settings)
 
     def _write(self, name: str, lines: Sequence[str]) -> Path:
         path = self.scratch / name

@@ -116,13 +116,13 @@ def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost projections of a model by path: LoRA layers, not the layers within."""
-    products = {
+    modules = dict(model.named_modules())
+    inner = {f"{path}.linear" for path, module in modules.items() if hasattr(module, "lora_a")}
+    return {
         path: module
-        for path, module in model.named_modules()
-        if isinstance(module, PROJECTIONS) or hasattr(module, "lora_a")
+        for path, module in modules.items()
+        if (isinstance(module, PROJECTIONS) and path not in inner) or hasattr(module, "lora_a")
     }
-    inner = {f"{path}.linear" for path, module in products.items() if hasattr(module, "lora_a")}
-    return {path: module for path, module in products.items() if path not in inner}
 
 
 def _product_roundoff() -> float:
