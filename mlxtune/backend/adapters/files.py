@@ -117,9 +117,10 @@ def read_info(weights: Path) -> AdapterInfo:
         )
     layers, extra = config.get("num_layers"), config.get("mlxtune")
     try:
-        rank, scale = int(parameters["rank"]), float(parameters["scale"])
-        if not 0 < rank < 2**31 or not is_valid_scale(scale, rank):
-            raise ValueError(f"rank {rank:.6g} and scale {scale:.6g} are out of range")
+        rank, scale = parameters["rank"], parameters["scale"]
+        # mlx-lm computes with the values as they stand, of which text is none.
+        if type(rank) is not int or not 0 < rank < 2**31 or not is_valid_scale(scale * 1.0, rank):
+            raise ValueError(f"rank {rank!r:.40} and scale {scale!r:.40} are out of range")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(
             f"{path}: lora_parameters has no valid rank and scale: {one_line(error)}"
@@ -127,7 +128,7 @@ def read_info(weights: Path) -> AdapterInfo:
     return AdapterInfo(
         kind=kind,
         rank=rank,
-        scale=scale,
+        scale=float(scale),
         dropout=valid_dropout(path, "dropout", parameters.get("dropout")),
         num_layers=layers if isinstance(layers, int) and layers > 0 else None,
         model=str(config.get("model") or ""),

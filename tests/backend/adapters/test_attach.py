@@ -111,6 +111,8 @@ def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
         ({"lora_parameters": None}, "is not supported"),
         ({"lora_parameters": {"rank": "x", "scale": 2.0}}, "has no valid rank and scale"),
         ({"lora_parameters": {"rank": 8}}, "has no valid rank and scale"),
+        ({"lora_parameters": {"rank": 8, "scale": "2"}}, "has no valid rank and scale"),
+        ({"lora_parameters": {"rank": 8.5, "scale": 2.0}}, "has no valid rank and scale"),
     ],
 )
 def test_config_that_says_nothing_is_an_error(
