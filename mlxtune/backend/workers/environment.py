@@ -76,7 +76,7 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")
     for worker, report in enumerate(others, 1):
-        if differ := _difference(report.versions, first.versions):
+        if differ := difference(report.versions, first.versions):
             found = f"worker {worker} has {differ}"
             yield Check(PROBLEM, "versions", found, "install the same on all machines", stops=True)
         for found, remedy in report.problems:
@@ -86,9 +86,10 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     yield _network(link, len(reports))
 
 
-def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
-    return ", ".join(
-        f"{name} {own.get(name, 'missing')} (worker 0: {first.get(name, 'missing')})"
+def difference(own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return how entries differ from worker 0's, as `name value, on worker 0 value`."""
+    return "; ".join(
+        f"{name} {own.get(name)}, on worker 0 {first.get(name)}"
         for name in sorted({*own, *first})
         if own.get(name) != first.get(name)
     )

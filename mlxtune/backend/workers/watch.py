@@ -14,7 +14,6 @@ from mlxtune.backend.workers.heartbeat import TOKEN_SIZE, Heartbeat
 from mlxtune.core.files.sizes import read_text
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.errors import (
-    ConfigError,
     MlxTuneError,
     TrainingInterrupted,
     WorkerError,
@@ -127,8 +126,8 @@ def watched(
     try:
         yield watch.machines
         failed = False
-    except (ConfigError, KeyboardInterrupt, SystemExit) as error:
-        failed = not isinstance(error, SystemExit | TrainingInterrupted)
+    except (SystemExit, TrainingInterrupted):
+        failed = False
         raise
     except Exception as error:
         if (line := watch.loss_behind(error)) is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
 
 from mlxtune.backend.device import memory
-from mlxtune.backend.workers.environment import launched_worker
+from mlxtune.backend.workers.environment import difference, launched_worker
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.launch import join
 from mlxtune.backend.workers.watch import watched
@@ -126,24 +126,14 @@ class WorkerRun(Generic[ConsoleT]):
         for worker, other in enumerate(others, 1):
             for name, problem in _COMMON.items():
                 if other[name] != first[name]:
-                    how = problem.format(_difference(first, other, name))
+                    found = (each[name] for each in (other, first))
+                    entries = (each if isinstance(each, dict) else {name: each} for each in found)
+                    how = problem.format(difference(*entries))
                     if self.workers.index:
                         # Worker 0 says it.
                         self.console.warn(f"worker {worker} {how}")
                         raise SystemExit(1)
                     raise WorkerError(f"worker {worker} {how}")
-
-
-def _difference(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> str:
-    """Return how an entry differs, as `name: value, on worker 0 value`."""
-    here, there = first[name], other[name]
-    if not isinstance(here, dict):
-        here, there = {name: here}, {name: there}
-    return "; ".join(
-        f"{key} {there.get(key)}, on worker 0 {here.get(key)}"
-        for key in sorted({*here, *there})
-        if here.get(key) != there.get(key)
-    )
 
 
 @contextmanager

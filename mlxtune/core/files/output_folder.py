@@ -22,7 +22,6 @@ from mlxtune.errors import OutputError
 
 # What a file had when it was known to be ours: its inode, size and time of change.
 _Known = Mapping[str, tuple[int, int, int]]
-_REMEDY = "move it away, or choose another --output"
 
 
 @contextmanager
@@ -136,44 +135,34 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
             raise OutputError(f"{target}: is not a folder: --output takes the name of a folder")
         if is_empty(target):
             return {}
-        files = _read_manifest(target / manifest)
-        if files is None:
+        if not _is_remembered(target / manifest):
             raise OutputError(
-                f"{target}: already holds other files: choose another --output, or remove it"
+                f"{target}: already holds other files, or was not written by you on this machine: "
+                "choose another --output, or remove it"
             )
         if not overwrite:
             raise OutputError(
                 f"{target}: already exists: choose another --output, or add --overwrite"
             )
         known = _fingerprints(target)
-        if not _is_remembered(target / manifest):
-            raise OutputError(f"{target}: was not written by you on this machine: {_REMEDY}")
-        _check_written(target, {**files, manifest: None})
+        _check_written(target, {**read_json(target / manifest)["files"], manifest: None})
     return known
 
 
 def _is_remembered(manifest: Path) -> bool:
-    # A list that cannot be read has nothing.
     with suppress(OSError, ValueError):
         return is_remembered(file_hash(manifest))
     return False
 
 
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    try:
-        files = read_json(path).get("files")
-    except (OSError, ValueError):
-        return None
-    return files if isinstance(files, dict) else None
-
-
 def _check_written(target: Path, files: Mapping[str, Any]) -> None:
     """Raise OutputError unless a folder holds only these files, each with its SHA-256, if any."""
+    remedy = "move it away, or choose another --output"
     found = contents(target)
     if others := [name for name in found if name not in files or not is_ours(found[name])]:
         raise OutputError(
-            f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {_REMEDY}"
+            f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {remedy}"
         )
     for name, path in found.items():
         if files[name] is not None and file_hash(path) != files[name]:
-            raise OutputError(f"{path}: was changed after mlxtune had written it: {_REMEDY}")
+            raise OutputError(f"{path}: was changed after mlxtune had written it: {remedy}")

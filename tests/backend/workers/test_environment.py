@@ -40,8 +40,12 @@ def test_workers_that_agree_have_nothing_to_fix() -> None:
 @pytest.mark.parametrize(
     "changed, name, found",
     [
-        ({"versions": {"mlx": "0.32.3"}}, "versions", "worker 1 has mlx 0.32.3 (worker 0: 0.32.4)"),
-        ({"versions": {}}, "versions", "worker 1 has mlx missing (worker 0: 0.32.4)"),
+        (
+            {"versions": {"mlx": "0.32.3"}},
+            "versions",
+            "worker 1 has mlx 0.32.3, on worker 0 0.32.4",
+        ),
+        ({"versions": {}}, "versions", "worker 1 has mlx None, on worker 0 0.32.4"),
         ({"files": {"chat.jsonl": "b"}}, "files", "chat.jsonl is not that of worker 0 on worker 1"),
         ({"files": {"chat.jsonl": None}}, "files", "chat.jsonl cannot be read on worker 1"),
         (
