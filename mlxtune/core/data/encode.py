@@ -9,8 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Protocol
+from itertools import chain, islice
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,14 @@ from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes for each character of what they encode at once.
-_CHUNK_CHARACTERS = 2**21
+_CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
 _PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.
 _CACHED_TAILS = 4096
 # Nobody writes out longer control tokens.
 _LONGEST_WRITTEN = 1000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +185,7 @@ class Encoder:
         control = ControlTokens(self.tokenizer.control_tokens)
         with ThreadPoolExecutor(max_workers=1) as tokenizing:
             pending: Future[EncodedRows] | None = None
-            for rendered in _chunks(self._render(rows, control, skipped, notes)):
+            for rendered in _chunks(self._render(rows, control, skipped, notes), _total):
                 if pending is not None:
                     yield list(self._check(pending.result(), skipped, notes))
                 pending = tokenizing.submit(self._tokenize, rendered)
@@ -203,6 +205,8 @@ class Encoder:
                     text = "\0".join(_texts(row))
                     _check_surrogates(text)
                     rendering = self._render_row(row)
+                    if (longest := max(map(_length, rendering.texts))) > _MOST_CHARACTERS:
+                        raise BadRow("its text is too long", f"{longest:,} characters: split it")
                 except BadRow as problem:
                     skipped.add(row.row, problem)
                     continue
@@ -248,7 +252,7 @@ class Encoder:
 
     def _tokenize(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
         texts = [text.text for _, rendering in rendered for text in rendering.texts]
-        encoded = iter(self.tokenizer.encode_batch(texts))
+        encoded = self._encoded(texts)
         return [
             [
                 example
@@ -257,6 +261,9 @@ class Encoder:
             ]
             for row, rendering in rendered
         ]
+
+    def _encoded(self, texts: Iterable[str]) -> Iterator[Encoding]:
+        return chain.from_iterable(map(self.tokenizer.encode_batch, _chunks(texts, len)))
 
     def _examples(self, row: int, text: Rendered, whole: Encoding) -> Iterator[Example]:
         """Yield the examples of a text: one, or one for each of its turns.
@@ -270,7 +277,7 @@ class Encoder:
         if len(spans) == len(ranges):
             yield self._example(row, text, whole.ids, spans)
             return
-        prompts = self.tokenizer.encode_batch([text.text[:start] for start, _ in text.spans])
+        prompts = self._encoded(text.text[:start] for start, _ in text.spans)
         for prompt, (start, end) in zip(prompts, text.spans, strict=True):
             ids = [*prompt.ids, *self._continuation(text.text[start:end])]
             yield self._example(row, text, ids, [(len(prompt.ids), len(ids))])
@@ -329,16 +336,23 @@ class Encoder:
         return Example(row, tokens, mask)
 
 
-def _chunks(rendered: Iterable[tuple[int, Rendering]]) -> Iterator[list[tuple[int, Rendering]]]:
-    chunk: list[tuple[int, Rendering]] = []
+def _length(text: Rendered) -> int:
+    return len(text.text)
+
+
+def _total(rendered: tuple[int, Rendering]) -> int:
+    return sum(map(_length, rendered[1].texts))
+
+
+def _chunks(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    chunk: list[T] = []
     characters = 0
-    for row, rendering in rendered:
-        length = sum(len(text.text) for text in rendering.texts)
-        if chunk and (len(chunk) == _CHUNK_ROWS or characters + length > _CHUNK_CHARACTERS):
+    for item in items:
+        if chunk and (len(chunk) == _CHUNK_ROWS or characters + length(item) > _CHUNK_CHARACTERS):
             yield chunk
             chunk, characters = [], 0
-        chunk.append((row, rendering))
-        characters += length
+        chunk.append(item)
+        characters += length(item)
     if chunk:
         yield chunk
 

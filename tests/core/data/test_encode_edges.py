@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mlxtune.core.data import encode as encode_module
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Document, Message, parse_conversation
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
@@ -264,6 +265,32 @@ def test_thousands_of_rows_are_encoded_in_order_and_as_each_by_itself() -> None:
     written = [row for row in range(1, 1600) if row % 7 and row % 4 in (0, 3)]
     assert told.counts == Counter({problems.CONTROL_TOKEN: len(written)})
     assert [row for row, _ in told.places[problems.CONTROL_TOKEN]] == written[:5]
+
+
+def test_row_of_very_long_text_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "_MOST_CHARACTERS", 100)
+    rows = [Document(1, "a " * 51), Document(2, "a " * 50)]
+    file = encoded_file(words(eos="<|endoftext|>"), render_qwen3, rows)
+
+    assert file.skipped.places == {"its text is too long": [(1, "102 characters: split it")]}
+
+
+def test_turns_of_a_row_are_encoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "_CHUNK_CHARACTERS", 100)
+    tokenizer, batches = words(eos="<|endoftext|>"), []
+    real = tokenizer.encode_batch
+
+    def counted(texts: Sequence[str]) -> Any:
+        batches.append(sum(map(len, texts)))
+        return real(texts)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    turn = Rendered("a b c d e f g h ", ((0, 16),), add_end=True)
+    template = lambda _: Rendering((turn,) * 20)  # noqa: E731
+    examples, *_ = encode(tokenizer, converse(("user", "a")), template=template)
+
+    assert len(examples) == 20
+    assert max(batches) <= 100
 
 
 def test_failure_of_the_tokenizer_is_not_lost_in_its_thread() -> None:
