@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,10 @@ settings.load_profile("same")
 # Where several processes test at once, the threads of each would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
+
+# Without it, every process that tests start would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # MLX reads it once, when it is imported. TF32, its default on CUDA and M5, rounds float32 products
 # to three digits, and tests compare to five.
@@ -190,6 +195,38 @@ def chat(tmp_path: Path) -> Path:
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     return tmp_path / "out" / "adapters.safetensors"
+
+
+@pytest.fixture(scope="session")
+def run_to_copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter whose run took two steps and saved both; tests copy it."""
+    from mlxtune import TrainConfig
+    from mlxtune import train as run
+
+    folder = tmp_path_factory.mktemp("run")
+    chat = write_chat(folder / "chat.jsonl", sums(ROWS))
+    adapter = folder / "out" / "adapters.safetensors"
+    config = TrainConfig(
+        model_path=str(model),
+        data=str(chat),
+        output=str(adapter),
+        max_steps=2,
+        save_steps=1,
+        samples=0,
+        quiet=True,
+    )
+    run(config)
+    return adapter.parent
+
+
+@pytest.fixture
+def own_run(run_to_copy: Path, output: Path) -> Path:
+    """The checkpoints of a finished run of two steps, which this user made."""
+    from mlxtune.core.run import own_runs
+
+    run = Path(shutil.copytree(run_to_copy, output.parent)) / "checkpoints"
+    own_runs.mark(run)
+    return run
 
 
 @pytest.fixture

@@ -53,45 +53,43 @@ def test_what_another_tool_wrote_is_refused_before_training(
     assert snapshot(output.parent) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["step-notes/a.txt", "epoch-/a", "step-1.5/a", "best-of/a", ".best.tmp/a", "wandb/a"]
-)
-def test_what_another_tool_wrote_stays_while_two_runs_come_and_go(
-    train: Cli, output: Path, name: str
-) -> None:
+def test_what_another_tool_wrote_stays_while_two_runs_come_and_go(train: Cli, output: Path) -> None:
     run = output.parent / "checkpoints"
-    place(run / name)
+    names = ["step-notes/a.txt", "epoch-/a", "step-1.5/a", "best-of/a", ".best.tmp/a", "wandb/a"]
+    for name in names:
+        place(run / name)
     for _ in range(2):
         assert train("--max-steps", 2, "--save-steps", 1, "--keep", 1).code == 0
-    assert (run / name).read_text() == MINE
+    assert [(run / name).read_text() for name in names] == [MINE] * len(names)
 
 
-def test_what_another_tool_wrote_between_two_runs_is_refused(train: Cli, output: Path) -> None:
-    assert train("--max-steps", 2, "--val-split", 0).code == 0
-    run = output.parent / "checkpoints"
+def test_what_another_tool_wrote_between_two_runs_is_refused(train: Cli, own_run: Path) -> None:
+    run = own_run
     place(run / "best" / "model.pt")
     outcome = train("--max-steps", 2)
     assert "holds best, not written by mlxtune" in outcome.error
     assert (run / "best" / "model.pt").read_text() == MINE
 
 
-@pytest.mark.parametrize("dangling", [False, True])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "dangling"),
     [
-        *("run.json", "ledger.json", "metrics.jsonl", "profile.jsonl", "result.json"),
-        *(".mlxtune", "best", "step-1", ".mlxtune.lock"),
+        *(
+            (name, False)
+            for name in ("run.json", "ledger.json", "metrics.jsonl", "profile.jsonl", "result.json")
+        ),
+        *((name, False) for name in (".mlxtune", "best", "step-1", ".mlxtune.lock")),
+        *((name, True) for name in ("metrics.jsonl", "profile.jsonl", "best", ".mlxtune.lock")),
     ],
 )
 def test_links_in_a_runs_folder_are_not_written_through(
-    train: Cli, output: Path, tmp_path: Path, name: str, dangling: bool
+    train: Cli, own_run: Path, tmp_path: Path, name: str, dangling: bool
 ) -> None:
     target = tmp_path / "elsewhere" / "mine"
     target.parent.mkdir()
     if not dangling:
         target.write_text(MINE)
-    assert train("--max-steps", 1).code == 0
-    link = output.parent / "checkpoints" / name
+    link = own_run / name
     if link.is_dir():
         shutil.rmtree(link)
     link.unlink(missing_ok=True)
@@ -110,17 +108,20 @@ OUTPUTS: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("where", OUTPUTS)
 @pytest.mark.parametrize("name", ["checkpoints", "ck"])
 def test_a_strangers_run_does_not_choose_what_is_replaced(
-    cli: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str
+    cli: Cli,
+    run_to_copy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    name: str,
 ) -> None:
-    adapter, run = tmp_path / "run" / "adapters.safetensors", tmp_path / "run" / name
-    options = ["--output", adapter, "--checkpoint-dir", run, "--max-steps", 2, "--save-steps", 1]
-    assert train(*options).code == 0
+    run = Path(shutil.copytree(run_to_copy, tmp_path / "run")) / name
+    (tmp_path / "run" / "checkpoints").rename(run)
     target = OUTPUTS[where](tmp_path)
     for folder in checkpoint.checkpoint_folders(run):
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["config"] |= {"output": target, "epochs": 5, "max_steps": None}
-        if name == "checkpoints":
-            metadata["config"]["checkpoint_dir"] = None
+        metadata["config"]["checkpoint_dir"] = None if name == "checkpoints" else str(run)
         (folder / "metadata.json").write_text(json.dumps(metadata))
         (folder / "manifest.json").unlink()
         checkpoint.write_json(folder / "manifest.json", checkpoint._manifest(folder))

@@ -6,13 +6,15 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxtune import TrainingInterrupted, resume
-from tests.command import Cli, Outcome, finish, read_until, start
+from mlxtune import TrainConfig, TrainingInterrupted, resume
+from mlxtune import train as run_training
+from tests.command import ROWS, Cli, Outcome, finish, read_until, start
 from tests.models import sums, write_chat, write_model
 
 OPTIONS = ("--epochs", "3", "--lr", "1e-2", "--targets", "all", "--dropout", "0.1")
@@ -42,21 +44,50 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
 
 
-@pytest.fixture
-def stopped(train: Cli, output: Path) -> Path:
-    """A run that was stopped after its sixth step of twelve; returns its folder of checkpoints."""
+@pytest.fixture(scope="module")
+def stopped_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after its sixth step of twelve, which tests copy."""
+    folder = tmp_path_factory.mktemp("stopped")
+    config = run_config(model, write_chat(folder / "chat.jsonl", sums(ROWS)), folder / "out")
     with pytest.MonkeyPatch.context() as monkeypatch:
         stop_after(6, monkeypatch)
-        assert train(*OPTIONS).code == 130
-    return output.parent / "checkpoints"
+        with pytest.raises(TrainingInterrupted):
+            run_training(config)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapter of the same run, which nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = run_config(model, write_chat(folder / "chat.jsonl", sums(ROWS)), folder)
+    run_training(config)
+    return folder / "adapters.safetensors"
+
+
+def run_config(model: Path, chat: Path, folder: Path) -> TrainConfig:
+    return TrainConfig(
+        model_path=str(model),
+        data=str(chat),
+        output=str(folder / "adapters.safetensors"),
+        epochs=3,
+        lr=1e-2,
+        targets=("all",),
+        dropout=0.1,
+        samples=0,
+        quiet=True,
+    )
+
+
+@pytest.fixture
+def stopped(stopped_run: Path, output: Path) -> Path:
+    """A run that was stopped after its sixth step of twelve; returns its folder of checkpoints."""
+    return Path(shutil.copytree(stopped_run, output.parent)) / "checkpoints"
 
 
 def test_resumed_run_needs_no_other_option_and_ends_as_the_whole_run(
-    cli: Cli, train: Cli, stopped: Path, output: Path, tmp_path: Path
+    cli: Cli, stopped: Path, output: Path, whole: Path
 ) -> None:
-    whole = tmp_path / "whole" / "adapters.safetensors"
-    assert train(*OPTIONS, "--output", whole).code == 0
-
     outcome = cli("train", "--resume", stopped)
     assert (outcome.code, outcome.out) == (0, "")
     assert output.read_bytes() == whole.read_bytes()
@@ -138,10 +169,8 @@ def test_option_that_would_change_the_result_is_an_error_that_names_it(
 
 
 def test_what_does_not_change_the_result_may_be_given(
-    cli: Cli, train: Cli, stopped: Path, output: Path, tmp_path: Path
+    cli: Cli, stopped: Path, output: Path, whole: Path
 ) -> None:
-    whole = tmp_path / "whole" / "adapters.safetensors"
-    assert train(*OPTIONS, "--output", whole).code == 0
     given = ["--save-steps", 2, "--keep", 1, "--memory-limit", 12, "--rank", 8, "--lr", "0.01"]
     assert cli("train", "--resume", stopped, *given).code == 0
     assert output.read_bytes() == whole.read_bytes()
@@ -149,8 +178,12 @@ def test_what_does_not_change_the_result_may_be_given(
 
 
 def test_other_data_is_an_error_and_moved_data_is_none(
-    cli: Cli, stopped: Path, chat: Path, tmp_path: Path, output: Path
+    cli: Cli, train: Cli, chat: Path, tmp_path: Path, output: Path
 ) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(6, monkeypatch)
+        assert train(*OPTIONS).code == 130
+    stopped = output.parent / "checkpoints"
     other = write_chat(tmp_path / "other.jsonl", sums(21))
     assert "--data" in cli("train", "--resume", stopped, "--data", other).error
     outcome = cli("train", "--resume", stopped, "--val-data", other)
@@ -266,18 +299,13 @@ def test_second_run_in_a_folder_is_told_who_trains_there(
 
 
 def test_run_that_has_ended_holds_no_lock_any_more(model: Path, chat: Path, tmp_path: Path) -> None:
-    from mlxtune import TrainConfig
-    from mlxtune import train as run
-
-    config = TrainConfig(
-        str(model), str(chat), output=str(tmp_path / "a.safetensors"), quiet=True, max_steps=2
-    )
-    run(config)
-    run(config)
+    config = replace(run_config(model, chat, tmp_path), max_steps=2)
+    run_training(config)
+    run_training(config)
     with pytest.MonkeyPatch.context() as monkeypatch:
         stop_after(1, monkeypatch)
         with pytest.raises(TrainingInterrupted):
-            run(config)
+            run_training(config)
     assert not list(tmp_path.rglob(".mlxtune.lock"))
 
 
