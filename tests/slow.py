@@ -1,4 +1,4 @@
-"""Which cases of a matrix run by default; the others carry the marker `slow`."""
+"""Which cases of a matrix run by default; the others carry the marker `slow` or `long`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,23 @@ def slow(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
+def long(*values: Any, id: str | None = None) -> Any:
+    """Return a set of parameters that is run with `pytest -m long` only, and by no check of CI."""
+    return pytest.param(*values, marks=pytest.mark.long, id=id)
+
+
 def slow_except(values: Iterable[Any], *quick: Any) -> list[Any]:
     """Return all values of a parameter, slow but for the quick ones."""
+    return [value if value in quick else slow(value) for value in _all(values, quick)]
+
+
+def long_except(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return all values of a parameter, long but for the quick ones."""
+    return [value if value in quick else long(value) for value in _all(values, quick)]
+
+
+def _all(values: Iterable[Any], quick: tuple[Any, ...]) -> list[Any]:
     values = list(values)
     missing = [value for value in quick if value not in values]
     assert not missing, f"{missing} are none of {values}"
-    return [value if value in quick else slow(value) for value in values]
+    return values

@@ -19,7 +19,7 @@ from tests.long.model_sizes import LISTED, config_of, write_sized
 from tests.long.models_page import broken, page
 from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS, SHARED
-from tests.slow import slow_except
+from tests.slow import long_except
 
 TEN = (
     *("qwen3", "qwen3_moe", "qwen3_5", "gemma3_text", "gemma4_text"),
@@ -27,7 +27,7 @@ TEN = (
 )
 
 
-@pytest.mark.parametrize("name", slow_except(TEN, "qwen3_moe", "lfm2"))
+@pytest.mark.parametrize("name", long_except(TEN, "qwen3_moe", "lfm2"))
 def test_architecture_trains_with_the_loss_of_mlx_lms_trainer(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name, **ARCHITECTURES[name])
     config = TrainConfig(str(folder), ("x",), dtype="float32", targets=("all",), max_grad_norm=0)

@@ -19,7 +19,7 @@ from mlxtune.errors import ModelError
 from tests.attacks.limits import limited
 from tests.command import Cli
 from tests.models import CHATML
-from tests.slow import slow_except
+from tests.slow import long_except
 
 Json = dict[str, Any]
 GROWS = r"its normalizer makes up to [\d.e+]+ characters of one"
@@ -103,7 +103,7 @@ def test_tokenizer_that_expands_text_is_refused_before_it_is_loaded(
     _assert_refused(outcome.error, path, said)
 
 
-@pytest.mark.parametrize("name", slow_except(TEMPLATES, "12 million characters"))
+@pytest.mark.parametrize("name", long_except(TEMPLATES, "2 million new lines"))
 def test_template_that_renders_millions_of_characters_is_refused(
     broken: Path, inspect: Cli, name: str
 ) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.long.peak_table
 
-The cases are those of tests/backend/memory/test_shapes.py, the slow ones too.
+The cases are those of tests/backend/memory/test_shapes.py, those marked `long` too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Recorder:
 def table() -> str:
     """Return the table."""
     recorder = Recorder()
-    given = ["-n0", "-q", "-m", "slow or not slow", "-k", "near_the_measured", "-W", "ignore"]
+    given = ["-n0", "-q", "-m", "long or not long", "-k", "near_the_measured", "-W", "ignore"]
     pytest.main([*given, FILE], plugins=[recorder])
     head = "case | operations | activations | measured, MB | estimated | after short passes"
     return "\n".join([f"| {head} |", f"|{' --- |' * 6}", *recorder.rows])

@@ -38,7 +38,7 @@ from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, write_model
-from tests.slow import slow, slow_except
+from tests.slow import long, long_except
 
 # By whether the CPU's kernels compute.
 EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
@@ -52,7 +52,7 @@ SHAPE = {
 }
 
 
-TRAINED = [(("all",), None), slow(("all",), 4), slow(("q_proj", "v_proj"), None)]
+TRAINED = [(("all",), None), long(("all",), 4), long(("q_proj", "v_proj"), None)]
 TRAINED += [(("q_proj", "v_proj"), 4)]
 
 
@@ -185,19 +185,19 @@ def _peak_of_step(pipeline: InstructPipeline, step: list[Example], *, numpy: boo
 
 
 @pytest.mark.parametrize(
-    ("kernels", "recompute"), [(True, False), *map(slow, (True, False, False), (True, True, False))]
+    ("kernels", "recompute"), [(True, False), *map(long, (True, False, False), (True, True, False))]
 )
 @pytest.mark.parametrize(
     ("step", "changes"),
     [
-        pytest.param(examples(4, 128), {}, id="short"),
-        slow(examples(1, 1024), {}, id="long"),
+        long(examples(4, 128), {}, id="short"),
+        long(examples(1, 1024), {}, id="long"),
         pytest.param(examples(4, 64, prefix=200), {}, id="prefix"),
-        slow(examples(4, 128), {"tie_word_embeddings": False}, id="untied"),
-        slow(examples(4, 128), {"targets": ("all",)}, id="all"),
-        slow(examples(4, 128), {"targets": ("all",), "num_layers": 2}, id="last layers"),
-        pytest.param(examples(4, 128), {"targets": ("all",), "dora": True}, id="DoRA"),
-        slow(
+        long(examples(4, 128), {"tie_word_embeddings": False}, id="untied"),
+        long(examples(4, 128), {"targets": ("all",)}, id="all"),
+        long(examples(4, 128), {"targets": ("all",), "num_layers": 2}, id="last layers"),
+        long(examples(4, 128), {"targets": ("all",), "dora": True}, id="DoRA"),
+        long(
             examples(4, 128),
             {"targets": ("all",), "init": "pissa", "target_rank": ("up_proj=64",)},
             id="PiSSA",
@@ -227,21 +227,21 @@ MAMBA = ARCHITECTURES["mamba"] | {"targets": ("all",)}
 LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("all",)}
 
 
-@pytest.mark.parametrize("recompute", [slow(False), True])
+@pytest.mark.parametrize("recompute", [long(False), True])
 @pytest.mark.parametrize(
     ("architecture", "step", "changes"),
     [
         pytest.param("gpt_oss", examples(2, 200), {"sliding_window": 64, **MOE}, id="sinks"),
-        slow("gemma3_text", examples(2, 300), {"sliding_window": 64}, id="window passed"),
-        slow("gemma3_text", examples(2, 300), {"sliding_window": 512}, id="window not passed"),
-        slow("gemma2", examples(2, 300), {}, id="capped scores"),
-        slow("qwen3", examples(2, 300), {"head_dim": 80}, id="odd heads"),
-        slow("qwen3", examples(2, 300), {"dropout": 0.1}, id="dropout"),
-        slow("phi3", examples(2, 300), {"targets": ("all",)}, id="packed projections"),
-        pytest.param("qwen3_5", examples(4, 64, prefix=200), DELTA, id="recurrences"),
-        slow("qwen3_5", examples(1, 1024), DELTA, id="long recurrences"),
-        slow("rwkv7", examples(2, 60, prefix=40), RWKV, id="RWKV 7"),
-        slow("mamba", examples(2, 60, prefix=40), MAMBA, id="Mamba"),
+        long("gemma3_text", examples(2, 300), {"sliding_window": 64}, id="window passed"),
+        long("gemma3_text", examples(2, 300), {"sliding_window": 512}, id="window not passed"),
+        long("gemma2", examples(2, 300), {}, id="capped scores"),
+        long("qwen3", examples(2, 300), {"head_dim": 80}, id="odd heads"),
+        long("qwen3", examples(2, 300), {"dropout": 0.1}, id="dropout"),
+        long("phi3", examples(2, 300), {"targets": ("all",)}, id="packed projections"),
+        long("qwen3_5", examples(4, 64, prefix=200), DELTA, id="recurrences"),
+        long("qwen3_5", examples(1, 1024), DELTA, id="long recurrences"),
+        long("rwkv7", examples(2, 60, prefix=40), RWKV, id="RWKV 7"),
+        long("mamba", examples(2, 60, prefix=40), MAMBA, id="Mamba"),
     ],
 )
 def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
@@ -258,7 +258,7 @@ def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
 @pytest.mark.parametrize(
     ("architecture", "step", "changes"),
     [
-        slow("gemma2", examples(1, 700), {}, id="capped scores"),
+        long("gemma2", examples(1, 700), {}, id="capped scores"),
         pytest.param("deepseek_v3", examples(1, 700), LATENT, id="added scores"),
     ],
 )
@@ -277,7 +277,7 @@ def check_architecture(
     check_peak(open_base(folder, "float32"), InstructConfig(lora_rank=8, **lora), how, step)
 
 
-@pytest.mark.parametrize("architecture", slow_except(["qwen3", "llama", "gemma3_text"], "qwen3"))
+@pytest.mark.parametrize("architecture", long_except(["qwen3", "llama", "gemma3_text"], "qwen3"))
 def test_bytes_of_quantised_weights_are_known_before_they_are_read(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -307,7 +307,7 @@ MEASURED = ("4", "nvfp4", "nf4")
 
 @pytest.mark.parametrize(
     ("quantize", "kernels"),
-    [each if each == ("4", False) else slow(*each) for each in product(MEASURED, (True, False))],
+    [each if each == ("4", False) else long(*each) for each in product(MEASURED, (True, False))],
 )
 def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
     tmp_path: Path, kernels: bool, quantize: str

@@ -14,7 +14,7 @@ from mlxtune.core.data.prompt import last_turn, parse_content, prompt_of
 from mlxtune.errors import DataError
 from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
-from tests.slow import slow_except
+from tests.slow import long_except
 
 ROWS = 12
 
@@ -56,7 +56,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
 
 
 @pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "lf_glaive_toolcall_en.jsonl"])
-@pytest.mark.parametrize("name", slow_except(TEMPLATES, "qwen3.jinja", "diffusion_gemma.jinja"))
+@pytest.mark.parametrize("name", long_except(TEMPLATES, "qwen3.jinja"))
 def test_models_own_templates_on_real_chats(
     shared: Path, folders: dict[str, Folder], tmp_path: Path, name: str, file: str
 ) -> None:
